@@ -1,0 +1,235 @@
+"""One Redis connection pool that waits out trouble.
+
+Every command of a running service goes through `Broker`, which repeats it with backoff and jitter while
+Redis is away, loading, failing over or full, says so in the log, and counts the time as waiting for
+Redis. Only the first `connect` fails fast, because then a person is watching. Commands must therefore
+be safe to repeat; `common.streams` sees to that.
+"""
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import structlog
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
+
+from common import metrics
+from common.errors import BrokerError
+
+log = structlog.get_logger(__name__)
+
+URL_VARIABLE = "TIDEMILL_REDIS_URL"
+USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
+PASSWORD_VARIABLE = "TIDEMILL_REDIS_PASSWORD"  # the variable's name, not a password
+CA_VARIABLE = "TIDEMILL_REDIS_CA"
+
+MIN_SERVER = (6, 2)
+CONNECT_TIMEOUT_S = 5.0
+SOCKET_TIMEOUT_S = 30.0
+"""Longer than any blocking read of ours, so that it only fires when the server is gone."""
+MAX_BLOCK_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
+
+T = TypeVar("T")
+
+_PASSING = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.BusyLoadingError,
+    redis_errors.ReadOnlyError,
+    redis_errors.OutOfMemoryError,
+    redis_errors.TryAgainError,
+    redis_errors.ClusterDownError,
+    redis_errors.MasterDownError,
+    OSError,
+)
+_PASSING_PREFIXES = ("OOM", "MISCONF", "LOADING", "MASTERDOWN", "READONLY", "BUSY ")
+_FINAL = (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError)
+
+
+def redis_url() -> str:
+    """The server's address from the environment, or a clear error."""
+    url = os.environ.get(URL_VARIABLE, "")
+    if not url:
+        raise BrokerError(
+            f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 "
+            "(rediss:// for TLS), or start the whole run with `tidemill up`, which brings its own Redis."
+        )
+    return url
+
+
+class Broker:
+    """Commands on one Redis, repeated until they are answered. Replies are raw (RESP2, bytes)."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.waited_s = 0.0
+
+    @classmethod
+    async def connect(cls, url: str | None = None) -> "Broker":
+        """Connect, check version and settings, and fail at once with a reason.
+
+        Raises:
+            BrokerError: unreachable, wrong credentials, older than 6.2, or set to evict keys.
+        """
+        url = url or redis_url()
+        broker = cls(_client(url))
+        try:
+            info = _parse_info(await broker.redis.execute_command("INFO"))
+        except redis_errors.RedisError as error:
+            await broker.close()
+            raise BrokerError(_explain(error, url)) from None
+        except (OSError, ValueError) as error:
+            await broker.close()
+            raise BrokerError(f"cannot reach Redis at {_public(url)}: {error}") from None
+        try:
+            _check_server(info, url)
+        except BrokerError:
+            await broker.close()
+            raise
+        return broker
+
+    async def execute(self, *command: Any) -> Any:
+        """Run one command."""
+        return await self._patiently(lambda: self.redis.execute_command(*command))
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]], atomic: bool = False) -> list[Any]:
+        """Run several commands in one round trip; errors come back as values in the list."""
+
+        async def send() -> list[Any]:
+            pipe = self.redis.pipeline(transaction=atomic)
+            for command in commands:
+                pipe.execute_command(*command)
+            replies = await pipe.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, Exception) and _is_passing(reply):
+                    raise reply
+            return replies
+
+        return await self._patiently(send)
+
+    async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run one of the Lua scripts in `common/lua`."""
+        source, sha = _script(name)
+
+        async def send() -> Any:
+            try:
+                return await self.redis.execute_command("EVALSHA", sha, len(keys), *keys, *args)
+            except redis_errors.NoScriptError:
+                return await self.redis.execute_command("EVAL", source, len(keys), *keys, *args)
+
+        return await self._patiently(send)
+
+    async def info(self, section: str) -> dict[str, str]:
+        """One section of the server's INFO."""
+        return _parse_info(await self.execute("INFO", section))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.redis.aclose()
+
+    async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `send` while its error is one that passes."""
+        try:
+            return await send()
+        except Exception as error:
+            if not _is_passing(error):
+                raise
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception(_is_passing),
+            wait=wait_exponential_jitter(FIRST_PAUSE_S, LONGEST_PAUSE_S),
+            before_sleep=self._say_waiting,
+        ):
+            with attempt:
+                result = await send()
+        return result
+
+    def _say_waiting(self, state: RetryCallState) -> None:
+        pause_s = state.next_action.sleep if state.next_action else 0.0
+        error = state.outcome.exception() if state.outcome else None
+        self.waited_s += pause_s
+        metrics.REDIS_RETRIES.inc()
+        metrics.REDIS_WAIT.inc(pause_s)
+        if state.attempt_number in (1, 5) or state.attempt_number % 20 == 0:
+            log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
+
+
+def _client(url: str) -> Redis:
+    options: dict[str, Any] = {
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,
+    }
+    for option, variable in (("username", USERNAME_VARIABLE), ("password", PASSWORD_VARIABLE)):
+        if os.environ.get(variable):
+            options[option] = os.environ[variable]
+    if url.startswith("rediss://") and os.environ.get(CA_VARIABLE):
+        options["ssl_ca_certs"] = os.environ[CA_VARIABLE]
+    try:
+        redis = Redis.from_url(url, **options)
+    except ValueError as error:
+        raise BrokerError(f"{URL_VARIABLE}: {error}") from None
+    redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
+    return redis
+
+
+@cache
+def _script(name: str) -> tuple[str, str]:
+    """Source and SHA1 of a script."""
+    import hashlib
+
+    source = resources.files("common.lua").joinpath(f"{name}.lua").read_text(encoding="utf-8")
+    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Whether waiting can cure the error: Redis away, loading, failing over, or out of memory."""
+    if isinstance(error, _FINAL):
+        return False
+    return isinstance(error, _PASSING) or (
+        isinstance(error, redis_errors.ResponseError) and str(error).startswith(_PASSING_PREFIXES)
+    )
+
+
+def _parse_info(reply: bytes | str) -> dict[str, str]:
+    text = reply.decode() if isinstance(reply, bytes) else reply
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#"))
+    return {name: value.strip() for name, value in pairs}
+
+
+def _check_server(info: dict[str, str], url: str) -> None:
+    version = tuple(int(part) for part in info["redis_version"].split(".")[:2])
+    if version < MIN_SERVER:
+        raise BrokerError(f"Redis at {_public(url)} is {info['redis_version']}; 6.2 or newer is needed")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise BrokerError(
+            f"Redis at {_public(url)} has maxmemory-policy {policy} and may delete entries that are still "
+            "needed. Set `maxmemory-policy noeviction` (CONFIG SET and redis.conf)."
+        )
+
+
+def _explain(error: Exception, url: str) -> str:
+    text = str(error)
+    if isinstance(error, redis_errors.AuthenticationError) or "NOAUTH" in text or "WRONGPASS" in text:
+        return (
+            f"Redis at {_public(url)} refused the credentials ({text}). Set {PASSWORD_VARIABLE} (and "
+            f"{USERNAME_VARIABLE} for an ACL user), or put them into {URL_VARIABLE}."
+        )
+    if isinstance(error, redis_errors.NoPermissionError):
+        return f"the Redis user for {_public(url)} lacks a permission: {text}"
+    return f"cannot reach Redis at {_public(url)}: {text}. Is it running, and is {URL_VARIABLE} right?"
+
+
+def _public(url: str) -> str:
+    """The address without its credentials."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"

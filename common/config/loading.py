@@ -1,0 +1,127 @@
+"""Reads a run's YAML file and its `--set` overrides, with errors that name field, value and remedy."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from common.config.run import RunConfig
+from common.errors import ConfigError
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read `path`, apply overrides of the form `section.field=value`, and validate.
+
+    Relative paths in the file are relative to the file's folder.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, an override has the wrong form, or a field is bad.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config {path}: {error.strerror}. Give an existing YAML file."
+        ) from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    _resolve_paths(tree, path.resolve().parent)
+    return parse_config(tree, str(path))
+
+
+def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
+    """Validate a tree of plain values; `origin` names it in errors."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise ConfigError(
+            f"{origin}: {len(lines)} problem(s)\n" + "\n".join(f"  {line}" for line in lines)
+        ) from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one value in the tree; the value is read as YAML, so numbers, lists and null work."""
+    dotted, equals, raw = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r} must have the form section.field=value")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        value = raw
+    if isinstance(value, str):
+        value = _number_or_text(value)
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {key} is not a section but {child!r}")
+        node = child
+    node[keys[-1]] = value
+
+
+def _number_or_text(value: str) -> float | str:
+    """YAML reads `1e-5` as text; people mean the number."""
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
+    """Make paths relative to the config file absolute where they exist there."""
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolve(item) for item in value]
+        if isinstance(value, str) and not Path(value).is_absolute():
+            file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+            if value.startswith((".", "/")) or (base / file).exists():
+                return f"{(base / file).resolve()}{colon}{name}"
+        return value
+
+    model, data, reward = (tree.get(name) for name in ("model", "data", "reward"))
+    if isinstance(model, dict) and "path" in model:
+        model["path"] = resolve(model["path"])
+    if isinstance(data, dict):
+        data["train"] = resolve(data.get("train"))
+        if isinstance(data.get("eval"), dict):
+            data["eval"] = {name: resolve(value) for name, value in data["eval"].items()}
+    if isinstance(reward, dict) and "function" in reward:
+        reward["function"] = resolve(reward["function"])
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as a line: field, what is allowed, what was given."""
+    field = ".".join(str(part) for part in item["loc"]) or "config"
+    if item["type"] == "extra_forbidden":
+        return f"{field}: no such field{_similar(item['loc'])}"
+    if item["type"] == "missing":
+        return f"{field}: required, but not given"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    given = f", got {item['input']!r}" if item["type"] != "value_error" else ""
+    return f"{field}: {message[:1].lower()}{message[1:]}{given}"
+
+
+def _similar(loc: tuple[Any, ...]) -> str:
+    """Suggest the field that was probably meant."""
+    import difflib
+
+    section: Any = RunConfig
+    for part in loc[:-1]:
+        found = section.model_fields.get(part)
+        section = getattr(found, "annotation", None)
+        if not hasattr(section, "model_fields"):
+            return ""
+    names = sorted(section.model_fields)
+    close = difflib.get_close_matches(str(loc[-1]), names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; fields here: {', '.join(names)}"

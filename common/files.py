@@ -1,0 +1,208 @@
+"""Files and folders that are either whole or absent, and checksums that prove it.
+
+Invariant: a name that readers look for never refers to half-written bytes. Everything is written under an
+aside name in the same folder (`.name.<random>.aside`), flushed to the disk, and then renamed; the rename is
+flushed too before the call returns. What a crash leaves behind is under an aside name, which
+`clear_aside` removes at the next start.
+"""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+from safetensors import SafetensorError
+
+from common.errors import TidemillError
+
+CHUNK_BYTES = 4 << 20
+"""Bytes read at once for a checksum."""
+
+_ASIDE = re.compile(r"^\.(?P<name>.+)\.(?:[0-9a-f]{8}\.aside|(?P<replaced>replaced))$")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "raise the quota, or free some space",
+    errno.EROFS: "mount it writable",
+    errno.EACCES: "give this user permission to write there",
+    errno.EPERM: "give this user permission to write there",
+}
+
+
+class StorageError(TidemillError):
+    """A file or folder could not be written. Nothing half-written is visible; the call may be repeated.
+
+    `can_clear` says whether waiting makes sense: a full or read-only disk is something that an operator
+    can put right while the run waits; a path that is no folder is not.
+    """
+
+    def __init__(self, what: str, path: Path, number: int | None, reason: str) -> None:
+        remedy = _REMEDIES.get(number or 0, "check the disk and the path")
+        super().__init__(f"cannot write {what} to {path}: {reason}; {remedy}.")
+        self.path = path
+        self.reason = reason
+        self.errno = number
+        self.can_clear = number in _REMEDIES or number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+@contextmanager
+def storage_errors(what: str, path: Path) -> Iterator[None]:
+    """Turn the errors of writing, Python's and those of safetensors, into one `StorageError`.
+
+    Blocks nest: the outermost says what was being written, which is what people know it by.
+    """
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(what, path, error.errno, error.reason) from error
+    except OSError as error:
+        raise StorageError(what, path, error.errno, error.strerror or str(error)) from error
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        number = int(found[1]) if found else None
+        raise StorageError(what, path, number, os.strerror(number) if number else str(error)) from error
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Replace the file at `path`, or create it. After a crash it holds the old bytes or the new ones.
+
+    Raises:
+        StorageError: the disk is full, read-only, or not there. The old file is untouched.
+    """
+    aside = _aside_name(path)
+    with storage_errors("a file", path):
+        try:
+            with open(aside, "xb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+@contextmanager
+def aside_folder(target: Path, what: str = "a folder") -> Iterator[Path]:
+    """Yield an empty folder beside `target` to fill and then `publish_folder`; unpublished, it is removed.
+
+    Raises:
+        StorageError: writing failed, inside the block or around it. `target` is as it was.
+    """
+    aside = _aside_name(target)
+    with storage_errors(what, target):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside.mkdir()
+            yield aside
+        finally:
+            remove_folder(aside)
+
+
+def publish_folder(aside: Path, target: Path) -> None:
+    """Flush everything below `aside` and rename it to `target`.
+
+    A folder that is at `target` already is replaced. It gives way only once the new one is complete and
+    flushed; a crash between the two renames is put right by `clear_aside`.
+    """
+    _fsync_tree(aside)
+    replaced = target.with_name(f".{target.name}.replaced")
+    if target.exists():
+        remove_folder(replaced)
+        os.rename(target, replaced)  # a folder cannot be renamed over one that is not empty
+    try:
+        os.rename(aside, target)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
+    fsync_folder(target.parent)
+    remove_folder(replaced)
+
+
+def clear_aside(folder: Path) -> list[str]:
+    """Remove what a crash left in `folder`; returns the names. Call only while no one else writes there."""
+    with storage_errors("folder names", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        leftovers = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.match(path.name))]
+        for path, match in leftovers:
+            if match["replaced"] and not (folder / match["name"]).exists():
+                os.rename(path, folder / match["name"])  # crashed between the two renames of a swap
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        if leftovers:
+            fsync_folder(folder)
+    return [path.name for path, _ in leftovers]
+
+
+def retire_folder(path: Path) -> None:
+    """Remove a published folder. It loses its name first, so that no reader finds half of it.
+
+    Raises:
+        StorageError: the folder cannot be renamed.
+    """
+    aside = _aside_name(path)
+    with storage_errors("the removal of an old folder", path):
+        os.rename(path, aside)
+        fsync_folder(path.parent)  # the name must be gone for good before the bytes go
+    remove_folder(aside)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder as far as that is possible; `clear_aside` finishes at the next start."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3-128 of the file's bytes, 32 hexadecimal digits, read in chunks.
+
+    Detects torn and damaged files; it is no protection against someone who wants to deceive.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            digest.update(view[:num_bytes])
+    return digest.hexdigest()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder's own entries, so that a rename in it survives a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.aside")
+
+
+def _fsync_tree(folder: Path) -> None:
+    """Flush every file and folder below, innermost first, and open them to those who may read the run.
+
+    safetensors creates its files readable by their owner only; a rollout worker in another container may
+    be another user.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for root, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                os.fchmod(descriptor, mode)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_folder(Path(root))

@@ -1,0 +1,71 @@
+"""/metrics and /healthz on one port per process, served by a thread of its own.
+
+/healthz answers 503 when the service's loop has not turned for `STALLED_AFTER_S`: a blocked loop must
+look unhealthy from outside, which is why the answer does not come from that loop.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from common.errors import ConfigError
+
+STALLED_AFTER_S = 30.0
+
+
+class HttpEndpoint:
+    """Serves until `close`; `beat` says that the loop is alive."""
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self._last_beat = time.monotonic()
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(self.is_healthy))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror}. "
+                "Set metrics_port to a free port, or to 0 to take any."
+            ) from None
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def beat(self) -> None:
+        """The event loop turned."""
+        self._last_beat = time.monotonic()
+
+    def is_healthy(self) -> bool:
+        """Whether the loop turned recently."""
+        return time.monotonic() - self._last_beat < STALLED_AFTER_S
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(is_healthy: Callable[[], bool]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._answer(200, generate_latest(), CONTENT_TYPE_LATEST)
+            elif self.path == "/healthz":
+                healthy = is_healthy()
+                body = b"ok\n" if healthy else b"the event loop stands still\n"
+                self._answer(200 if healthy else 503, body, "text/plain")
+            else:
+                self._answer(404, b"try /metrics or /healthz\n", "text/plain")
+
+        def _answer(self, status: int, body: bytes, content_type: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Scrapes are not worth a line."""
+
+    return Handler

@@ -1,0 +1,90 @@
+"""The only place that spells Redis keys.
+
+Every key of a run is `tidemill:{run_id}:<name>`; the braces are a Redis Cluster hash tag, so that one
+run may use transactions and scripts over several keys.
+"""
+
+import re
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.messages import Lane
+
+RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+
+PREFIX = "tidemill"
+ROLLOUT_GROUP = "rollout"
+"""Consumer group of the rollout workers on the `prompts` streams."""
+REWARD_GROUP = "reward"
+"""Consumer group of the reward workers on the `trajectories` streams."""
+
+RUNS = f"{PREFIX}:runs"
+"""Set of the run ids this Redis knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of one run. Streams of the evaluation lane carry the suffix `:eval`."""
+
+    run_id: str
+
+    def __post_init__(self) -> None:
+        if not RUN_ID.match(self.run_id):
+            raise ConfigError(
+                f"run id {self.run_id!r} must be 1 to 100 letters, digits, '.', '_' or '-', "
+                "beginning with a letter or digit"
+            )
+
+    def _key(self, name: str, lane: Lane = Lane.TRAIN) -> str:
+        suffix = ":eval" if lane is Lane.EVAL else ""
+        return f"{PREFIX}:{{{self.run_id}}}:{name}{suffix}"
+
+    def prompts(self, lane: Lane = Lane.TRAIN) -> str:
+        """Stream of tickets."""
+        return self._key("prompts", lane)
+
+    def trajectories(self, lane: Lane = Lane.TRAIN) -> str:
+        """Stream of trajectories: an immutable log."""
+        return self._key("trajectories", lane)
+
+    def scores(self, lane: Lane = Lane.TRAIN) -> str:
+        """Stream of scores, referring to trajectories by key."""
+        return self._key("scores", lane)
+
+    def progress(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
+        """Hash of a group in flight: published indices, and the version at which it started."""
+        return self._key(f"group:{ticket}", lane)
+
+    @property
+    def weights(self) -> str:
+        """Stream of weight manifests."""
+        return self._key("weights")
+
+    @property
+    def commits(self) -> str:
+        """Stream of commits, one a step."""
+        return self._key("commits")
+
+    @property
+    def dead(self) -> str:
+        """Stream of dead letters."""
+        return self._key("dead")
+
+    @property
+    def config(self) -> str:
+        """String: the resolved config as JSON."""
+        return self._key("config")
+
+    @property
+    def state(self) -> str:
+        """Hash: status, version and progress of the run, for people."""
+        return self._key("state")
+
+    @property
+    def workers(self) -> str:
+        """Hash: heartbeat of every process, by name."""
+        return self._key("workers")
+
+    def name_of(self, key: str) -> str:
+        """The part of a key after the run's prefix, such as `prompts:eval`."""
+        return key.removeprefix(self._key(""))

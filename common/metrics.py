@@ -1,0 +1,77 @@
+"""Every metric of every service, with help and unit. Labels are few and of low cardinality."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_LATENCY_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+
+ACTIVITY_SECONDS = Counter(
+    "tidemill_activity_seconds_total", "Time spent in each state, working or waiting", ["role", "state"]
+)
+RUN_INFO = Gauge(
+    "tidemill_run_info", "1; labels say which run and role this process serves", ["run_id", "role"]
+)
+
+REDIS_RETRIES = Counter("tidemill_redis_retries_total", "Redis commands repeated after a passing error")
+REDIS_WAIT = Counter("tidemill_redis_wait_seconds_total", "Time spent waiting for Redis to come back")
+
+DELIVERIES = Counter("tidemill_deliveries_total", "Messages received through a consumer group", ["stream"])
+RECLAIMED = Counter("tidemill_reclaimed_total", "Messages taken over from a silent consumer", ["stream"])
+LEASES_LOST = Counter(
+    "tidemill_leases_lost_total", "Held messages that another consumer took over", ["stream"]
+)
+HANDED_BACK = Counter(
+    "tidemill_handed_back_total", "Messages given back unfinished while draining", ["stream"]
+)
+DEAD_LETTERS = Counter("tidemill_dead_letters_total", "Messages put into the dead-letter stream", ["stream"])
+
+ENGINE_VERSION = Gauge("tidemill_engine_version", "Version of the weights this worker generates with")
+TRAJECTORIES_PUBLISHED = Counter("tidemill_trajectories_published_total", "Trajectories published", ["lane"])
+COMPLETION_TOKENS = Counter("tidemill_completion_tokens_total", "Completion tokens published", ["lane"])
+GENERATION_SECONDS = Histogram(
+    "tidemill_generation_seconds", "Time to generate one completion", ["lane"], buckets=_LATENCY_S
+)
+GROUPS_IN_FLIGHT = Gauge("tidemill_groups_in_flight", "Groups this rollout worker holds", ["lane"])
+REQUESTS_RUNNING = Gauge("tidemill_requests_running", "Completions the engine works on")
+WEIGHT_LOAD_SECONDS = Histogram(
+    "tidemill_weight_load_seconds", "Time of one weight update in the engine", buckets=_LATENCY_S
+)
+WEIGHT_PAUSE_SECONDS = Histogram(
+    "tidemill_weight_pause_seconds", "Time generation stood still for one weight update", buckets=_LATENCY_S
+)
+
+SCORES_PUBLISHED = Counter("tidemill_scores_published_total", "Scores published", ["lane", "status"])
+SCORE_SECONDS = Histogram(
+    "tidemill_score_seconds", "Time to score one trajectory", ["lane"], buckets=_LATENCY_S
+)
+SCORE_RETRIES = Counter("tidemill_score_retries_total", "Reward attempts repeated after a failure")
+SCORES_IN_FLIGHT = Gauge("tidemill_scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
+SCORING_PROCESSES_KILLED = Counter(
+    "tidemill_scoring_processes_killed_total", "Processes of plain reward functions killed or found dead"
+)
+
+TICKETS_ISSUED = Counter(
+    "tidemill_tickets_issued_total", "Tickets issued, regular and replacements", ["kind"]
+)
+GROUPS_SETTLED = Counter("tidemill_groups_settled_total", "Groups that reached their end", ["outcome"])
+DUPLICATES_DROPPED = Counter(
+    "tidemill_duplicates_dropped_total", "Entries whose key was there already", ["stream"]
+)
+STALENESS_VIOLATIONS = Counter(
+    "tidemill_staleness_violations_total", "Trajectories refused because a token was too old"
+)
+TRAINED_STALENESS = Histogram(
+    "tidemill_trained_staleness",
+    "Staleness of trained tokens, in steps",
+    buckets=(0, 1, 2, 3, 4, 6, 8, 16, 32),
+)
+TRAINED_TOKENS = Counter("tidemill_trained_tokens_total", "Completion tokens trained on")
+COMMITTED_VERSION = Gauge("tidemill_committed_version", "Number of committed steps")
+STEP_SECONDS = Histogram("tidemill_step_seconds", "Time from one commit to the next", buckets=_LATENCY_S)
+CHECKPOINT_SECONDS = Histogram(
+    "tidemill_checkpoint_seconds", "Time to write a checkpoint", buckets=_LATENCY_S
+)
+WEIGHTS_WRITE_SECONDS = Histogram(
+    "tidemill_weights_write_seconds", "Time to write and announce one version", buckets=_LATENCY_S
+)
+REWARD_MEAN = Gauge("tidemill_reward_mean", "Mean reward of the last step")
+EVALUATION_SCORE = Gauge("tidemill_evaluation_score", "Mean score of the last evaluation", ["dataset"])

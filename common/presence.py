@@ -1,0 +1,74 @@
+"""Heartbeats: every process tells the run who it is, what it does and what it waits for.
+
+One field per process in the hash `workers`, rewritten every two seconds. Nothing but people and
+dashboards depends on it: delivery relies on leases only.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common.broker import Broker
+from common.keys import Keys
+
+HEARTBEAT_S = 2.0
+GONE_AFTER_S = 10.0
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """What one process says about itself."""
+
+    name: str
+    role: str
+    state: str = ""
+    detail: str = ""
+    version: int = -1
+    idle_share: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    port: int = 0
+    started_at: float = field(default_factory=time.time)
+    at: float = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the last beat is recent."""
+        return time.time() - self.at < GONE_AFTER_S
+
+
+async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
+    """Write one heartbeat."""
+    beat.at = time.time()
+    await broker.execute("HSET", keys.workers, beat.name, json.dumps(asdict(beat)))
+
+
+async def remove_heartbeat(broker: Broker, keys: Keys, name: str) -> None:
+    """Leave in an orderly way."""
+    await broker.execute("HDEL", keys.workers, name)
+
+
+async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
+    """All processes that ever spoke and did not leave, by role and name."""
+    raw = await broker.execute("HGETALL", keys.workers)
+    beats = [_parsed(value) for value in raw[1::2]]
+    return sorted((beat for beat in beats if beat), key=lambda beat: (beat.role, beat.name))
+
+
+def _parsed(value: bytes) -> Heartbeat | None:
+    try:
+        tree: dict[str, Any] = json.loads(value)
+        known = {name: tree[name] for name in Heartbeat.__dataclass_fields__ if name in tree}
+        return Heartbeat(**known)
+    except (ValueError, TypeError):
+        return None
+
+
+Reporter = Callable[[Heartbeat], None]
+"""Fills in the service's own part of a heartbeat just before it is sent."""

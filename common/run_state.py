@@ -1,0 +1,56 @@
+"""What Redis knows about a run besides its streams: the resolved config, and a small state for people."""
+
+import json
+from typing import Any
+
+from common.broker import Broker
+from common.config import RunConfig, parse_config
+from common.errors import ConfigError
+from common.keys import RUNS, Keys
+
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+
+
+async def publish_config(broker: Broker, keys: Keys, config: RunConfig) -> None:
+    """Make the resolved config known, so that a worker needs only the address and the run id."""
+    await broker.execute("SET", keys.config, config.model_dump_json())
+    await broker.execute("SADD", RUNS, keys.run_id)
+
+
+async def read_config(broker: Broker, keys: Keys) -> RunConfig:
+    """The run's config.
+
+    Raises:
+        ConfigError: this Redis does not know the run; the message lists the runs it knows.
+    """
+    raw = await broker.execute("GET", keys.config)
+    if raw is None:
+        known = await known_runs(broker)
+        listing = f"it knows {', '.join(known[:10])}" if known else "it knows none yet"
+        raise ConfigError(
+            f"this Redis has no run {keys.run_id!r} ({listing}). Check the id, or start the run with "
+            "`tidemill up` or the trainer."
+        )
+    return parse_config(json.loads(raw), f"the config of run {keys.run_id} in Redis")
+
+
+async def run_exists(broker: Broker, keys: Keys) -> bool:
+    """Whether this Redis holds anything of the run."""
+    return bool(await broker.execute("EXISTS", keys.config, keys.commits, keys.prompts()))
+
+
+async def known_runs(broker: Broker) -> list[str]:
+    """Ids of all runs this Redis has seen."""
+    return sorted(raw.decode() for raw in await broker.execute("SMEMBERS", RUNS))
+
+
+async def update_state(broker: Broker, keys: Keys, **values: Any) -> None:
+    """Set fields of the run's state; values are stored as JSON."""
+    flat = [part for name, value in values.items() for part in (name, json.dumps(value))]
+    await broker.execute("HSET", keys.state, *flat)
+
+
+async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
+    """The run's state, empty for a run that has not started."""
+    raw = await broker.execute("HGETALL", keys.state)
+    return {name.decode(): json.loads(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}

@@ -1,0 +1,203 @@
+"""The frame of a service process: arguments, logs, Redis, config, metrics port, heartbeat, shutdown.
+
+SIGTERM (or Ctrl-C) asks the service to drain: it finishes or hands back what it holds and exits with 0.
+A second signal exits at once. A user's error is printed in plain words, with the error's exit code.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from common import metrics
+from common.activity import Activity
+from common.broker import Broker
+from common.config import RunConfig
+from common.errors import TidemillError
+from common.http_endpoint import HttpEndpoint
+from common.keys import Keys
+from common.logs import configure_logs
+from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
+from common.run_state import read_config
+
+log = structlog.get_logger(__name__)
+
+RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
+METRICS_HOST_VARIABLE = "TIDEMILL_METRICS_HOST"
+LAG_PROBE_S = 0.25
+
+T = TypeVar("T")
+
+
+@dataclass
+class ServiceContext:
+    """What a service is given: who it is, its run, and how it learns that it must stop."""
+
+    role: str
+    name: str
+    keys: Keys
+    config: RunConfig
+    broker: Broker
+    run_dir: Path
+    activity: Activity
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    reporters: list[Reporter] = field(default_factory=list)
+    failure: BaseException | None = None
+    """Why the service must end with an error, once it has drained."""
+
+    def __post_init__(self) -> None:
+        # A restarted process has the name of the one before, but must not pass for the holder of its leases.
+        self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
+
+    def fail(self, error: BaseException) -> None:
+        """Drain and then end with `error`."""
+        self.failure = self.failure or error
+        self.stopping.set()
+
+    def raise_failure(self) -> None:
+        """End with the error that stopped the service, if one did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        """Run `work` in the background; if it fails, so does the service, instead of limping on."""
+
+        def finished(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()):
+                log.error("a background task failed", task=name, error=str(error))
+                self.fail(error)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(finished)
+        return task
+
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Await `work`, or cancel it and return None when the service must stop."""
+        task: asyncio.Task[T] = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+ServiceMain = Callable[[ServiceContext], Awaitable[None]]
+
+
+def run_service(
+    role: str, describe: str, load: Callable[[], ServiceMain], port_of: Callable[[RunConfig], int]
+) -> int:
+    """Run one service process to its end; returns the exit code.
+
+    `load` imports the service proper; it is called only after address, run and config are known to be
+    good, so that mistakes are answered before anything heavy is imported.
+    """
+    options = _parse_arguments(role, describe)
+    configure_logs(role, options.name)
+    try:
+        return asyncio.run(_serve(role, options, load, port_of))
+    except TidemillError as error:
+        print(f"tidemill {role}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def runs_dir() -> Path:
+    """The folder of all runs on this machine."""
+    return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
+
+
+def _parse_arguments(role: str, describe: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{role}",
+        description=describe,
+        epilog="Addresses and secrets come from the environment: TIDEMILL_REDIS_URL (and _USERNAME, "
+        "_PASSWORD, _CA), TIDEMILL_RUNS_DIR. Everything else is the run's config, read from Redis.",
+    )
+    parser.add_argument("--run", required=True, metavar="RUN_ID", help="id of the run to serve")
+    default_name = f"{role}-{socket.gethostname()}-{os.getpid()}"
+    parser.add_argument("--name", default=default_name, help="name of this worker (default: %(default)s)")
+    parser.add_argument("--metrics-port", type=int, help="port of /metrics and /healthz (default: config)")
+    return parser.parse_args()
+
+
+async def _serve(
+    role: str,
+    options: argparse.Namespace,
+    load: Callable[[], ServiceMain],
+    port_of: Callable[[RunConfig], int],
+) -> int:
+    keys = Keys(options.run)
+    broker = await Broker.connect()
+    try:
+        config = await read_config(broker, keys)
+        port = port_of(config) if options.metrics_port is None else options.metrics_port
+        endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
+        metrics.RUN_INFO.labels(keys.run_id, role).set(1)
+        run_dir = runs_dir() / keys.run_id
+        context = ServiceContext(role, options.name, keys, config, broker, run_dir, Activity(role))
+        async with _signals(context), _heartbeat(context, endpoint):
+            await load()(context)
+        return 0
+    finally:
+        await broker.close()
+
+
+@contextlib.asynccontextmanager
+async def _signals(context: ServiceContext) -> AsyncIterator[None]:
+    """First signal drains, second exits at once."""
+
+    def handle() -> None:
+        if context.stopping.is_set():
+            os._exit(130)
+        log.info("stopping: finishing or handing back what is held")
+        context.stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)
+    yield
+
+
+@contextlib.asynccontextmanager
+async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
+    beat = Heartbeat(context.name, context.role, port=endpoint.port)
+
+    async def forever() -> None:
+        while True:
+            beat.state, beat.detail = context.activity.state, context.activity.detail
+            beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
+            for report in context.reporters:
+                report(beat)
+            await publish_heartbeat(context.broker, context.keys, beat)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def watch_loop() -> None:
+        while True:
+            endpoint.beat()
+            await asyncio.sleep(LAG_PROBE_S)
+
+    tasks = [asyncio.create_task(forever()), asyncio.create_task(watch_loop())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, context.name), 2.0)
+        endpoint.close()

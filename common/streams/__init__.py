@@ -1,0 +1,48 @@
+"""The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
+
+from common.streams.consumer import Consumer, Delivery
+from common.streams.log import (
+    START,
+    Entry,
+    Garbled,
+    GroupStatus,
+    OffsetReader,
+    append,
+    append_numbered,
+    ensure_group,
+    entry_id_of,
+    group_status,
+    id_before,
+    id_order,
+    last_id,
+    length,
+    pending_ids,
+    read_newest,
+    read_range,
+    scan,
+    trim_before,
+)
+
+__all__ = [
+    "START",
+    "Consumer",
+    "Delivery",
+    "Entry",
+    "Garbled",
+    "GroupStatus",
+    "OffsetReader",
+    "append",
+    "append_numbered",
+    "ensure_group",
+    "entry_id_of",
+    "group_status",
+    "id_before",
+    "id_order",
+    "last_id",
+    "length",
+    "pending_ids",
+    "read_newest",
+    "read_range",
+    "scan",
+    "trim_before",
+]

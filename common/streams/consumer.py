@@ -1,0 +1,222 @@
+"""Streams as queues: consumer groups with leases.
+
+What it guarantees: a result and the acknowledgement of its input are one atomic unit, and only the
+holder of the lease can publish; a held message is renewed while it is worked on and taken over when its
+holder falls silent. Every call may be repeated after a lost connection.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import structlog
+from redis import exceptions as redis_errors
+
+from common import codec, metrics
+from common.broker import Broker
+from common.codec import MAX_PAYLOAD_BYTES, SCHEMA
+from common.errors import LeaseLostError
+from common.messages import Message, Trajectory
+from common.streams.log import START, Fields, Garbled, block_ms, decoded, ensure_group, fields_of
+
+log = structlog.get_logger(__name__)
+
+RENEWALS_PER_LEASE = 3
+RECLAIMS_PER_LEASE = 2
+MAX_HELD_IN_ONE_CALL = 512
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(eq=False, slots=True)
+class Delivery(Generic[M]):
+    """A message held by this consumer. `attempts` counts deliveries, this one included."""
+
+    entry_id: str
+    fields: Fields
+    message: M
+    attempts: int
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when another consumer has taken the message over: stop working on it."""
+
+
+class Consumer(Generic[M]):
+    """One member of a consumer group on one stream.
+
+    `async with consumer:` creates the group where needed and renews leases in the background. A message
+    is held from `fetch` until `complete`, `publish_sample` (the last one), `bury` or `hand_back`.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        key: str,
+        group: str,
+        name: str,
+        message_type: type[M],
+        *,
+        lease_s: float,
+        dead_key: str,
+        label: str = "",
+        max_bytes: int = MAX_PAYLOAD_BYTES,
+    ) -> None:
+        self.broker, self.key, self.group, self.name = broker, key, group, name
+        self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
+        self.label, self.max_bytes = label or key.rpartition(":")[2], max_bytes
+        self.held: dict[str, Delivery[M]] = {}
+        self._cursor = START
+        self._next_reclaim = 0.0
+        self._renewal: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Consumer[M]":
+        await ensure_group(self.broker, self.key, self.group)
+        self._renewal = asyncio.create_task(self._renew_forever(), name=f"renew {self.label}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._renewal:
+            self._renewal.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._renewal
+
+    async def fetch(self, count: int, block_s: float) -> list[Delivery[M] | Garbled]:
+        """Up to `count` messages: abandoned ones first, then new ones, waiting `block_s` for them.
+
+        A `Garbled` is held too: give it to `bury`.
+        """
+        try:
+            if taken := await self._reclaim(count):
+                return taken
+            block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
+            reply = await self.broker.execute(
+                "XREADGROUP", "GROUP", self.group, self.name, "COUNT", count, *block, "STREAMS", self.key, ">"
+            )
+        except redis_errors.ResponseError as error:
+            if not str(error).startswith("NOGROUP"):
+                raise
+            log.warning("consumer group is gone, creating it again", stream=self.label, group=self.group)
+            await ensure_group(self.broker, self.key, self.group)
+            return []
+        entries = reply[0][1] if reply else []
+        metrics.DELIVERIES.labels(self.label).inc(len(entries))
+        return [self._hold(entry_id, fields_of(raw), 1) for entry_id, raw in entries if raw]
+
+    async def complete(
+        self, results: Sequence[tuple[Delivery[M], Message | None]], out_key: str
+    ) -> list[bool]:
+        """Publish each result to `out_key` and acknowledge its input, as one unit for each pair.
+
+        A result of None acknowledges only. Returns whether each lease was still held; where not, nothing
+        was published.
+        """
+        args: list[Any] = [self.group, self.name]
+        for delivery, result in results:
+            args += (delivery.entry_id, SCHEMA, codec.encode_payload(result) if result is not None else b"")
+        return await self._complete(args, [delivery.entry_id for delivery, _ in results], out_key)
+
+    async def publish_sample(
+        self, delivery: Delivery[M], out_key: str, progress_key: str, sample: Trajectory
+    ) -> bool:
+        """Publish one trajectory of the held ticket; the ticket is acknowledged with the last one.
+
+        Returns whether the group is complete now.
+
+        Raises:
+            LeaseLostError: another worker has taken the ticket over; nothing was published.
+        """
+        args = (self.group, self.name, delivery.entry_id, sample.index, sample.group_size, SCHEMA)
+        result = await self.broker.script(
+            "publish_sample", [self.key, out_key, progress_key], [*args, codec.encode_payload(sample)]
+        )
+        if result == 0:
+            self._lose(delivery.entry_id)
+            raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
+        if result == 2:
+            self.held.pop(delivery.entry_id, None)
+        return bool(result == 2)
+
+    async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
+        """Move a message to the dead-letter stream, as one unit."""
+        args = [self.group, self.name, delivery.entry_id, SCHEMA, codec.encode_payload(letter)]
+        (done,) = await self._complete(args, [delivery.entry_id], self.dead_key)
+        if done:
+            metrics.DEAD_LETTERS.labels(self.label).inc()
+        return done
+
+    async def hand_back(self, deliveries: Sequence[Delivery[M]]) -> None:
+        """Give messages back unfinished: whoever reclaims next gets them, and no attempt is counted."""
+        if not deliveries:
+            return
+        ids = [delivery.entry_id for delivery in deliveries]
+        args = [self.group, self.name, int(self.lease_s * 1000) + 1, *ids]
+        await self.broker.script("hand_back", [self.key], args)
+        for entry_id in ids:
+            self.held.pop(entry_id, None)
+        metrics.HANDED_BACK.labels(self.label).inc(len(ids))
+
+    async def leave(self) -> None:
+        """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
+        await self.hand_back(list(self.held.values()))
+        pending = await self.broker.execute("XPENDING", self.key, self.group, "-", "+", 1, self.name)
+        if not pending:
+            await self.broker.execute("XGROUP", "DELCONSUMER", self.key, self.group, self.name)
+
+    async def _complete(self, args: list[Any], entry_ids: list[str], out_key: str) -> list[bool]:
+        done = [bool(flag) for flag in await self.broker.script("complete", [self.key, out_key], args)]
+        for entry_id, is_done in zip(entry_ids, done, strict=True):
+            if is_done:
+                self.held.pop(entry_id, None)
+            else:
+                self._lose(entry_id)
+        return done
+
+    def _hold(self, raw_id: bytes, fields: Fields, attempts: int) -> Delivery[M] | Garbled:
+        entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
+        if isinstance(entry, Garbled):
+            return entry
+        delivery = Delivery(entry.entry_id, fields, entry.message, attempts)
+        self.held[delivery.entry_id] = delivery
+        return delivery
+
+    def _lose(self, entry_id: str) -> None:
+        delivery = self.held.pop(entry_id, None)
+        if delivery is not None:
+            delivery.lost.set()
+            metrics.LEASES_LOST.labels(self.label).inc()
+            log.warning("lease lost, another worker took over", stream=self.label, entry=entry_id)
+
+    async def _reclaim(self, count: int) -> list[Delivery[M] | Garbled]:
+        """Take over messages whose holder has been silent for a lease, a few times a lease."""
+        if time.monotonic() < self._next_reclaim:
+            return []
+        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor]
+        cursor, taken = await self.broker.script("reclaim", [self.key], args)
+        self._cursor = cursor.decode()
+        if self._cursor == START and len(taken) < count:
+            self._next_reclaim = time.monotonic() + self.lease_s / RECLAIMS_PER_LEASE
+        deliveries = [
+            self._hold(entry_id, fields_of(raw), attempts)
+            for entry_id, raw, attempts in taken
+            if entry_id.decode() not in self.held
+        ]
+        if deliveries:
+            metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
+            log.info("took over abandoned messages", stream=self.label, count=len(deliveries))
+        return deliveries
+
+    async def _renew_forever(self) -> None:
+        """Renew every held lease, three times a lease, until cancelled."""
+        while True:
+            await asyncio.sleep(self.lease_s / RENEWALS_PER_LEASE)
+            ids = list(self.held)
+            for start in range(0, len(ids), MAX_HELD_IN_ONE_CALL):
+                args = [self.group, self.name, *ids[start : start + MAX_HELD_IN_ONE_CALL]]
+                try:
+                    for entry_id in await self.broker.script("renew", [self.key], args):
+                        self._lose(entry_id.decode())
+                except redis_errors.ResponseError as error:
+                    if not str(error).startswith("NOGROUP"):
+                        raise

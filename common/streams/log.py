@@ -1,0 +1,224 @@
+"""Streams as logs: append, read by offset, scan, trim.
+
+Appends that must happen once carry an explicit entry id, so that repeating them fails harmlessly. An
+entry that cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from redis import exceptions as redis_errors
+
+from common import codec
+from common.broker import MAX_BLOCK_S, Broker
+from common.codec import MAX_PAYLOAD_BYTES, PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.errors import CodecError
+from common.messages import Message
+
+START = "0-0"
+
+M = TypeVar("M", bound=Message)
+Fields = dict[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[M]):
+    """A decoded entry of a stream."""
+
+    entry_id: str
+    message: M
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """An entry that cannot be decoded, with its bytes and the reason."""
+
+    entry_id: str
+    fields: Fields
+    error: str
+
+
+def entry_id_of(number: int) -> str:
+    """Entry id of ticket, step or version `number`: appending it twice fails harmlessly."""
+    return f"{number + 1}-0"
+
+
+def id_order(entry_id: str) -> tuple[int, int]:
+    """Sort key of an entry id."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+def id_before(entry_id: str) -> str:
+    """The greatest id below `entry_id`: reading after it starts with `entry_id` itself."""
+    milliseconds, sequence = id_order(entry_id)
+    if sequence:
+        return f"{milliseconds}-{sequence - 1}"
+    return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else START
+
+
+async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
+    """Append messages under new ids, in one round trip; returns the ids."""
+    replies = await broker.pipeline([("XADD", key, "*", *_flat(message)) for message in messages])
+    return [_checked(reply).decode() for reply in replies]
+
+
+async def append_numbered(broker: Broker, key: str, numbered: Iterable[tuple[int, Message]]) -> int:
+    """Append each message under the id of its number, unless the stream is past it already.
+
+    Safe to repeat, and safe against a second writer: the first one wins. Returns how many were new.
+    """
+    commands = [("XADD", key, entry_id_of(number), *_flat(message)) for number, message in numbered]
+    replies = await broker.pipeline(commands) if commands else []
+    return sum(not _was_there(reply) for reply in replies)
+
+
+async def read_range(
+    broker: Broker,
+    key: str,
+    message_type: type[M],
+    first: str = "-",
+    last: str = "+",
+    count: int | None = None,
+) -> list[Entry[M] | Garbled]:
+    """Entries with ids from `first` to `last`, inclusive."""
+    limit = ("COUNT", count) if count else ()
+    reply = await broker.execute("XRANGE", key, first, last, *limit)
+    return [decoded(entry_id, fields_of(raw), message_type) for entry_id, raw in reply]
+
+
+async def scan(
+    broker: Broker, key: str, message_type: type[M], first: str = "-", batch: int = 256
+) -> AsyncIterator[Entry[M] | Garbled]:
+    """All entries from `first` on, a batch at a time, without holding the whole stream."""
+    while entries := await read_range(broker, key, message_type, first, "+", batch):
+        for entry in entries:
+            yield entry
+        first = f"({entries[-1].entry_id}"
+
+
+async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[M] | None:
+    """The last entry that can be decoded, or None for an empty stream."""
+    for entry_id, raw in await broker.execute("XREVRANGE", key, "+", "-", "COUNT", 8):
+        entry = decoded(entry_id, fields_of(raw), message_type)
+        if isinstance(entry, Entry):
+            return entry
+    return None
+
+
+async def trim_before(broker: Broker, key: str, entry_id: str) -> int:
+    """Remove entries below `entry_id`; returns how many. The only way in which entries ever go."""
+    return int(await broker.execute("XTRIM", key, "MINID", entry_id))
+
+
+async def length(broker: Broker, key: str) -> int:
+    """Entries in the stream now."""
+    return int(await broker.execute("XLEN", key))
+
+
+async def last_id(broker: Broker, key: str) -> str:
+    """The greatest id the stream has given out, or `START` where there is no stream."""
+    try:
+        raw = await broker.execute("XINFO", "STREAM", key)
+    except redis_errors.ResponseError as error:
+        if "no such key" in str(error):
+            return START
+        raise
+    return str(dict(zip(raw[::2], raw[1::2], strict=True))[b"last-generated-id"].decode())
+
+
+async def ensure_group(broker: Broker, key: str, group: str, position: str = "0") -> None:
+    """Create the consumer group, and the stream, unless they are there."""
+    try:
+        await broker.execute("XGROUP", "CREATE", key, group, position, "MKSTREAM")
+    except redis_errors.ResponseError as error:
+        if not str(error).startswith("BUSYGROUP"):
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """Where a consumer group stands."""
+
+    pending: int
+    last_delivered: str
+    consumers: int
+
+
+async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | None:
+    """Where the group stands, or None where stream or group do not exist."""
+    try:
+        groups = await broker.execute("XINFO", "GROUPS", key)
+    except redis_errors.ResponseError as error:
+        if "no such key" in str(error):
+            return None
+        raise
+    for raw in groups:
+        info = dict(zip(raw[::2], raw[1::2], strict=True))
+        if info[b"name"] == group.encode():
+            return GroupStatus(info[b"pending"], info[b"last-delivered-id"].decode(), info[b"consumers"])
+    return None
+
+
+async def pending_ids(broker: Broker, key: str, group: str, first: str, last: str, count: int) -> list[str]:
+    """Ids between `first` and `last` that some consumer holds."""
+    reply = await broker.execute("XPENDING", key, group, first, last, count)
+    return [row[0].decode() for row in reply]
+
+
+class OffsetReader(Generic[M]):
+    """Reads a stream by offset, without a consumer group: the position is the reader's own to keep."""
+
+    def __init__(self, broker: Broker, key: str, message_type: type[M], position: str = START) -> None:
+        self.broker, self.key, self.message_type = broker, key, message_type
+        self.position = position
+
+    async def read(self, count: int = 256, block_s: float = 0.0) -> list[Entry[M] | Garbled]:
+        """The next entries after the position, which moves on; waits up to `block_s` for the first."""
+        block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
+        reply = await self.broker.execute("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position)
+        if not reply:
+            return []
+        entries = [decoded(entry_id, fields_of(raw), self.message_type) for entry_id, raw in reply[0][1]]
+        self.position = entries[-1].entry_id
+        return entries
+
+
+def _flat(message: Message) -> tuple[bytes, bytes, bytes, bytes]:
+    return VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, codec.encode_payload(message)
+
+
+def fields_of(raw: Sequence[bytes]) -> Fields:
+    """Field names and values, which Redis sends as one flat list."""
+    return dict(zip(raw[::2], raw[1::2], strict=True))
+
+
+def decoded(
+    raw_id: bytes, fields: Fields, message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES
+) -> Entry[M] | Garbled:
+    """Decode one entry; what cannot be decoded is kept with its bytes and the reason."""
+    entry_id = raw_id.decode()
+    try:
+        return Entry(entry_id, codec.decode(fields, message_type, max_bytes))
+    except CodecError as error:
+        return Garbled(entry_id, fields, str(error))
+
+
+def block_ms(block_s: float) -> int:
+    """Seconds to the milliseconds of BLOCK: never 0, which would block for ever."""
+    return max(1, int(min(block_s, MAX_BLOCK_S) * 1000))
+
+
+def _checked(reply: Any) -> Any:
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def _was_there(reply: Any) -> bool:
+    """Whether a numbered append found its id taken; any other error is raised."""
+    if isinstance(reply, redis_errors.ResponseError) and "equal or smaller" in str(reply):
+        return True
+    _checked(reply)
+    return False
