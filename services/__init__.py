@@ -1,0 +1,1 @@
+"""The processes of a run. Each imports `common`; none imports another."""

@@ -1,0 +1,1 @@
+"""Rollout: tickets in, trajectories out."""

@@ -1,0 +1,157 @@
+"""Decodes one batch of prompts with a Hugging Face model: prefill once, then a token a row a step.
+
+Prompts are padded on the left, so that every row's next token sits in the same column; position ids
+count from each row's first real token, and padding is masked, so a row's tokens do not depend on its
+neighbours (beyond rounding). Equal prompts, as in a group, are prefilled once. Rows that are finished
+leave the batch once they are a good part of it.
+
+Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.messages import SamplingParams
+from services.rollout.engines.noise import uniforms
+from services.rollout.engines.sampling import SamplingBatch, draw, processed_logprobs
+
+_COMPACT_BELOW = 0.75
+"""Finished rows are dropped when less than this share of the batch is left: copying the cache costs too."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One completion in the making. `is_wanted` turns false when its caller has gone."""
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    noise_key: int
+    is_wanted: Callable[[], bool] = lambda: True
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+
+    def add(self, token: int, logprob: float, eos_ids: frozenset[int]) -> None:
+        """Append a sampled token, and finish where it ends the completion."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in eos_ids:
+            self.finish = "stop"
+        elif len(self.token_ids) >= self.sampling.max_tokens:
+            self.finish = "length"
+
+
+@torch.inference_mode()
+def decode_batch(model: Any, rows: Sequence[Row], eos_ids: frozenset[int]) -> None:
+    """Fill in tokens, logprobs and finish of every row that stays wanted."""
+    batch = _Batch(model, rows)
+    logits_BV = batch.prefill()
+    step = 0
+    while batch.rows:
+        ids_B, logprobs_B = batch.sample(logits_BV, step)
+        for row, token, logprob in zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), strict=True):
+            if row.finish is None:
+                row.add(token, logprob, eos_ids)
+        step += 1
+        ids_B = batch.drop_finished(ids_B)
+        if batch.rows:
+            logits_BV = batch.advance(ids_B)
+
+
+class _Batch:
+    """The rows that are being decoded, with the model's state for them."""
+
+    def __init__(self, model: Any, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self._model = model
+        self._device: torch.device = model.device
+        self._keys_B = np.array([row.noise_key for row in rows], dtype=np.uint64)
+        vocab_size = model.config.get_text_config().vocab_size
+        self._sampling = SamplingBatch.of([row.sampling for row in rows], vocab_size, self._device)
+
+    def prefill(self) -> Tensor:
+        """Run the distinct prompts and spread the result over the rows. Returns logits of shape [B, V]."""
+        from transformers import DynamicCache
+
+        prompts = list(dict.fromkeys(tuple(row.prompt_ids) for row in self.rows))
+        position = {prompt: index for index, prompt in enumerate(prompts)}
+        spread_B = torch.tensor([position[tuple(row.prompt_ids)] for row in self.rows], device=self._device)
+        ids_UT, mask_UT = pad_left(prompts, self._device)
+        self._cache = DynamicCache(config=self._model.config)
+        logits_UV = self._forward(ids_UT, mask_UT, position_ids(mask_UT))
+        if len(prompts) < len(self.rows):
+            self._cache.batch_select_indices(spread_B)
+            logits_UV, mask_UT = logits_UV[spread_B], mask_UT[spread_B]
+        self._mask_BT = mask_UT
+        self._next_position_B = mask_UT.sum(dim=-1)
+        return logits_UV
+
+    def sample(self, logits_BV: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Draw the next token of each row: its `step`-th number decides."""
+        uniforms_B = torch.from_numpy(uniforms(self._keys_B, step)).to(self._device)
+        return draw(processed_logprobs(logits_BV, self._sampling), self._sampling, uniforms_B)
+
+    def advance(self, ids_B: Tensor) -> Tensor:
+        """Run one token of each row. Returns the logits of the token after it, of shape [B, V]."""
+        self._mask_BT = torch.cat([self._mask_BT, self._mask_BT.new_ones(len(self.rows), 1)], dim=-1)
+        logits_BV = self._forward(ids_B[:, None], self._mask_BT, self._next_position_B[:, None])
+        self._next_position_B += 1
+        return logits_BV
+
+    def drop_finished(self, ids_B: Tensor) -> Tensor:
+        """Leave out rows that are done or unwanted, where that pays; returns the remaining ids."""
+        keep = [i for i, row in enumerate(self.rows) if row.finish is None and row.is_wanted()]
+        if keep and len(keep) > _COMPACT_BELOW * len(self.rows):
+            return ids_B
+        self.rows = [self.rows[i] for i in keep]
+        if not keep:
+            return ids_B
+        keep_B = torch.tensor(keep, device=self._device)
+        self._cache.batch_select_indices(keep_B)
+        self._sampling = self._sampling.select(keep_B)
+        self._keys_B = self._keys_B[keep]
+        self._mask_BT, self._next_position_B = self._mask_BT[keep_B], self._next_position_B[keep_B]
+        return ids_B[keep_B]
+
+    def _forward(self, ids_BT: Tensor, mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
+        output = self._model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=position_ids_BT,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits_BV: Tensor = output.logits[:, -1]
+        return logits_BV
+
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts of different lengths as ids and a mask of real tokens, both of shape [B, T], int64."""
+    width = max(len(prompt) for prompt in prompts)
+    ids_BT = np.zeros((len(prompts), width), dtype=np.int64)  # any id will do: padding is masked
+    mask_BT = np.zeros((len(prompts), width), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        ids_BT[row, width - len(prompt) :] = prompt
+        mask_BT[row, width - len(prompt) :] = 1
+    return torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device)
+
+
+def position_ids(mask_BT: Tensor) -> Tensor:
+    """Positions that count from each row's first real token; padding gets 0. Shape [B, T]."""
+    return (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+@torch.inference_mode()
+def score_completion(model: Any, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
+    """Logprobs of the completion at temperature 1, in float32, from one pass over both."""
+    ids_BT = torch.tensor([prompt_ids + completion_ids], device=model.device)
+    logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
+    logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
+    targets_T1 = ids_BT[0, len(prompt_ids) :, None]
+    return logprobs_TV.gather(-1, targets_T1)[:, 0].tolist()

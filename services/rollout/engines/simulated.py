@@ -1,0 +1,110 @@
+"""Delays in place of a model, for benchmarks and tests of everything around the engine.
+
+The tokens, and how long they take, depend on the run's seed and the request's id alone. Capacity is a
+semaphore: a finished completion frees a slot. Versions change in flight, as in the real engine: a
+completion that was half done when an update landed has two spans, split at its middle token.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.config.run import RunConfig
+from common.errors import EngineError
+from common.messages import VersionSpan
+from services.rollout.engine import Generation, GenerationRequest, WeightUpdate
+from services.rollout.engines.model_folder import check_ids, check_length
+from services.rollout.engines.noise import request_key, uniforms
+
+
+class SimulatedEngine:
+    """An engine that computes nothing: every token is equally likely and every update succeeds."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._options = config.rollout.simulated
+        self._max_model_len = config.model.max_model_len
+        self._seed = config.seed if config.rollout.seed is None else config.rollout.seed
+        self._slots = asyncio.Semaphore(self._options.capacity)
+        self._changes: list[tuple[float, int]] = []
+        self._num_running = 0
+
+    @property
+    def version(self) -> int:
+        """The version of the latest update; -1 before `start`."""
+        return self._changes[-1][1] if self._changes else -1
+
+    @property
+    def num_running(self) -> int:
+        """Requests accepted and not finished, those that wait for a slot included."""
+        return self._num_running
+
+    async def start(self) -> None:
+        """Be version 0."""
+        self._changes = [(_now(), 0)]
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Wait as long as the request takes, and return its random tokens."""
+        if not self._changes:
+            raise EngineError("the simulated engine was never started")
+        check_length(request, self._max_model_len)
+        key = request_key(self._seed, request.request_id)
+        self._num_running += 1
+        try:
+            async with self._slots:
+                started = _now()
+                await asyncio.sleep(self._duration_s(key))
+                finished = _now()
+        finally:
+            self._num_running -= 1
+        num_tokens = min(self._options.tokens, request.sampling.max_tokens)
+        draws = uniforms(np.full(num_tokens, key, dtype=np.uint64), np.arange(num_tokens, dtype=np.uint64))
+        return Generation(
+            token_ids=(draws * self._options.vocab_size).astype(np.int64).tolist(),
+            logprobs=[-math.log(self._options.vocab_size)] * num_tokens,
+            spans=self._spans(started, finished, num_tokens),
+            finish="stop" if num_tokens == self._options.tokens else "length",
+        )
+
+    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
+        """Take `load_s`, then be `version`. Nothing is read and generation never stands still."""
+        started = _now()
+        await asyncio.sleep(self._options.load_s)
+        self._changes.append((_now(), version))
+        return WeightUpdate(version, load_s=_now() - started, paused_s=0.0)
+
+    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
+        """Every token has the same logprob, whatever the version."""
+        check_ids([*prompt_ids, *completion_ids], self._options.vocab_size)
+        return [-math.log(self._options.vocab_size)] * len(completion_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The ids as words: `t17 t4 t99`."""
+        return " ".join(f"t{token}" for token in token_ids)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    def _duration_s(self, key: int) -> float:
+        """Uniform between (1 - jitter) and (1 + jitter) times the mean."""
+        # Draws of tokens count up from 0; the last possible number of the key is free for this.
+        spread = 2.0 * float(uniforms(np.array([key], dtype=np.uint64), 2**63)[0]) - 1.0
+        return self._options.group_s * (1.0 + self._options.jitter * spread)
+
+    def _spans(self, started: float, finished: float, num_tokens: int) -> tuple[VersionSpan, ...]:
+        """Split the tokens, spread evenly over the time they took, at each change of version."""
+        spans: list[VersionSpan] = []
+        for changed, version in reversed(self._changes):
+            first = max(0, math.floor(num_tokens * (changed - started) / max(finished - started, 1e-9)))
+            # Of two versions that start at the same token, the earlier one produced nothing.
+            if first < (spans[-1][1] if spans else num_tokens):
+                spans.append((version, first))
+            if changed <= started:
+                break
+        return tuple(reversed(spans))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,214 @@
+"""A plain transformers model, for machines without vLLM: batches of what is waiting, one at a time.
+
+A batch runs with one version from its first token to its last: `load` waits for the running batch, and
+requests that come meanwhile wait for the load. All work on tensors happens on one thread of its own, so
+the event loop never blocks and the model is never read while it is written.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from common.config.run import RunConfig
+from common.errors import EngineError
+from services.rollout.engine import Generation, GenerationRequest, WeightUpdate
+from services.rollout.engines.model_folder import ModelFolder, check_ids, open_model
+from services.rollout.engines.noise import request_key
+
+if TYPE_CHECKING:
+    from services.rollout.engines.decoding import Row
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request in the queue, and the future that its caller waits on."""
+
+    row: "Row"
+    done: "asyncio.Future[Generation]"
+    since: float
+
+
+class TransformersEngine:
+    """Decodes with a Hugging Face model in this process."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._options = config.rollout.transformers
+        self._seed = config.seed if config.rollout.seed is None else config.rollout.seed
+        self._folder: ModelFolder | None = None
+        self._model: Any = None
+        self._version = -1
+        self._num_running = 0
+        self._queue: list[_Waiting] = []
+        self._arrived = asyncio.Event()
+        # Held by a batch or by a load; asyncio's locks are fair, so a load comes after one batch.
+        self._model_in_use = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._runner: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        """The version whose weights are loaded; -1 before `start`."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Requests accepted and not finished, those in the queue included."""
+        return self._num_running
+
+    async def start(self) -> None:
+        """Load the starting model.
+
+        Raises:
+            ConfigError: the model's folder cannot be used, or the device is not there.
+        """
+        self._folder = await asyncio.to_thread(open_model, self._config.model)
+        self._model = await self._on_thread(self._open_model)
+        self._version = 0
+        self._runner = asyncio.create_task(self._run(), name="transformers-engine")
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Generate one completion in the next batch. Cancelling the task drops it from the batch.
+
+        Raises:
+            ValueError: the request cannot be served at all.
+            EngineError: the model failed, or the engine was closed.
+        """
+        from services.rollout.engines.decoding import Row
+
+        self._running_model()
+        self._running_folder().check(request)
+        done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        key = request_key(self._seed, request.request_id)
+        row = Row(request.prompt_ids, request.sampling, key, is_wanted=lambda: not done.done())
+        self._queue.append(_Waiting(row, done, time.monotonic()))
+        self._arrived.set()
+        self._num_running += 1
+        try:
+            return await done
+        finally:
+            self._num_running -= 1
+
+    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
+        """Read `files` beside the running batch, and replace the weights before the next one.
+
+        Raises:
+            WeightsError: a file cannot be read, or does not fit the model; nothing has changed.
+        """
+        from services.rollout.engines.model_weights import copy_weights, match_weights, read_weights
+
+        started = time.perf_counter()
+        # On another thread than the model's: the files are read while a batch decodes.
+        pairs = match_weights(self._running_model(), await asyncio.to_thread(read_weights, files))
+        async with self._model_in_use:
+            paused = time.perf_counter()
+            await self._on_thread(lambda: copy_weights(pairs))
+            self._version = version
+        finished = time.perf_counter()
+        return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)
+
+    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
+        """Logprobs of the completion at temperature 1, from one forward pass without a cache."""
+        from services.rollout.engines.decoding import score_completion
+
+        model, folder = self._running_model(), self._running_folder()
+        check_ids([*prompt_ids, *completion_ids], folder.vocab_size)
+        async with self._model_in_use:
+            return await self._on_thread(
+                lambda: score_completion(model, list(prompt_ids), list(completion_ids))
+            )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return self._running_folder().decode(token_ids)
+
+    async def close(self) -> None:
+        """End the running batch early and free the model. Waiting requests fail."""
+        runner, self._runner = self._runner, None
+        self._model = None
+        if runner is not None:
+            runner.cancel()
+            await asyncio.gather(runner, return_exceptions=True)
+        self._fail(self._queue, EngineError("the engine was closed"))
+        self._queue = []
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _run(self) -> None:
+        """Decode what waits, batch after batch."""
+        while True:
+            await self._gather()
+            async with self._model_in_use:
+                size = self._options.max_batch_size
+                batch, self._queue = self._queue[:size], self._queue[size:]
+                if not self._queue:
+                    self._arrived.clear()
+                try:
+                    await self._decode(batch)
+                except asyncio.CancelledError:
+                    self._fail(batch, EngineError("the engine was closed"))
+                    raise
+                except Exception as error:
+                    self._fail(batch, EngineError(f"the model failed: {error!r}; restart this worker"))
+
+    async def _gather(self) -> None:
+        """Wait for a first request, then a little for company; a full batch does not wait."""
+        self._queue = [waiting for waiting in self._queue if not waiting.done.done()]
+        if not self._queue:
+            self._arrived.clear()
+        await self._arrived.wait()
+        deadline = self._queue[0].since + self._options.gather_ms / 1000
+        while len(self._queue) < self._options.max_batch_size and (left := deadline - time.monotonic()) > 0:
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), left)
+            except TimeoutError:
+                break
+        self._arrived.set()
+
+    async def _decode(self, batch: list[_Waiting]) -> None:
+        """Decode one batch and hand each caller its completion."""
+        from services.rollout.engines.decoding import decode_batch
+
+        model, eos_ids = self._running_model(), frozenset(self._running_folder().eos_ids)
+        rows = [waiting.row for waiting in batch if not waiting.done.done()]
+        if rows:
+            await self._on_thread(lambda: decode_batch(model, rows, eos_ids))
+        for waiting in batch:
+            row = waiting.row
+            if not waiting.done.done() and row.finish is not None:
+                spans = ((self._version, 0),)
+                waiting.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
+
+    def _open_model(self) -> Any:
+        """Load the model onto its device. Runs on the model's thread."""
+        import torch
+
+        from services.rollout.engines.model_weights import load_model
+
+        if self._config.rollout.num_threads:
+            torch.set_num_threads(self._config.rollout.num_threads)
+        return load_model(self._config.model, self._options.device)
+
+    def _running_model(self) -> Any:
+        if self._model is None:
+            raise EngineError("the transformers engine is not running: it was closed, or never started")
+        return self._model
+
+    def _running_folder(self) -> ModelFolder:
+        if self._folder is None:
+            raise EngineError("the transformers engine was never started")
+        return self._folder
+
+    def _fail(self, batch: Sequence[_Waiting], error: EngineError) -> None:
+        for waiting in batch:
+            if not waiting.done.done():
+                waiting.done.set_exception(error)
+
+    async def _on_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

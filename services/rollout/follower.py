@@ -1,0 +1,65 @@
+"""Follows the `weights` stream: the engine computes with the newest announced version.
+
+Guarantees: versions only go up; bytes are verified before the engine sees them; `reach(v)` returns only
+when the engine holds version `v` or a newer one, which is what keeps tickets from starting too early.
+"""
+
+import asyncio
+
+import structlog
+
+from common import metrics
+from common.errors import WeightsError
+from common.messages import WeightManifest
+from common.service import ServiceContext
+from common.streams import Entry, OffsetReader, id_before, read_newest
+from common.weight_files import verified_files
+from services.rollout.engine import Engine
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 1.0
+RETRY_S = 1.0
+
+
+class WeightFollower:
+    """Loads announced versions into one engine; `run` goes on until it is cancelled."""
+
+    def __init__(self, context: ServiceContext, engine: Engine) -> None:
+        self.context, self.engine = context, engine
+        self._arrived = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Load the newest version whenever one is announced; never an older one."""
+        reader = OffsetReader(self.context.broker, self.context.keys.weights, WeightManifest)
+        newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
+        reader.position = id_before(newest.entry_id) if newest else reader.position
+        while True:
+            entries = [entry for entry in await reader.read(block_s=POLL_S) if isinstance(entry, Entry)]
+            if entries and entries[-1].message.version > self.engine.version:
+                await self._load(entries[-1].message, reader)
+
+    async def reach(self, version: int) -> int:
+        """Wait until the engine holds `version` or a newer one; returns the one it holds."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self.engine.version >= version)
+            return self.engine.version
+
+    async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
+        """Verify and load one version; a torn one is tried again unless a newer one is there."""
+        try:
+            files = await asyncio.to_thread(verified_files, self.context.run_dir, manifest)
+            update = await self.engine.load(manifest.version, files)
+        except WeightsError as error:
+            log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
+            newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
+            if newest and newest.message.version == manifest.version:
+                reader.position = id_before(newest.entry_id)
+                await asyncio.sleep(RETRY_S)
+            return
+        metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
+        metrics.WEIGHT_PAUSE_SECONDS.observe(update.paused_s)
+        metrics.ENGINE_VERSION.set(update.version)
+        log.debug("weights loaded", version=update.version, load_s=update.load_s, paused_s=update.paused_s)
+        async with self._arrived:
+            self._arrived.notify_all()

@@ -1,0 +1,66 @@
+"""The rollout service: one engine, one weight follower, one worker per lane."""
+
+import asyncio
+
+from common import metrics
+from common.activity import Activity
+from common.messages import Lane
+from common.presence import Heartbeat
+from common.service import ServiceContext
+from services.rollout.engine import Engine
+from services.rollout.engines import build_engine
+from services.rollout.follower import WeightFollower
+from services.rollout.worker import RolloutWorker
+
+SAMPLE_S = 0.02
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run until the context says stop; the engine is closed last."""
+    engine = build_engine(context.config, context.name)
+    with context.activity.during("load", "starting the engine"):
+        await engine.start()
+    follower = WeightFollower(context, engine)
+    workers = [RolloutWorker(context, lane, engine, follower) for lane in (Lane.EVAL, Lane.TRAIN)]
+
+    def report(beat: Heartbeat) -> None:
+        beat.version = engine.version
+        beat.counts["requests"] = engine.num_running
+        for worker in workers:
+            worker.report(beat)
+
+    context.reporters.append(report)
+    background = [
+        context.start(follower.run(), "weight follower"),
+        context.start(_watch_activity(context.activity, engine, workers), "activity"),
+    ]
+    try:
+        async with asyncio.TaskGroup() as lanes:
+            for worker in workers:
+                lanes.create_task(worker.run())
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await engine.close()
+    context.raise_failure()
+
+
+async def _watch_activity(activity: Activity, engine: Engine, workers: list[RolloutWorker]) -> None:
+    """Keep the state of this process: generating, or waiting, and for what. Sampled, so it costs nothing.
+
+    Idle time counts from the first request on: before it, there was nothing that could have been done.
+    """
+    has_generated = False
+    while True:
+        if engine.num_running:
+            if not has_generated:
+                has_generated = True
+                activity.reset()
+            activity.enter("generate")
+        elif any(worker.groups for worker in workers):
+            activity.enter("wait:weights", "groups are held until their version arrives")
+        else:
+            activity.enter("wait:tickets", "the trainer has issued no more")
+        metrics.REQUESTS_RUNNING.set(engine.num_running)
+        await asyncio.sleep(SAMPLE_S)
