@@ -1,0 +1,23 @@
+"""`python -m services.trainer --run RUN_ID`: schedule, train and commit. Wiring only."""
+
+import sys
+
+from common.service import ServiceMain, run_service
+
+
+def load() -> ServiceMain:
+    """Import what is heavy, once address and run are known to be good."""
+    from services.trainer.service import serve
+
+    return serve
+
+
+if __name__ == "__main__":
+    sys.exit(
+        run_service(
+            "trainer",
+            "Issue tickets, train on scored groups, commit each step and announce its weights.",
+            load,
+            lambda config: config.trainer.metrics_port,
+        )
+    )

@@ -1,0 +1,67 @@
+"""Saves checkpoints, and trims the streams below what the oldest kept one needs."""
+
+import asyncio
+from collections import deque
+
+import structlog
+
+from common import metrics
+from common.service import ServiceContext
+from common.streams import entry_id_of, trim_before
+from services.trainer.checkpoint import CheckpointStore, TrainerState
+from services.trainer.intake import SCORES, TRAJECTORIES, Intake
+from services.trainer.policy import Policy
+from services.trainer.recorder import Recorder
+from services.trainer.scheduler import Scheduler
+from services.trainer.step import PolicyThread
+from services.trainer.storage import until_stored
+
+log = structlog.get_logger(__name__)
+
+
+class Checkpointer:
+    """Takes the state of the trainer's parts between two steps."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        store: CheckpointStore,
+        policy: Policy,
+        thread: PolicyThread,
+        scheduler: Scheduler,
+        intake: Intake,
+        recorder: Recorder,
+    ) -> None:
+        self.context, self.store = context, store
+        self.policy, self.thread = policy, thread
+        self.scheduler, self.intake, self.recorder = scheduler, intake, recorder
+        self._kept: deque[TrainerState] = deque(maxlen=context.config.trainer.keep_checkpoints)
+
+    async def save(self, version: int) -> None:
+        """Write the checkpoint of `version`, then let go of what no kept checkpoint needs."""
+        state = TrainerState(
+            version=version,
+            positions=self.intake.positions(),
+            scheduler=self.scheduler.state(),
+            intake={"high_water": self.intake.high_water()},
+            data={"fingerprint": self.scheduler.prompts.fingerprint},
+            counters={"trajectories": self.intake.num_trajectories},
+        )
+        with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
+            await until_stored(lambda: asyncio.to_thread(self.recorder.sync))
+            await until_stored(lambda: self.thread.call(self.store.save, state, self.policy.save_state))
+        self._kept.append(state)
+        if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
+            await self._trim(self._kept[0])
+
+    async def _trim(self, oldest: TrainerState) -> None:
+        """Remove entries below the positions of the oldest checkpoint that could be restored."""
+        broker, keys = self.context.broker, self.context.keys
+        outstanding = [ticket for ticket, _ in oldest.scheduler["outstanding"]]
+        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
+        removed = await trim_before(broker, keys.trajectories(), oldest.positions[TRAJECTORIES])
+        removed += await trim_before(broker, keys.scores(), oldest.positions[SCORES])
+        removed += await trim_before(broker, keys.prompts(), entry_id_of(first_ticket))
+        keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
+        removed += await trim_before(broker, keys.weights, entry_id_of(keep_from))
+        log.debug("streams trimmed", entries=removed, oldest_checkpoint=oldest.version)

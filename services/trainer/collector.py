@@ -1,0 +1,151 @@
+"""Hands a step its groups as they complete, and replaces those that cannot be trained.
+
+A step always gets `groups_per_step` groups: a filtered, failed, stale or dead one is replaced by a fresh
+ticket for the same step, and the reason goes into the step's commit.
+"""
+
+import time
+
+import structlog
+
+from common import codec, metrics
+from common.messages import DeadLetter
+from common.service import ServiceContext
+from common.streams import append
+from services.trainer.intake import Intake
+from services.trainer.judgement import STALE, CompleteGroup, Judge, Refusal, TrainableGroup
+from services.trainer.reconciler import Reconciler
+from services.trainer.scheduler import Scheduler
+from services.trainer.selection import select_groups
+
+log = structlog.get_logger(__name__)
+
+QUIET_S = 2.0
+"""After this long without news, what Redis holds is compared with what it should hold."""
+
+Dropped = tuple[int, int, str]
+"""`(ticket, index, reason)`; index -1 means the whole group."""
+
+
+class StoppedError(Exception):
+    """The service must stop; the step in progress is abandoned and trained after the restart."""
+
+
+class Collector:
+    """Takes groups from the intake for one step after the other."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        scheduler: Scheduler,
+        intake: Intake,
+        judge: Judge,
+        reconciler: Reconciler,
+    ) -> None:
+        self.context, self.trainer = context, context.config.trainer
+        self.scheduler, self.intake, self.judge = scheduler, intake, judge
+        self.reconciler = reconciler
+        self.dropped: list[Dropped] = []
+
+    async def take(self, step: int, places: int) -> list[TrainableGroup]:
+        """Wait until at least one group is there for `step` (all of them, unless `start_early`).
+
+        Taken groups stay outstanding until `settle`.
+
+        Raises:
+            StoppedError: the service must stop.
+        """
+        taken: list[TrainableGroup] = []
+        quiet_since = time.monotonic()
+        while True:
+            await self._replace_dead()
+            for ticket in await self._select(step, places - len(taken)):
+                verdict = self.judge.judge(self.intake.groups[ticket].complete(), step)
+                self.intake.complete.remove(ticket)
+                if isinstance(verdict, Refusal):
+                    await self._refuse(verdict)
+                else:
+                    self.intake.groups[ticket].is_taken = True
+                    taken.append(verdict)
+            if taken and (self.trainer.start_early or len(taken) == places):
+                return taken
+            with self.context.activity.during(*self._waiting_for(step)):
+                has_news = await self.context.unless_stopping(self.intake.wait(QUIET_S))
+            if has_news is None:
+                raise StoppedError
+            if has_news:
+                quiet_since = time.monotonic()
+            else:
+                await self._look_for_losses(time.monotonic() - quiet_since)
+
+    def settle(self, groups: list[TrainableGroup]) -> None:
+        """The groups are committed: they are outstanding no more."""
+        for group in groups:
+            self.scheduler.settle(group.ticket)
+            self.intake.close(group.ticket)
+            metrics.GROUPS_SETTLED.labels("trained").inc()
+
+    def drain_dropped(self) -> list[Dropped]:
+        """What was left out since the last call, for the commit."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    async def drop(self, ticket: int, reason: str) -> None:
+        """Replace a whole group; its reason goes into the next commit."""
+        self.dropped.append((ticket, -1, reason))
+        metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
+        self.intake.close(ticket)
+        self.intake.expect(await self.scheduler.replace(ticket))
+
+    async def _select(self, step: int, places: int) -> list[int]:
+        if self.trainer.batch_order == "as_ready":
+            await self.reconciler.learn_started_versions(self.intake.groups.values())
+        return select_groups(
+            self.intake.groups,
+            self.intake.complete,
+            order=self.trainer.batch_order,
+            step=step,
+            places=places,
+            groups_per_step=self.trainer.groups_per_step,
+            max_staleness=self.trainer.max_staleness,
+        )
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        log.info("group replaced", ticket=refusal.ticket, reason=refusal.reason, detail=refusal.detail)
+        if refusal.reason == STALE:
+            await self._report_stale(self.intake.groups[refusal.ticket].complete(), refusal.detail)
+        await self.drop(refusal.ticket, refusal.reason)
+
+    async def _report_stale(self, group: CompleteGroup, detail: str) -> None:
+        """A violation of the staleness bound is counted and kept for the operator; never trained on."""
+        metrics.STALENESS_VIOLATIONS.inc()
+        sample = min(group.trajectories.values(), key=lambda trajectory: trajectory.min_version)
+        letter = DeadLetter(
+            origin="trajectories",
+            entry_id="",
+            fields={name.decode(): value for name, value in codec.encode(sample).items()},
+            error=f"staleness bound violated: {detail}",
+            ticket=sample.ticket,
+            index=sample.index,
+            worker=self.context.name,
+        )
+        await append(self.context.broker, self.context.keys.dead, letter)
+
+    async def _replace_dead(self) -> None:
+        for ticket, error in list(self.intake.dead.items()):
+            log.warning("group is dead, replacing it", ticket=ticket, error=error)
+            await self.drop(ticket, f"dead: {error}"[:200])
+
+    async def _look_for_losses(self, quiet_s: float) -> None:
+        await self.reconciler.restore_lost()
+        if quiet_s > self.trainer.reissue_after_s:
+            for ticket in await self.reconciler.find_abandoned(self.intake.groups.values()):
+                log.warning("no stream holds what is missing of this group", ticket=ticket)
+                await self.drop(ticket, "lost")
+
+    def _waiting_for(self, step: int) -> tuple[str, str]:
+        """What the trainer waits for: trajectories that are missing, or only their scores."""
+        due = [group for group in self.intake.groups.values() if group.step <= step and not group.is_complete]
+        if any(len(group.trajectories) < group.group_size for group in due):
+            return "wait:trajectories", f"{len(due)} groups of step {step} are not complete"
+        return "wait:scores", f"{len(due)} groups of step {step} have unscored trajectories"

@@ -1,0 +1,82 @@
+"""Commits: the write-ahead record of a step, appended before its version is announced.
+
+A commit's entry id is its step's, so it can be appended once only: a second trainer on the same run
+finds the place taken and ends, instead of training anything twice.
+"""
+
+import time
+
+from common.broker import Broker
+from common.errors import TidemillError
+from common.keys import Keys
+from common.messages import Commit
+from common.streams import Entry, append_numbered, entry_id_of, read_range
+from services.trainer.collector import Dropped
+from services.trainer.step import StepResult
+
+
+class SecondTrainerError(TidemillError):
+    """Another trainer has committed this step."""
+
+
+def make_commit(
+    step: int,
+    result: StepResult,
+    dropped: list[Dropped],
+    metrics: dict[str, float],
+    digest: str,
+    started_at: float,
+) -> Commit:
+    """The record of a step that has just updated the weights."""
+    left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
+    advantages = {str(g.ticket): [sample.advantage for sample in g.samples] for g in result.groups}
+    return Commit(
+        step=step,
+        version=step + 1,
+        mini_batches=(tuple(batch.keys for batch in result.micro_batches),),
+        groups=tuple(group.ticket for group in result.groups),
+        dropped=(*dropped, *left_out),
+        advantages=advantages,
+        metrics=metrics,
+        digest=digest,
+        started_at=started_at,
+        finished_at=time.time(),
+    )
+
+
+async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
+    """Append a commit under its step's id.
+
+    Raises:
+        SecondTrainerError: the step has a commit that is not this one.
+    """
+    if await append_numbered(broker, keys.commits, [(commit.step, commit)]):
+        return
+    entry_id = entry_id_of(commit.step)
+    found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
+    if not any(isinstance(entry, Entry) and entry.message == commit for entry in found):
+        raise SecondTrainerError(
+            f"step {commit.step} of run {keys.run_id} was committed by another trainer. "
+            "One run has one trainer: stop the other one, or give this one a run id of its own."
+        )
+
+
+async def read_commits(broker: Broker, keys: Keys, first_step: int) -> list[Commit]:
+    """Commits from `first_step` on, in order.
+
+    Raises:
+        TidemillError: a commit cannot be decoded, or one is missing in between.
+    """
+    entries = await read_range(broker, keys.commits, Commit, entry_id_of(first_step))
+    commits: list[Commit] = []
+    for entry in entries:
+        expected = first_step + len(commits)
+        if not isinstance(entry, Entry):
+            raise TidemillError(f"commit {entry.entry_id} of run {keys.run_id} is unreadable: {entry.error}")
+        if entry.message.step != expected:
+            raise TidemillError(
+                f"run {keys.run_id} has a commit of step {entry.message.step} where step {expected} is due; "
+                "restore a checkpoint of a later version, or the stream from its backup"
+            )
+        commits.append(entry.message)
+    return commits

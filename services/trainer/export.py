@@ -1,0 +1,40 @@
+"""Weights as engines load them: safetensors, Hugging Face names, the configured dtype.
+
+Guarantees: a tied weight is written once, under the name its model expects; names and shapes are those
+of a published checkpoint (transformers fuses some weights on loading, experts for instance; that is
+undone).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and the buffers that belong to a checkpoint, by name; views."""
+    tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    saved = model.state_dict().keys()
+    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return tensors
+
+
+def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Weights under their published names, floating point ones in `dtype`."""
+    for name, tensor in revert_weight_conversion(model, model_tensors(model)).items():
+        yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+
+
+def save_model(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> list[Path]:
+    """Write `model.safetensors` into the folder, nothing else; the same weights give the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in export_tensors(model, dtype)}
+    path = folder / WEIGHTS_FILE
+    save_file(tensors, path, metadata={"format": "pt"})
+    return [path]

@@ -1,0 +1,205 @@
+"""Reads trajectories and scores by offset, joins them on `(ticket, index)`, and completes groups.
+
+Guarantees: the first entry of a key wins, later ones are counted as duplicates and dropped; entries of
+tickets that are not outstanding are never kept, so memory is bounded by the admission gate; what a
+checkpoint remembers as its position lies below every entry that is still needed.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from common import metrics
+from common.broker import Broker
+from common.keys import Keys
+from common.messages import DeadLetter, Message, Score, Trajectory
+from common.streams import START, Entry, Garbled, OffsetReader, id_before, id_order
+from services.trainer.judgement import CompleteGroup
+from services.trainer.scheduler import Outstanding
+
+log = structlog.get_logger(__name__)
+
+BLOCK_S = 1.0
+READ_COUNT = 256
+
+M = TypeVar("M", bound=Message)
+
+TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
+
+
+@dataclass(slots=True)
+class PendingGroup:
+    """What has arrived of one outstanding ticket; entry ids are kept for the checkpoint's positions."""
+
+    ticket: int
+    step: int
+    min_version: int
+    group_size: int
+    trajectories: dict[int, Entry[Trajectory]] = field(default_factory=dict)
+    scores: dict[int, Entry[Score]] = field(default_factory=dict)
+    started_version: int = -1
+    is_taken: bool = False
+    """Whether the step in progress trains on it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trajectory and every score is there."""
+        return len(self.trajectories) == len(self.scores) == self.group_size
+
+    @property
+    def oldest_version(self) -> int:
+        """No token of the group is or will be older than this, as far as is known now."""
+        if len(self.trajectories) == self.group_size:
+            return min(entry.message.min_version for entry in self.trajectories.values())
+        return max(self.min_version, self.started_version)
+
+    def complete(self) -> CompleteGroup:
+        """The group without its entry ids."""
+        return CompleteGroup(
+            self.ticket,
+            self.step,
+            {index: entry.message for index, entry in self.trajectories.items()},
+            {index: entry.message for index, entry in self.scores.items()},
+        )
+
+
+class Intake:
+    """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
+
+    def __init__(self, broker: Broker, keys: Keys, group_size: int) -> None:
+        self.group_size = group_size
+        self.groups: dict[int, PendingGroup] = {}
+        self.complete: list[int] = []
+        """Tickets of complete groups, in the order in which they became complete."""
+        self.dead: dict[int, str] = {}
+        """Outstanding tickets that went to the dead letters, and why."""
+        self.changed = asyncio.Event()
+        self.num_trajectories = 0
+        self.num_completion_tokens = 0
+        self._seen_up_to: dict[str, str] = {}
+        self._trajectories = OffsetReader(broker, keys.trajectories(), Trajectory)
+        self._scores = OffsetReader(broker, keys.scores(), Score)
+        self._dead = OffsetReader(broker, keys.dead, DeadLetter)
+
+    def expect(self, tickets: list[Outstanding]) -> None:
+        """Open groups for tickets that have been issued."""
+        for item in tickets:
+            self.groups.setdefault(
+                item.ticket, PendingGroup(item.ticket, item.step, item.min_version, self.group_size)
+            )
+
+    def close(self, ticket: int) -> None:
+        """Forget a group that was trained or replaced."""
+        self.groups.pop(ticket, None)
+        self.dead.pop(ticket, None)
+        if ticket in self.complete:
+            self.complete.remove(ticket)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until something arrives; False after `timeout_s` without anything."""
+        try:
+            await asyncio.wait_for(self.changed.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        self.changed.clear()
+        return True
+
+    async def read_trajectories(self) -> None:
+        """Follow the trajectories stream for ever."""
+        while True:
+            for entry in await self._trajectories.read(READ_COUNT, BLOCK_S):
+                self._take_trajectory(entry)
+
+    async def read_scores(self) -> None:
+        """Follow the scores stream for ever."""
+        while True:
+            for entry in await self._scores.read(READ_COUNT, BLOCK_S):
+                self._take_score(entry)
+
+    async def read_dead(self) -> None:
+        """Follow the dead letters for ever: a dead ticket will never complete by itself."""
+        while True:
+            for entry in await self._dead.read(READ_COUNT, BLOCK_S):
+                self._take_dead(entry)
+
+    def positions(self) -> dict[str, str]:
+        """Per stream, a position below every entry that an outstanding group has taken in."""
+        trajectories = [
+            entry.entry_id for group in self.groups.values() for entry in group.trajectories.values()
+        ]
+        scores = [entry.entry_id for group in self.groups.values() for entry in group.scores.values()]
+        return {
+            TRAJECTORIES: _low_water(trajectories, self._trajectories.position),
+            SCORES: _low_water(scores, self._scores.position),
+            DEAD: self._dead.position,
+        }
+
+    def high_water(self) -> dict[str, str]:
+        """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
+        return {TRAJECTORIES: self._trajectories.position, SCORES: self._scores.position}
+
+    def restore(self, positions: dict[str, str], high_water: dict[str, str]) -> None:
+        """Continue reading at a checkpoint's positions."""
+        self._trajectories.position = positions.get(TRAJECTORIES, START)
+        self._scores.position = positions.get(SCORES, START)
+        self._dead.position = positions.get(DEAD, START)
+        self._seen_up_to = dict(high_water)
+
+    def _take_trajectory(self, entry: Entry[Trajectory] | Garbled) -> None:
+        if isinstance(entry, Garbled):
+            log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
+            return
+        sample = entry.message
+        if self._is_new(TRAJECTORIES, entry.entry_id):
+            self.num_trajectories += 1
+            self.num_completion_tokens += sample.num_tokens
+        group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
+        if group is not None:
+            self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES)
+
+    def _take_score(self, entry: Entry[Score] | Garbled) -> None:
+        if isinstance(entry, Garbled):
+            log.warning("score cannot be decoded", entry=entry.entry_id, error=entry.error)
+            return
+        group = self._group_of(entry.message.ticket, SCORES, entry.entry_id)
+        if group is not None:
+            self._join(group, group.scores, entry.message.index, entry, SCORES)
+
+    def _take_dead(self, entry: Entry[DeadLetter] | Garbled) -> None:
+        if isinstance(entry, Garbled) or entry.message.origin not in ("prompts", "trajectories"):
+            return
+        if entry.message.ticket in self.groups:
+            self.dead[entry.message.ticket] = entry.message.error
+            self.changed.set()
+
+    def _join(
+        self, group: PendingGroup, parts: dict[int, Entry[M]], index: int, entry: Entry[M], stream: str
+    ) -> None:
+        if index in parts or index >= group.group_size:
+            self._count_duplicate(stream, entry.entry_id)
+            return
+        parts[index] = entry
+        if group.is_complete:
+            self.complete.append(group.ticket)
+        self.changed.set()
+
+    def _group_of(self, ticket: int, stream: str, entry_id: str) -> PendingGroup | None:
+        group = self.groups.get(ticket)
+        if group is None:
+            self._count_duplicate(stream, entry_id)
+        return group
+
+    def _count_duplicate(self, stream: str, entry_id: str) -> None:
+        """Late entries of settled tickets count too, but not those read a second time after a restart."""
+        if self._is_new(stream, entry_id):
+            metrics.DUPLICATES_DROPPED.labels(stream).inc()
+
+    def _is_new(self, stream: str, entry_id: str) -> bool:
+        return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
+
+
+def _low_water(entry_ids: list[str], position: str) -> str:
+    """The position from which all of `entry_ids` would be read again."""
+    return id_before(min(entry_ids, key=id_order)) if entry_ids else position

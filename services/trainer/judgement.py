@@ -1,0 +1,109 @@
+"""From a complete group to training samples, or to the reason why it is replaced.
+
+Every group has exactly one outcome: trained, with the samples that were left out named one by one, or
+replaced. Nothing is left out silently, and nothing too old is ever trained on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.config import RunConfig
+from common.messages import Score, ScoreStatus, Trajectory
+from services.trainer.advantages import group_advantages
+from services.trainer.samples import Sample
+
+STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
+
+
+@dataclass(slots=True)
+class CompleteGroup:
+    """All trajectories of a ticket with all their scores, by index."""
+
+    ticket: int
+    step: int
+    trajectories: dict[int, Trajectory]
+    scores: dict[int, Score]
+
+    @property
+    def min_version(self) -> int:
+        """The oldest version that produced a token of the group."""
+        return min(trajectory.min_version for trajectory in self.trajectories.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableGroup:
+    """A group with its samples, and what was left out of it: (index, reason)."""
+
+    ticket: int
+    samples: list[Sample]
+    rewards: list[float]
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    source: CompleteGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a group cannot be trained; a fresh ticket takes its place."""
+
+    ticket: int
+    reason: str
+    detail: str = ""
+
+
+class Judge:
+    """Decides what becomes of complete groups; the same group always has the same outcome."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.reward, self.trainer = config.reward, config.trainer
+        self.algorithm = config.trainer.algorithm
+
+    def judge(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
+        """Prove the staleness bound for `step`, apply the failure policy, compute advantages."""
+        if step - group.min_version > self.trainer.max_staleness:
+            detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
+            return Refusal(group.ticket, STALE, detail)
+        rewards, left_out = self._rewards(group.scores)
+        failed = [index for index, reason in left_out if reason == FAILED_SCORE]
+        if failed and self.reward.on_failure == "drop_group":
+            return Refusal(group.ticket, FAILED_SCORE, group.scores[failed[0]].error)
+        if len(rewards) < self.reward.min_group_size:
+            return Refusal(group.ticket, FEW_SCORES, f"{len(rewards)} of {len(group.scores)} scored")
+        values = list(rewards.values())
+        if self.algorithm.filter_zero_variance and len(set(values)) == 1:
+            return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}")
+        advantages = group_advantages(values, self.algorithm.scale_advantages)
+        samples = [
+            self._sample(group.trajectories[index], value, float(advantage))
+            for (index, value), advantage in zip(rewards.items(), advantages, strict=True)
+        ]
+        return TrainableGroup(group.ticket, samples, values, left_out, group)
+
+    def _rewards(self, scores: Mapping[int, Score]) -> tuple[dict[int, float], list[tuple[int, str]]]:
+        """Reward of each usable sample by index, and the indices left out, with the reason."""
+        rewards: dict[int, float] = {}
+        left_out: list[tuple[int, str]] = []
+        for index in sorted(scores):
+            score = scores[index]
+            if score.status is ScoreStatus.OK and score.value is not None:
+                rewards[index] = score.value
+            elif self.reward.on_failure == "value" and self.reward.failure_value is not None:
+                rewards[index] = self.reward.failure_value
+            else:
+                left_out.append((index, FAILED_SCORE))
+        return rewards, left_out
+
+    def _sample(self, trajectory: Trajectory, reward: float, advantage: float) -> Sample:
+        mask = trajectory.mask
+        if self.algorithm.mask_truncated and trajectory.finish == "length":
+            mask = np.zeros_like(mask)
+        return Sample(
+            key=trajectory.key,
+            prompt_ids=trajectory.prompt_ids,
+            completion_ids=trajectory.completion_ids,
+            rollout_logprobs=trajectory.logprobs,
+            mask=mask,
+            advantage=advantage,
+            reward=reward,
+        )

@@ -1,0 +1,98 @@
+"""AdamW on float32 master weights: parameter groups, learning rate, clipping, and state without pickle.
+
+Guarantees: the learning rate is a function of the number of updates alone, so a restart needs no
+scheduler state but that number; a gradient that is not finite never reaches a weight or a moment;
+`optimizer_tensors` and `load_optimizer_tensors` are inverse to each other, bit by bit.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import AdamW
+
+from common.config.trainer import OptimizerConfig
+from common.errors import ConfigError
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+def build_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> AdamW:
+    """AdamW (arXiv 1711.05101) with weight decay on matrices only: not on biases and norms."""
+    trained = [parameter for _, parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # Fused: one pass over memory for each parameter, on CPUs and GPUs.
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
+    """The rate of update number `update` (from 0) of `num_updates`.
+
+    Warm-up over W steps is lr * (n + 1) / (W + 1), never 0, so that no update is wasted. Then `constant`,
+    or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine` lr * (1 + cos(pi x)) / 2.
+    Past the end x stays 1.
+    """
+    warmup = config.warmup_steps
+    if update < warmup:
+        return config.lr * (update + 1) / (warmup + 1)
+    progress = min(1.0, (update - warmup) / max(1, num_updates - warmup))
+    if config.schedule == "linear":
+        return config.lr * (1.0 - progress)
+    if config.schedule == "cosine":
+        return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr
+
+
+def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: float) -> float:
+    """Divide accumulated gradients by D and scale them down to `max_norm`; return the norm before that.
+
+    Division and clipping are one multiplication. A norm that is not finite is returned as it is, and
+    the gradients are left alone: the caller must discard them.
+    """
+    gradients = [parameter.grad for _, parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    norm = float(get_total_norm(gradients)) / denominator
+    if math.isfinite(norm):
+        scale = min(1.0, max_norm / norm) / denominator if norm > 0.0 else 1.0 / denominator
+        for gradient in gradients:
+            gradient.mul_(scale)
+    return norm
+
+
+def optimizer_tensors(optimizer: AdamW, parameters: NamedParameters) -> dict[str, Tensor]:
+    """The optimizer's state as `<parameter>.<moment>` tensors (views: save before the next update)."""
+    return {
+        f"{name}.{moment}": value
+        for name, parameter in parameters
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(
+    optimizer: AdamW, parameters: NamedParameters, tensors: Mapping[str, Tensor]
+) -> None:
+    """Replace the optimizer's state by copies of what `optimizer_tensors` gave.
+
+    Raises:
+        ConfigError: a tensor belongs to no parameter, or has another shape.
+    """
+    by_name = dict(parameters)
+    optimizer.state.clear()
+    for key, value in tensors.items():
+        name, _, moment = key.rpartition(".")
+        parameter = by_name.get(name)
+        if parameter is None or (moment != "step" and value.shape != parameter.shape):
+            raise ConfigError(
+                f"the checkpoint's optimizer state {key} of shape {tuple(value.shape)} does not fit the "
+                "model; resume with the model the run was started with"
+            )
+        # The step counter stays float32: AdamW's fused kernel wants it beside the parameter.
+        dtype = torch.float32 if moment == "step" else parameter.dtype
+        copied = value.detach().to(device=parameter.device, dtype=dtype, copy=True)
+        optimizer.state[parameter][moment] = copied

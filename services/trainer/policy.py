@@ -1,0 +1,163 @@
+"""What the trainer needs of the thing it trains, whichever library stands behind it.
+
+A step is: `accumulate` each micro-batch, then `update` once with the step's denominator. Gradients
+accumulate unnormalised, so micro-batches may arrive one by one, before the size of the step is known.
+
+Guarantees of every policy: the same micro-batches in the same order, from the same state, give the same
+digest; `zero` undoes every `accumulate` since the last update; a skipped update leaves the weights as
+they were. Calls are blocking and not thread-safe: one at a time, from any thread.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.arrays import Float32
+from common.errors import ConfigError
+from services.trainer.micro_batches import MicroBatch
+from services.trainer.samples import Sample
+
+TENSORS_FILE = "policy.safetensors"
+VALUES_FILE = "policy.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchMetrics:
+    """Sums over the trained tokens of one or more micro-batches; `+` joins two of them.
+
+    Divide a `*_sum` or a count by `tokens` for the mean, `loss_sum` by `denominator`.
+    """
+
+    sequences: int = 0
+    tokens: int = 0
+    """Tokens that carry loss."""
+    denominator: float = 0.0
+    """What these samples add to the denominator of `update`."""
+    loss_sum: float = 0.0
+    entropy_sum: float = 0.0
+    kl_sum: float = 0.0
+    """k3 estimate of KL(rollout || current)."""
+    clipped_low: int = 0
+    clipped_high: int = 0
+    """Tokens without gradient because the ratio left its range."""
+    weight_sum: float = 0.0
+    weight_max: float = 0.0
+    """Importance weights against the rollout policy, after truncation."""
+    weights_capped: int = 0
+    """Tokens whose importance weight was truncated."""
+    mismatch_sum: float = 0.0
+    mismatch_max: float = 0.0
+    """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
+
+    def __add__(self, other: "MicroBatchMetrics") -> "MicroBatchMetrics":
+        def join(name: str) -> Any:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return max(mine, theirs) if name.endswith("_max") else mine + theirs
+
+        return MicroBatchMetrics(**{item.name: join(item.name) for item in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """`grad_norm` is after division by the denominator and before clipping.
+
+    A skipped update left the weights as they were; `reason` says why, in words.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """All of a policy that a checkpoint keeps. No pickle: `tensors` as safetensors, `values` as JSON.
+
+    Tensors share memory with the policy: write them before the next update.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write `policy.safetensors` and `policy.json`; the same state gives the same bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
+        save_file(tensors, folder / TENSORS_FILE)
+        (folder / VALUES_FILE).write_text(json.dumps(self.values, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "PolicyState":
+        """Read what `write` wrote.
+
+        Raises:
+            ConfigError: the folder holds no readable state.
+        """
+        try:
+            values = json.loads((folder / VALUES_FILE).read_text(encoding="utf-8"))
+            return cls(load_file(folder / TENSORS_FILE), values)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(
+                f"{folder} holds no state of a policy: {error}; resume from another checkpoint"
+            ) from error
+
+
+class Policy(Protocol):
+    """A model under training. Lifecycle: `load_state` at most once, then steps; no close."""
+
+    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+        """Add the batch's gradient, unnormalised, to what has been accumulated.
+
+        After an exception the accumulated gradients are undefined: call `zero` and start the step again.
+        """
+        ...
+
+    def update(self, denominator: float) -> UpdateResult:
+        """Divide by the denominator, clip, and take one optimizer step; start accumulating anew.
+
+        Skipped where the gradient norm is not finite, or where the denominator is 0.
+        """
+        ...
+
+    def zero(self) -> None:
+        """Discard what has been accumulated."""
+        ...
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
+        """Logprobs of every completion token under the current weights, [T] for each sample."""
+        ...
+
+    def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, in the configured dtype; tied ones once."""
+        ...
+
+    def save_weights(self, folder: Path) -> list[Path]:
+        """Write the weights as safetensors that engines load; return the files."""
+        ...
+
+    def state(self) -> PolicyState:
+        """What a checkpoint needs to continue bit by bit. Accumulated gradients are not part of it."""
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write `state()` into a folder."""
+        ...
+
+    def load_state(self, source: PolicyState | Path) -> None:
+        """Continue from a state, or from the folder it was saved in; accumulated gradients are discarded.
+
+        Raises:
+            ConfigError: the state is of another model or policy.
+        """
+        ...
+
+    def digest(self) -> str:
+        """128-bit hash over all parameter bytes, 32 hexadecimal digits."""
+        ...

@@ -1,0 +1,99 @@
+"""Compares what Redis holds with what the trainer knows, and repairs the difference.
+
+After Redis has lost its last second, its streams are a consistent prefix: tickets, commits or manifests
+that the trainer has appended may be missing at the end. They are appended again under their own ids,
+which cannot do harm where nothing was lost.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import structlog
+
+from common.broker import Broker
+from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.messages import Commit, WeightManifest
+from common.streams import (
+    START,
+    append_numbered,
+    entry_id_of,
+    group_status,
+    id_order,
+    last_id,
+    pending_ids,
+)
+from services.trainer.intake import PendingGroup
+from services.trainer.scheduler import Scheduler
+
+log = structlog.get_logger(__name__)
+
+
+class Reconciler:
+    """Remembers what was appended lately; one Redis round trip or a few per check."""
+
+    def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, keep_commits: int) -> None:
+        self.broker, self.keys, self.scheduler = broker, keys, scheduler
+        self.commits: deque[Commit] = deque(maxlen=max(keep_commits, 2))
+        self.manifest: WeightManifest | None = None
+
+    async def restore_lost(self) -> None:
+        """Append again what is missing at the end of prompts, commits and weights."""
+        await self.scheduler.reissue_lost(await last_id(self.broker, self.keys.prompts()))
+        if self.commits:
+            known = id_order(await last_id(self.broker, self.keys.commits))
+            lost = [(c.step, c) for c in self.commits if id_order(entry_id_of(c.step)) > known]
+            if lost:
+                log.warning("appending commits again that Redis has lost", first=lost[0][0], count=len(lost))
+                await append_numbered(self.broker, self.keys.commits, lost)
+        if await self.announce():
+            log.warning("announced weights again that Redis had lost")
+
+    async def announce(self) -> bool:
+        """Announce the newest version; False where the stream has it already."""
+        if self.manifest is None:
+            return False
+        numbered = [(self.manifest.version, self.manifest)]
+        return bool(await append_numbered(self.broker, self.keys.weights, numbered))
+
+    async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
+        """Ask at which version incomplete groups were started: no token of theirs will be older."""
+        unknown = [group for group in groups if group.started_version < 0 and not group.is_complete]
+        if not unknown:
+            return
+        replies = await self.broker.pipeline(
+            [("HGET", self.keys.progress(group.ticket), "version") for group in unknown]
+        )
+        for group, reply in zip(unknown, replies, strict=True):
+            if isinstance(reply, bytes):
+                group.started_version = int(reply)
+
+    async def find_abandoned(self, groups: Iterable[PendingGroup]) -> list[int]:
+        """Tickets of incomplete groups that no worker holds and that no stream will complete."""
+        rollout = await group_status(self.broker, self.keys.prompts(), ROLLOUT_GROUP)
+        reward = await group_status(self.broker, self.keys.trajectories(), REWARD_GROUP)
+        abandoned: list[int] = []
+        for group in groups:
+            if group.is_complete or rollout is None:
+                continue
+            entry_id = entry_id_of(group.ticket)
+            if id_order(entry_id) > id_order(rollout.last_delivered):
+                continue
+            if await pending_ids(self.broker, self.keys.prompts(), ROLLOUT_GROUP, entry_id, entry_id, 1):
+                continue
+            is_generated = len(group.trajectories) == group.group_size
+            last_scored = reward.last_delivered if reward else START
+            if not is_generated or not await self._is_being_scored(group, last_scored):
+                abandoned.append(group.ticket)
+        return abandoned
+
+    async def _is_being_scored(self, group: PendingGroup, last_delivered: str) -> bool:
+        """Whether a reward worker holds, or will be given, a trajectory without a score."""
+        for index, entry in group.trajectories.items():
+            if index in group.scores:
+                continue
+            if id_order(entry.entry_id) > id_order(last_delivered):
+                return True
+            key, first = self.keys.trajectories(), entry.entry_id
+            if await pending_ids(self.broker, key, REWARD_GROUP, first, first, 1):
+                return True
+        return False

@@ -1,0 +1,59 @@
+"""One trajectory as the trainer sees it: token ids, rollout logprobs, loss mask, and its advantage.
+
+Guarantees: the arrays of a sample fit each other, its numbers are finite, and its prompt is not empty
+(the first completion token is predicted from the last prompt token). A sample that breaks this is
+never built, so nothing after this point has to look for NaN in its inputs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.arrays import Bits, Float32, Int32
+from common.messages import TrajectoryKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """T completion tokens, of which those with `mask` are trained.
+
+    A completion may be empty (T = 0) or masked entirely: it adds nothing to the gradient and still
+    counts as a sequence (see `losses.denominator`).
+
+    Raises:
+        ValueError: lengths differ, the prompt is empty, or a number is not finite.
+    """
+
+    key: TrajectoryKey
+    prompt_ids: Int32
+    completion_ids: Int32
+    rollout_logprobs: Float32
+    mask: Bits
+    advantage: float
+    reward: float
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.completion_ids)
+        if len(self.rollout_logprobs) != num_tokens or len(self.mask) != num_tokens:
+            raise ValueError(
+                f"trajectory {self.key}: {num_tokens} completion ids, {len(self.rollout_logprobs)} logprobs "
+                f"and a mask of {len(self.mask)} must have one length"
+            )
+        if not len(self.prompt_ids):
+            raise ValueError(f"trajectory {self.key}: the prompt is empty, nothing predicts the first token")
+        if not (np.isfinite(self.advantage) and np.isfinite(self.reward)):
+            raise ValueError(
+                f"trajectory {self.key}: reward {self.reward} and advantage {self.advantage} must be finite"
+            )
+        if not np.isfinite(self.rollout_logprobs).all():
+            raise ValueError(f"trajectory {self.key}: rollout logprobs must be finite")
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus completion: what the sample takes of a micro-batch's budget."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """Completion tokens that carry loss."""
+        return int(np.count_nonzero(self.mask))

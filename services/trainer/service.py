@@ -1,0 +1,100 @@
+"""The trainer service: builds the parts, recovers, and trains."""
+
+import asyncio
+
+import structlog
+
+from common.presence import Heartbeat
+from common.service import ServiceContext
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.checkpointing import Checkpointer
+from services.trainer.collector import Collector, StoppedError
+from services.trainer.evaluation import Evaluator
+from services.trainer.intake import Intake
+from services.trainer.judgement import Judge
+from services.trainer.policy import Policy
+from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
+from services.trainer.reconciler import Reconciler
+from services.trainer.recorder import Recorder
+from services.trainer.recovery import Replayer, restore_checkpoint
+from services.trainer.scheduler import Scheduler
+from services.trainer.step import PolicyThread, StepRunner
+from services.trainer.trainer import Trainer
+from services.trainer.weights import WeightStore
+
+log = structlog.get_logger(__name__)
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run the trainer to its last step, or until the context says stop."""
+    context.activity.enter("load", "model and data")
+    prompts, evaluator = await asyncio.to_thread(_load_data, context)
+    thread = PolicyThread()
+    policy = await thread.call(_load_policy, context)
+    scheduler = Scheduler(context.broker, context.keys, context.config, prompts)
+    intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
+    store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
+    version = await thread.call(restore_checkpoint, store, policy, scheduler, intake)
+    judge = Judge(context.config)
+    runner = StepRunner(context.config, policy, thread, context.activity, judge)
+    reconciler = Reconciler(context.broker, context.keys, scheduler, context.config.trainer.checkpoint_every)
+    collector = Collector(context, scheduler, intake, judge, reconciler)
+    with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
+        readers = [
+            context.start(intake.read_trajectories(), "trajectory reader"),
+            context.start(intake.read_scores(), "score reader"),
+            context.start(intake.read_dead(), "dead-letter reader"),
+        ]
+        replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler, recorder)
+        try:
+            version = await replayer.replay(version)
+            collector.dropped += replayer.pending_drops
+            checkpointer = Checkpointer(context, store, policy, thread, scheduler, intake, recorder)
+            trainer = Trainer(
+                context,
+                version=version,
+                policy=policy,
+                thread=thread,
+                scheduler=scheduler,
+                intake=intake,
+                collector=collector,
+                runner=runner,
+                reconciler=reconciler,
+                evaluator=evaluator,
+                checkpointer=checkpointer,
+                weights=WeightStore(context.run_dir),
+                recorder=recorder,
+            )
+            context.reporters.append(lambda beat: _report(beat, trainer))
+            await trainer.run()
+        except StoppedError:
+            log.info("stopped while replaying commits; nothing was changed")
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+    context.raise_failure()
+
+
+def _report(beat: Heartbeat, trainer: Trainer) -> None:
+    beat.version = trainer.version
+    beat.counts["outstanding"] = len(trainer.scheduler.outstanding)
+    beat.counts["complete"] = len(trainer.intake.complete)
+
+
+def _load_data(context: ServiceContext) -> tuple[PromptSource, Evaluator]:
+    config = context.config
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_training_prompts(config.data, tokenizer, config.seed)
+    evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
+    return prompts, Evaluator(context, evaluation)
+
+
+def _load_policy(context: ServiceContext) -> Policy:
+    if context.config.trainer.policy == "simulated":
+        from services.trainer.simulated_policy import SimulatedPolicy
+
+        return SimulatedPolicy(context.config)
+    from services.trainer.transformers_policy import load_policy
+
+    return load_policy(context.config)

@@ -1,0 +1,106 @@
+"""A policy of delays: trains nothing, takes as long as it is told, and remembers what it was given.
+
+Its digest is a hash chain over the keys and advantages of every micro-batch, in order: two runs have one
+digest exactly when they trained the same trajectories in the same micro-batches. So exactly-once can be
+tested without a model.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.arrays import Float32
+from common.config.run import RunConfig
+from common.errors import ConfigError
+from services.trainer.export import WEIGHTS_FILE
+from services.trainer.losses import denominator
+from services.trainer.micro_batches import MicroBatch
+from services.trainer.policy import MicroBatchMetrics, PolicyState, UpdateResult
+from services.trainer.samples import Sample
+
+
+class SimulatedPolicy:
+    """Implements `Policy` with the delays of `trainer.simulated`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._trainer = config.trainer
+        self._max_completion_tokens = config.rollout.sampling.max_tokens
+        self._num_updates = 0
+        self._chain = xxhash.xxh3_128(b"simulated").digest()
+        self._pending: list[bytes] = []
+
+    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+        """Take `group_s` for each `group_size` samples."""
+        time.sleep(self._trainer.simulated.group_s * len(batch.samples) / self._trainer.group_size)
+        for sample in batch.samples:
+            self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
+            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())
+        self._pending.append(b"|")
+        normalisation = self._trainer.algorithm.normalisation
+        num_sequences, num_trained = len(batch.samples), batch.num_trained
+        return MicroBatchMetrics(
+            sequences=num_sequences,
+            tokens=num_trained,
+            denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
+            weight_sum=float(num_trained),
+            weight_max=1.0 if num_trained else 0.0,
+        )
+
+    def update(self, denominator: float) -> UpdateResult:
+        """Take `update_s`, and fold what was accumulated into the digest."""
+        time.sleep(self._trainer.simulated.update_s)
+        self._num_updates += 1
+        self._chain = xxhash.xxh3_128(b"".join([self._chain, *self._pending])).digest()
+        self.zero()
+        return UpdateResult(grad_norm=1.0, lr=self._trainer.optimizer.lr)
+
+    def zero(self) -> None:
+        """Forget the micro-batches since the last update."""
+        self._pending.clear()
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
+        """The rollout's own logprobs: a simulated trainer agrees with every engine."""
+        return [sample.rollout_logprobs for sample in samples]
+
+    def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
+        """One tensor with the digest and the number of updates, to tell versions apart."""
+        values = [self._num_updates, *self._chain]
+        yield "simulated", torch.tensor(values, dtype=torch.int64)
+
+    def save_weights(self, folder: Path) -> list[Path]:
+        """Write a file of about 200 bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / WEIGHTS_FILE
+        save_file(dict(self.named_parameters_for_export()), path, metadata={"format": "pt"})
+        return [path]
+
+    def state(self) -> PolicyState:
+        """The chain and the number of updates."""
+        tensors = dict(self.named_parameters_for_export())
+        return PolicyState(tensors, {"policy": "simulated", "updates": self._num_updates})
+
+    def save_state(self, folder: Path) -> None:
+        """Write `state()` into a folder."""
+        self.state().write(folder)
+
+    def load_state(self, source: PolicyState | Path) -> None:
+        """Continue the chain of a checkpoint."""
+        state = source if isinstance(source, PolicyState) else PolicyState.read(source)
+        if state.values.get("policy") != "simulated" or "simulated" not in state.tensors:
+            raise ConfigError(
+                f"the checkpoint is of policy {state.values.get('policy')!r}, trainer.policy is simulated; "
+                "resume with the policy the run was started with"
+            )
+        updates, *chain = state.tensors["simulated"].tolist()
+        self._num_updates, self._chain = updates, bytes(chain)
+        self.zero()
+
+    def digest(self) -> str:
+        """The end of the chain, 32 hexadecimal digits."""
+        return self._chain.hex()

@@ -1,0 +1,80 @@
+"""The numbers of one step, under the names that users of TRL and verl know.
+
+Means over tokens are means over the whole step, never means of means.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.messages import Score
+from services.trainer.judgement import TrainableGroup
+from services.trainer.step import StepResult
+
+
+def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: float) -> dict[str, float]:
+    """All metrics of a step; every value is a finite number except where the policy's own is not."""
+    trajectories = [t for group in result.groups if group.source for t in group.source.trajectories.values()]
+    lengths = np.array([t.num_tokens for t in trajectories])
+    staleness = np.concatenate([step - t.token_versions() for t in trajectories])
+    metrics = {
+        **_reward_metrics(result.groups),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
+        "completion_tokens": float(lengths.sum()),
+        "num_tokens": float(sum(len(t.prompt_ids) + t.num_tokens for t in trajectories)),
+        "staleness/max": float(staleness.max()) if staleness.size else 0.0,
+        "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
+        "groups_dropped": float(num_dropped),
+        "step_time_s": step_time_s,
+    }
+    return metrics | _policy_metrics(result)
+
+
+def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
+    rewards = np.concatenate([group.rewards for group in groups])
+    stds = np.array([np.std(group.rewards, ddof=1) if len(group.rewards) > 1 else 0.0 for group in groups])
+    scores = [score for group in groups if group.source for score in group.source.scores.values()]
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(stds.mean()),
+        "frac_reward_zero_std": float(np.mean([len(set(group.rewards)) == 1 for group in groups])),
+        "scores/failed_ratio": float(np.mean([score.value is None for score in scores])),
+        "scores/latency_s": float(np.mean([score.latency_s for score in scores])),
+        **_component_metrics(scores),
+    }
+
+
+def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """`rewards/<name>/mean` and `/std` of each component, over the samples that it applied to."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.components.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+    means = {f"rewards/{name}/mean": float(np.mean(items)) for name, items in values.items()}
+    return means | {f"rewards/{name}/std": float(np.std(items)) for name, items in values.items()}
+
+
+def _policy_metrics(result: StepResult) -> dict[str, float]:
+    sums, update = result.sums, result.update
+    tokens = max(sums.tokens, 1)
+    assert update is not None
+    return {
+        "loss": sums.loss_sum / sums.denominator if sums.denominator else 0.0,
+        "entropy": sums.entropy_sum / tokens,
+        "kl": sums.kl_sum / tokens,
+        "clip_ratio/low_mean": sums.clipped_low / tokens,
+        "clip_ratio/high_mean": sums.clipped_high / tokens,
+        "importance/mean": sums.weight_sum / tokens,
+        "importance/max": sums.weight_max,
+        "importance/capped_ratio": sums.weights_capped / tokens,
+        "logprob_gap/mean": sums.mismatch_sum / tokens,
+        "logprob_gap/max": sums.mismatch_max,
+        "grad_norm": update.grad_norm,
+        "learning_rate": update.lr,
+        "update_skipped": float(update.skipped),
+        "micro_batches": float(len(result.micro_batches)),
+    }

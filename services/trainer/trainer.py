@@ -1,0 +1,186 @@
+"""The trainer: admit tickets, train a step on their groups, commit, announce, repeat.
+
+The order within a step is what makes it exactly-once: the new weights are on disk before the commit,
+the commit is in Redis before the version is announced, and only then are the groups settled and new
+tickets admitted. A crash between any two of these is repaired on restart from checkpoint and commits.
+"""
+
+import asyncio
+import time
+from dataclasses import asdict
+from functools import partial
+
+import structlog
+
+from common import metrics
+from common.messages import Commit, WeightManifest
+from common.run_state import FINISHED, RUNNING, update_state
+from common.service import ServiceContext
+from services.trainer.checkpointing import Checkpointer
+from services.trainer.collector import Collector, Dropped, StoppedError
+from services.trainer.commits import append_commit, make_commit
+from services.trainer.evaluation import EvaluationResult, Evaluator
+from services.trainer.intake import Intake
+from services.trainer.policy import Policy
+from services.trainer.reconciler import Reconciler
+from services.trainer.recorder import Recorder
+from services.trainer.scheduler import Scheduler
+from services.trainer.step import PolicyThread, StepResult, StepRunner
+from services.trainer.step_metrics import step_metrics
+from services.trainer.storage import until_stored
+from services.trainer.weights import WeightStore
+
+log = structlog.get_logger(__name__)
+
+
+class Trainer:
+    """Owns the version: the number of committed steps."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        *,
+        version: int,
+        policy: Policy,
+        thread: PolicyThread,
+        scheduler: Scheduler,
+        intake: Intake,
+        collector: Collector,
+        runner: StepRunner,
+        reconciler: Reconciler,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        weights: WeightStore,
+        recorder: Recorder,
+    ) -> None:
+        self.context, self.config = context, context.config.trainer
+        self.version = version
+        self.policy, self.thread, self.runner = policy, thread, runner
+        self.scheduler, self.intake, self.collector = scheduler, intake, collector
+        self.reconciler, self.evaluator = reconciler, evaluator
+        self.checkpointer, self.weights, self.recorder = checkpointer, weights, recorder
+        self._evaluation: asyncio.Task[None] | None = None
+        self._evaluations: list[dict[str, object]] = []
+        self._committed_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Train until the last step is committed, or until the service must stop."""
+        try:
+            await self._announce(await self._write_weights(self.version))
+            while self.version < self.config.steps:
+                self.intake.expect(await self.scheduler.admit(self.version))
+                await self._step(self.version)
+            await self._finish_evaluation()
+            await self.checkpointer.save(self.version)
+            await self._report(status=FINISHED)
+        except StoppedError:
+            await self.thread.call(self.policy.zero)
+            await self.checkpointer.save(self.version)
+            log.info("stopped; the run can be resumed", version=self.version)
+
+    async def _step(self, step: int) -> None:
+        """Train, commit and announce one step."""
+        started_at = time.time()
+        result = await self.runner.run(step, self.collector)
+        manifest = await self._write_weights(step + 1)
+        dropped = self.collector.drain_dropped()
+        commit = self._make_commit(step, result, dropped, manifest, started_at)
+        await append_commit(self.context.broker, self.context.keys, commit)
+        self.reconciler.commits.append(commit)
+        self.version = step + 1
+        self.collector.settle(result.groups)
+        await until_stored(lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
+        await self._finish_evaluation()
+        await self._announce(manifest)
+        self._observe(commit)
+        if self.version % self.config.checkpoint_every == 0 and self.version < self.config.steps:
+            await self.checkpointer.save(self.version)
+
+    def _make_commit(
+        self,
+        step: int,
+        result: StepResult,
+        dropped: list[Dropped],
+        manifest: WeightManifest,
+        started_at: float,
+    ) -> Commit:
+        now = time.monotonic()
+        step_time_s, self._committed_at = now - self._committed_at, now
+        numbers = step_metrics(step, result, len(dropped), step_time_s)
+        numbers["trainer_idle_share"] = self.context.activity.idle_share()
+        if step == 0:
+            # The first step waits for engines to start: that is warming up, not idling.
+            self.context.activity.reset()
+        return make_commit(step, result, dropped, numbers, manifest.digest, started_at)
+
+    async def _write_weights(self, version: int) -> WeightManifest:
+        with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
+            manifest = await until_stored(lambda: self.thread.call(self.weights.write, version, self.policy))
+            await asyncio.to_thread(self.weights.prune, self.config.keep_weights)
+            return manifest
+
+    async def _announce(self, manifest: WeightManifest) -> None:
+        """Tell the rollout workers, and start the version's evaluation where one is due."""
+        self.reconciler.manifest = manifest
+        await self.reconciler.announce()
+        is_due = self.evaluator.is_due(manifest.version, self.config.steps)
+        if is_due and not self._is_evaluated(manifest.version):
+            self._evaluation = self.context.start(self._evaluate(manifest.version), "evaluation")
+        await self._report(status=RUNNING)
+
+    def _is_evaluated(self, version: int) -> bool:
+        """Whether every dataset's evaluation of `version` is on record."""
+        names = {name for name, _ in self.evaluator.prompts}
+        return all(self.recorder.has_evaluation(version, name) for name in names)
+
+    async def _evaluate(self, version: int) -> None:
+        for result in await self.evaluator.evaluate(version):
+            await self._record_evaluation(result)
+
+    async def _record_evaluation(self, result: EvaluationResult) -> None:
+        record = partial(self.recorder.evaluation, result.version, result.dataset, result.metrics())
+        await until_stored(lambda: asyncio.to_thread(record))
+        self._evaluations.append(asdict(result))
+        await self._report()
+
+    async def _finish_evaluation(self) -> None:
+        """Wait for the evaluation in progress before newer weights are announced.
+
+        Raises:
+            StoppedError: the service must stop first.
+        """
+        if self._evaluation is None:
+            return
+        with self.context.activity.during("wait:evaluation"):
+            done = await self.context.unless_stopping(asyncio.wait({self._evaluation}))
+        if done is None:
+            self._evaluation.cancel()
+            raise StoppedError
+        self._evaluation = None
+
+    async def _report(self, **values: object) -> None:
+        """The run's state, for people."""
+        await update_state(
+            self.context.broker,
+            self.context.keys,
+            version=self.version,
+            steps=self.config.steps,
+            tickets_issued=self.scheduler.next_ticket,
+            trajectories_seen=self.intake.num_trajectories,
+            trainer_idle_share=self.context.activity.idle_share(),
+            evaluations=self._evaluations,
+            **values,
+        )
+
+    def _observe(self, commit: Commit) -> None:
+        metrics.COMMITTED_VERSION.set(self.version)
+        metrics.STEP_SECONDS.observe(commit.metrics["step_time_s"])
+        metrics.TRAINED_TOKENS.inc(commit.metrics["completion_tokens"])
+        metrics.REWARD_MEAN.set(commit.metrics["reward"])
+        log.info(
+            "step committed",
+            step=commit.step,
+            reward=round(commit.metrics["reward"], 4),
+            staleness=commit.metrics["staleness/max"],
+            seconds=round(commit.metrics["step_time_s"], 2),
+        )
