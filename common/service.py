@@ -22,7 +22,7 @@ import structlog
 from common import metrics
 from common.activity import Activity
 from common.broker import Broker
-from common.config import RunConfig
+from common.config import RunConfig, override_config
 from common.errors import TidemillError
 from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
@@ -132,6 +132,13 @@ def _parse_arguments(role: str, describe: str) -> argparse.Namespace:
     default_name = f"{role}-{socket.gethostname()}-{os.getpid()}"
     parser.add_argument("--name", default=default_name, help="name of this worker (default: %(default)s)")
     parser.add_argument("--metrics-port", type=int, help="port of /metrics and /healthz (default: config)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="override a field of the run's config for this process only; may be repeated",
+    )
     return parser.parse_args()
 
 
@@ -144,7 +151,7 @@ async def _serve(
     keys = Keys(options.run)
     broker = await Broker.connect()
     try:
-        config = await read_config(broker, keys)
+        config = override_config(await read_config(broker, keys), options.set)
         port = port_of(config) if options.metrics_port is None else options.metrics_port
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)

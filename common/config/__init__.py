@@ -1,7 +1,7 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from common.config.data import DataConfig, ModelConfig
-from common.config.loading import load_config, parse_config
+from common.config.loading import load_config, override_config, parse_config
 from common.config.reward import RewardConfig
 from common.config.rollout import RolloutConfig, SamplingConfig
 from common.config.run import ExpectConfig, RunConfig, StreamsConfig
@@ -21,5 +21,6 @@ __all__ = [
     "StreamsConfig",
     "TrainerConfig",
     "load_config",
+    "override_config",
     "parse_config",
 ]

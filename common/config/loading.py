@@ -48,6 +48,18 @@ def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
         ) from None
 
 
+def override_config(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """The config with some fields replaced, for one process only.
+
+    Raises:
+        ConfigError: as in `load_config`.
+    """
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, "--set")
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one value in the tree; the value is read as YAML, so numbers, lists and null work."""
     dotted, equals, raw = override.partition("=")

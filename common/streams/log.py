@@ -144,6 +144,8 @@ class GroupStatus:
     pending: int
     last_delivered: str
     consumers: int
+    lag: int | None = None
+    """Entries that no consumer has been given yet; None where the server does not say (before Redis 7)."""
 
 
 async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | None:
@@ -157,7 +159,8 @@ async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | No
     for raw in groups:
         info = dict(zip(raw[::2], raw[1::2], strict=True))
         if info[b"name"] == group.encode():
-            return GroupStatus(info[b"pending"], info[b"last-delivered-id"].decode(), info[b"consumers"])
+            position = info[b"last-delivered-id"].decode()
+            return GroupStatus(info[b"pending"], position, info[b"consumers"], info.get(b"lag"))
     return None
 
 

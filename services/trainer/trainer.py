@@ -62,6 +62,7 @@ class Trainer:
         self._evaluation: asyncio.Task[None] | None = None
         self._evaluations: list[dict[str, object]] = []
         self._committed_at = time.monotonic()
+        self._totals: dict[str, float] = {}
 
     async def run(self) -> None:
         """Train until the last step is committed, or until the service must stop."""
@@ -108,10 +109,17 @@ class Trainer:
         step_time_s, self._committed_at = now - self._committed_at, now
         numbers = step_metrics(step, result, len(dropped), step_time_s)
         numbers["trainer_idle_share"] = self.context.activity.idle_share()
+        numbers |= self._stage_times()
         if step == 0:
             # The first step waits for engines to start: that is warming up, not idling.
             self.context.activity.reset()
         return make_commit(step, result, dropped, numbers, manifest.digest, started_at)
+
+    def _stage_times(self) -> dict[str, float]:
+        """Seconds in each state since the commit before: where the time of the step went."""
+        before, self._totals = self._totals, self.context.activity.totals()
+        spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
+        return {f"time/{state.replace(':', '_')}_s": seconds for state, seconds in spent.items() if seconds > 0}
 
     async def _write_weights(self, version: int) -> WeightManifest:
         with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
