@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import structlog
 from redis import exceptions as redis_errors
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
@@ -35,6 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 30.0
 """Longer than any blocking read of ours, so that it only fires when the server is gone."""
 MAX_BLOCK_S = 5.0
+MAX_CONNECTIONS = 32
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
 
 T = TypeVar("T")
@@ -190,7 +191,10 @@ def _client(url: str) -> Redis:
     if url.startswith("rediss://") and os.environ.get(CA_VARIABLE):
         options["ssl_ca_certs"] = os.environ[CA_VARIABLE]
     try:
-        redis = Redis.from_url(url, **options)
+        # Callers beyond the limit queue for a connection instead of failing: one worker may publish
+        # hundreds of samples at once.
+        pool = BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
+        redis = Redis(connection_pool=pool)
     except ValueError as error:
         raise BrokerError(f"{URL_VARIABLE}: {error}") from None
     redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
