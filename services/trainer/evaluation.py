@@ -88,9 +88,8 @@ class Evaluator:
         dead_from = await last_id(broker, keys.dead)
         await append_numbered(broker, keys.prompts(Lane.EVAL), ((t.ticket, t) for t in tickets))
         trajectories, scores = await self._collect(tickets, dead_from)
-        for key in (keys.trajectories(Lane.EVAL), keys.scores(Lane.EVAL)):
-            await trim_before(broker, key, _after(await last_id(broker, key)))
-        await trim_before(broker, keys.prompts(Lane.EVAL), entry_id_of(first + len(tickets)))
+        if self.context.config.streams.trim:
+            await self._trim(first + len(tickets))
         results = self._sum_up(version, first, trajectories, scores)
         for result in results:
             metrics.EVALUATION_SCORE.labels(result.dataset).set(result.score)
@@ -121,6 +120,13 @@ class Evaluator:
             if isinstance(trajectory, Entry) and trajectory.message.key in wanted:
                 trajectories.setdefault(trajectory.message.key, trajectory.message)
         return trajectories, scores
+
+    async def _trim(self, next_ticket: int) -> None:
+        """Nothing of a finished evaluation is needed again."""
+        broker, keys = self.context.broker, self.context.keys
+        for key in (keys.trajectories(Lane.EVAL), keys.scores(Lane.EVAL)):
+            await trim_before(broker, key, _after(await last_id(broker, key)))
+        await trim_before(broker, keys.prompts(Lane.EVAL), entry_id_of(next_ticket))
 
     def _sum_up(
         self,
