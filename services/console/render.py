@@ -1,0 +1,247 @@
+"""Draws a snapshot for people: what was learned, where things stand, who waits for what.
+
+Pure functions of what they are given; they gather nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from common.activity import WAIT
+from common.presence import Heartbeat
+from services.console.snapshot import RunSnapshot
+from services.console.supervisor import ServiceStatus
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 22
+"""With it the dashboard fits a terminal of 80 columns."""
+NOTHING = "–"
+STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
+QUEUE_WORDS = {
+    "prompts": ("groups to generate", "generating"),
+    "trajectories": ("trajectories to score", "scoring"),
+    "prompts:eval": ("eval groups to generate", "generating"),
+    "trajectories:eval": ("eval to score", "scoring"),
+}
+
+
+def dashboard(
+    snapshot: RunSnapshot,
+    *,
+    services: Mapping[str, ServiceStatus] | None = None,
+    events: Sequence[str] = (),
+    hint: str = "",
+    silent_s: float = 0.0,
+) -> RenderableType:
+    """The whole live view. `silent_s` says for how long Redis has not answered."""
+    parts: list[RenderableType] = [_header(snapshot), _progress(snapshot), ""]
+    if silent_s:
+        parts.insert(1, Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
+    columns = Table.grid(padding=(0, 3))
+    columns.add_row(_learning(snapshot), _flow(snapshot))
+    parts += [columns, "", _workers(snapshot, services or {})]
+    parts += [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in events]
+    if hint:
+        parts.append(Text(hint, style="dim"))
+    return Group(*parts)
+
+
+def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
+    """One committed step as one line of plain text."""
+    point = snapshot.points[index]
+    metrics = point.metrics
+    parts = [f"step {point.step + 1}/{snapshot.steps}"]
+    for label, name, form in (
+        ("reward", "reward", ".3f"),
+        ("staleness max", "staleness/max", ".0f"),
+        ("mean", "staleness/mean", ".2f"),
+    ):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    seconds = metrics.get("step_time_s")
+    if seconds:
+        parts.append(f"{metrics.get('completion_tokens', 0.0) / seconds:,.0f} tok/s")
+        parts.append(f"{seconds:.1f} s")
+    return "  ".join(parts)
+
+
+def evaluation_line(evaluation: Mapping[str, object]) -> str:
+    """One evaluation as one line of plain text."""
+    score = evaluation.get("score")
+    shown = f"{score:.3f}" if isinstance(score, int | float) else "no score"
+    return f"evaluation of version {evaluation.get('version')} on {evaluation.get('dataset')}: {shown}"
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """The course of `values` in `width` characters: each the mean of its part, from lowest to highest."""
+    finite = [value for value in values if value == value]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    means = []
+    for column in range(width):
+        part = finite[column * len(finite) // width : (column + 1) * len(finite) // width]
+        means.append(sum(part) / len(part))
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5) if span else 0] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def _header(snapshot: RunSnapshot) -> Text:
+    status = snapshot.status
+    return Text.assemble(
+        ("tidemill ", "bold"), (snapshot.run_id, "bold cyan"), "  ", (status, STATUS_STYLES.get(status, ""))
+    )
+
+
+def _progress(snapshot: RunSnapshot) -> RenderableType:
+    done, steps = snapshot.version, snapshot.steps
+    row = Table.grid(padding=(0, 2))
+    tail = [f"{done / steps:.0%}"]
+    if snapshot.step_s is not None:
+        tail.append(f"{snapshot.step_s:.2g} s a step")
+    if snapshot.eta_s and done < steps:
+        tail.append(f"{duration(snapshot.eta_s)} left")
+    row.add_row(
+        Text(f"step {done}/{steps}", "bold"), ProgressBar(steps, done, width=40), Text("  ".join(tail))
+    )
+    return row
+
+
+def _learning(snapshot: RunSnapshot) -> Table:
+    table = _grid()
+    table.add_row("reward", _with_curve(snapshot, "reward", ".3f"))
+    for name, line in _evaluations(snapshot):
+        table.add_row(name, line)
+    table.add_row("staleness", _staleness(snapshot))
+    rate = snapshot.tokens_per_s
+    table.add_row("tokens/s", f"{rate:,.0f}" if rate is not None else NOTHING)
+    for label, name, form in (
+        ("length", "completions/mean_length", ",.1f"),
+        ("cut off", "completions/clipped_ratio", ".1%"),
+        ("entropy", "entropy", ".3f"),
+        ("grad norm", "grad_norm", ".3g"),
+    ):
+        value = snapshot.metric(name)
+        if value is not None:
+            table.add_row(label, f"{value:{form}}")
+    return table
+
+
+def _with_curve(snapshot: RunSnapshot, name: str, form: str) -> Text:
+    value = snapshot.metric(name)
+    if value is None:
+        return Text(NOTHING)
+    return Text.assemble((f"{value:{form}}  ", "bold"), (sparkline(snapshot.curve(name)), "cyan"))
+
+
+def _evaluations(snapshot: RunSnapshot) -> list[tuple[str, Text]]:
+    """For each dataset: first, last and best score."""
+    by_set: dict[str, list[float]] = {}
+    for item in snapshot.evaluations:
+        if isinstance(score := item.get("score"), int | float) and score == score:
+            by_set.setdefault(str(item.get("dataset")), []).append(score)
+    lines = []
+    for name, scores in by_set.items():
+        text = Text.assemble((f"{scores[-1]:.3f}", "bold"))
+        if len(scores) > 1:
+            text.append(f"  first {scores[0]:.3f}, best {max(scores):.3f}")
+        lines.append((f"eval {name}", text))
+    return lines or [("evaluation", Text(NOTHING))]
+
+
+def _staleness(snapshot: RunSnapshot) -> Text:
+    seen = snapshot.curve("staleness/max")
+    if not seen:
+        return Text(f"{NOTHING} (bound {snapshot.max_staleness})")
+    mean = snapshot.metric("staleness/mean")
+    style = "bold" if max(seen) <= snapshot.max_staleness else "bold red"
+    text = Text(f"max {max(seen):.0f}", style)
+    text.append(f"  mean {mean:.2f}" if mean is not None else "")
+    return text.append(f"  (bound {snapshot.max_staleness})")
+
+
+def _flow(snapshot: RunSnapshot) -> Table:
+    table = _grid(justify="right")
+    for queue in snapshot.queues:
+        if queue.name == "scores":
+            continue
+        waiting, held = QUEUE_WORDS.get(queue.name, (f"{queue.name} waiting", "held"))
+        if queue.waiting is not None:
+            table.add_row(waiting, f"{queue.waiting:,}")
+        table.add_row(f"  {held} now", f"{queue.held:,}")
+    for label, name in (("groups outstanding", "outstanding"), ("groups ready to train", "complete")):
+        counts = [beat.counts[name] for beat in snapshot.workers if name in beat.counts and beat.is_alive]
+        if counts:
+            table.add_row(label, f"{sum(counts):,.0f}")
+    held_entries = sum(queue.length for queue in snapshot.queues)
+    table.add_row("entries in the streams", f"{held_entries:,}")
+    table.add_row("dead letters", Text(f"{snapshot.num_dead:,}", "bold red" if snapshot.num_dead else ""))
+    for role in ("trainer", "rollout"):
+        idle = snapshot.idle_share(role)
+        table.add_row(f"{role} idle", f"{idle:.0%}" if idle is not None else NOTHING)
+    return table
+
+
+def _workers(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
+    for title in ("process", "state", "version", "idle"):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("version", "idle") else "left")
+    table.add_column("what for", overflow="ellipsis", no_wrap=True)
+    beats = {beat.name: beat for beat in snapshot.workers}
+    names = list(services) + [name for name in beats if name not in services]
+    for name in names:
+        table.add_row(name, *_worker_row(beats.get(name), services.get(name)))
+    if not names:
+        table.add_row(Text("no process has spoken yet", "dim"))
+    return table
+
+
+def _worker_row(beat: Heartbeat | None, service: ServiceStatus | None) -> tuple[RenderableType, ...]:
+    restarts = _times(service.restarts) if service else ""
+    if service is not None and service.state != "running":
+        return Text(service.state, "yellow"), NOTHING, NOTHING, restarts
+    is_own = service is None or (beat is not None and beat.pid == service.pid)
+    if beat is None or not is_own:
+        return Text("starting", "yellow"), NOTHING, NOTHING, restarts
+    if not beat.is_alive:
+        return Text(f"silent for {duration(_age_s(beat))}", "bold red"), NOTHING, NOTHING, restarts
+    version = str(beat.version) if beat.version >= 0 else NOTHING
+    details = [part for part in (beat.detail, restarts) if part]
+    return _state_text(beat.state), version, f"{beat.idle_share:.0%}", "; ".join(details)
+
+
+def _times(restarts: int) -> str:
+    return {0: "", 1: "restarted once"}.get(restarts, f"restarted {restarts} times")
+
+
+def _state_text(state: str) -> Text:
+    if state.startswith(WAIT):
+        return Text(f"waits for {state.removeprefix(WAIT).replace('_', ' ')}", "yellow")
+    return Text(state.replace("_", " ") or NOTHING, "green")
+
+
+def _age_s(beat: Heartbeat) -> float:
+    import time
+
+    return time.time() - beat.at
+
+
+def _grid(justify: str = "left") -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
+    return table

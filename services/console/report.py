@@ -1,0 +1,106 @@
+"""The end of a run: summary.json, the picture, and a table for people."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from common.files import write_atomically
+from common.plots import plot_learning_curve
+from common.records import METRICS_FILE, read_records
+from services.console.run_folder import PICTURE_FILE, RunFolder
+
+PERCENT, NUMBER, COUNT, SECONDS = "percent", "number", "count", "seconds"
+
+ROWS = (
+    ("steps", "steps", COUNT),
+    ("eval_before", "evaluation before", NUMBER),
+    ("eval_after", "evaluation after", NUMBER),
+    ("reward_first", "reward, first step", NUMBER),
+    ("reward_last", "reward, last step", NUMBER),
+    ("max_staleness_seen", "greatest staleness", COUNT),
+    ("tokens_per_s", "completion tokens per second", COUNT),
+    ("trainer_idle_share", "trainer idle", PERCENT),
+    ("rollout_idle_share", "rollout idle", PERCENT),
+    ("trajectories_generated", "trajectories generated", COUNT),
+    ("trajectories_trained", "trajectories trained", COUNT),
+    ("lost", "lost", COUNT),
+    ("duplicated_in_training", "trained twice", COUNT),
+    ("wall_s", "wall time", SECONDS),
+)
+
+
+def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
+    """Write summary.json and reward.png into the run's folder."""
+    plain = json.dumps(_finite(tree), indent=2, allow_nan=False) + "\n"
+    write_atomically(folder.summary, plain)
+    # An evaluation's number is its score; the picture draws it on the axis of the reward.
+    records = read_records(folder.path / METRICS_FILE)
+    plot_learning_curve(
+        [{"reward": record.get("score"), **record} for record in records], folder.path / PICTURE_FILE
+    )
+
+
+def read_report(folder: RunFolder) -> dict[str, Any] | None:
+    """The summary of a finished run, None where there is none."""
+    try:
+        tree = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def summary_table(tree: Mapping[str, Any]) -> RenderableType:
+    """The summary as a table."""
+    table = Table(title=f"run {tree.get('run_id', '')}", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, label, form in ROWS:
+        table.add_row(label, _shown(tree.get(name), form))
+    for reason, count in (tree.get("dropped") or {}).items():
+        table.add_row(f"left out: {reason.replace('_', ' ')}", f"{count:,}")
+    return table
+
+
+def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -> None:
+    """The table, where the files are, and the verdict."""
+    console.print(summary_table(tree))
+    for path in (folder.summary, folder.path / PICTURE_FILE):
+        if path.exists():
+            console.print(f"  {nearest(path)}", style="dim", soft_wrap=True)
+    for problem in tree.get("failures") or []:
+        console.print(f"[bold red]failed[/]  {problem}", soft_wrap=True)
+    if tree.get("ok"):
+        console.print("[bold green]ok[/]  everything that was expected of the run holds")
+
+
+def nearest(path: Path) -> str:
+    """A path as short as it can be from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _shown(value: Any, form: str) -> str:
+    if value is None:
+        return "–"
+    if form == PERCENT:
+        return f"{value:.1%}"
+    if form == NUMBER:
+        return f"{value:.3f}"
+    return f"{value:,.1f} s" if form == SECONDS else f"{value:,.0f}"
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in place of numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value

@@ -1,0 +1,118 @@
+"""A run's folder, and how the commands find a run again.
+
+`<runs>/<run_id>/` holds all that a run leaves behind; `<runs>/latest` points at the newest one. While
+`tidemill up` keeps a Redis of its own, `redis.url` holds its address, readable by its owner only.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from common.broker import URL_VARIABLE
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.files import write_atomically
+from common.service import runs_dir
+
+LATEST = "latest"
+SUMMARY_FILE = "summary.json"
+PICTURE_FILE = "reward.png"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`<runs>/<run_id>`; nothing is created before `create`."""
+
+    runs: Path
+    run_id: str
+
+    @property
+    def path(self) -> Path:
+        """The folder itself."""
+        return self.runs / self.run_id
+
+    @property
+    def logs(self) -> Path:
+        """One log file for each process, appended to over restarts."""
+        return self.path / "logs"
+
+    @property
+    def redis_data(self) -> Path:
+        """Data of the run's own Redis."""
+        return self.path / "redis"
+
+    @property
+    def summary(self) -> Path:
+        """What the run came to."""
+        return self.path / SUMMARY_FILE
+
+    @property
+    def address_file(self) -> Path:
+        """Address of the run's own Redis, while it runs."""
+        return self.path / "redis.url"
+
+    def create(self, config: RunConfig) -> None:
+        """Make the folder, keep the resolved config in it, and let `latest` point at it.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the run's folder {self.path}: {error.strerror}. Give another with --runs-dir."
+            ) from None
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        write_atomically(self.path / "config.yaml", text)
+        self._point_latest_here()
+
+    def write_address(self, url: str) -> None:
+        """Tell `status` and `top` where the run's own Redis listens."""
+        descriptor = os.open(self.address_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(url)
+
+    def address(self) -> str | None:
+        """Address of this run's Redis: its own while it has one, else the environment's."""
+        try:
+            return self.address_file.read_text().strip()
+        except OSError:
+            return os.environ.get(URL_VARIABLE) or None
+
+    def _point_latest_here(self) -> None:
+        """Replace the link in one rename, so that `latest` is there at every moment."""
+        aside = self.runs / f".{LATEST}.{os.getpid()}"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(self.run_id, target_is_directory=True)
+        try:
+            os.replace(aside, self.runs / LATEST)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot point {self.runs / LATEST} at the run: {error.strerror}. Move what is there away."
+            ) from None
+
+
+def folder_of_runs(given: Path | None) -> Path:
+    """The folder of all runs: what the user gave, else the environment's, else ./runs."""
+    return given.resolve() if given else runs_dir()
+
+
+def find_run(given: str | None, runs: Path) -> RunFolder:
+    """The run that the user means: by id, by its folder, or the latest.
+
+    Raises:
+        ConfigError: no id was given and there is no latest run here.
+    """
+    if given:
+        return RunFolder(runs, Path(given).name if "/" in given else given)
+    try:
+        return RunFolder(runs, os.readlink(runs / LATEST).rstrip("/").rpartition("/")[2])
+    except OSError:
+        raise ConfigError(
+            f"no run id was given and {runs / LATEST} does not exist. Give the id of a run, or its folder of "
+            "runs with --runs-dir."
+        ) from None

@@ -1,0 +1,207 @@
+"""What a run is doing at one moment, gathered from Redis alone: so any machine can watch any run.
+
+Sources: the commits stream (steps and their metrics), the run's state, heartbeats, and where the consumer
+groups stand. Nothing is changed by looking.
+"""
+
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common.broker import Broker
+from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.messages import Commit, Lane
+from common.presence import Heartbeat, read_heartbeats
+from common.run_state import read_config, read_state
+from common.streams import Entry, OffsetReader, entry_id_of, group_status, last_id, length, read_newest
+
+MAX_POINTS = 256
+"""Steps kept for curves and rates. Who attaches to a long run reads only these."""
+READ_COUNT = 64
+RATE_STEPS = 10
+"""Rates are medians over this many last steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One committed step."""
+
+    step: int
+    metrics: dict[str, float]
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """A stream between two services: what waits to be taken, and what is held under a lease."""
+
+    name: str
+    length: int
+    waiting: int | None
+    held: int
+
+
+@dataclass(slots=True)
+class RunSnapshot:
+    """A run at the time `at`."""
+
+    run_id: str
+    steps: int
+    max_staleness: int
+    at: float = field(default_factory=time.time)
+    state: dict[str, Any] = field(default_factory=dict)
+    points: list[StepPoint] = field(default_factory=list)
+    queues: list[QueueDepth] = field(default_factory=list)
+    workers: list[Heartbeat] = field(default_factory=list)
+    num_dead: int = 0
+
+    @property
+    def version(self) -> int:
+        """Committed steps."""
+        return self.points[-1].step + 1 if self.points else int(self.state.get("version", 0))
+
+    @property
+    def status(self) -> str:
+        """running, finished, failed or stopped, as its processes last said; `starting` before that."""
+        return str(self.state.get("status", "starting"))
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All evaluations, oldest first."""
+        found = self.state.get("evaluations") or []
+        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
+
+    def metric(self, name: str) -> float | None:
+        """A metric of the last step."""
+        return self.points[-1].metrics.get(name) if self.points else None
+
+    def curve(self, name: str) -> list[float]:
+        """A metric over the known steps."""
+        return [point.metrics[name] for point in self.points if name in point.metrics]
+
+    @property
+    def step_s(self) -> float | None:
+        """Median time of the last steps, without the very first, which waits for engines to start."""
+        times = [p.metrics["step_time_s"] for p in self.points if p.step > 0 and "step_time_s" in p.metrics]
+        recent = sorted(times[-RATE_STEPS:])
+        return recent[len(recent) // 2] if recent else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step, at the present pace."""
+        return self.step_s * (self.steps - self.version) if self.step_s is not None else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Completion tokens trained per second, over the last steps."""
+        recent = [p.metrics for p in self.points if p.step > 0][-RATE_STEPS:] or [
+            p.metrics for p in self.points
+        ]
+        seconds = sum(metrics.get("step_time_s", 0.0) for metrics in recent)
+        return sum(m.get("completion_tokens", 0.0) for m in recent) / seconds if seconds else None
+
+    def idle_share(self, role: str) -> float | None:
+        """Mean share of their time that the living processes of a role have waited."""
+        shares = [beat.idle_share for beat in self.workers if beat.role == role and beat.is_alive]
+        return sum(shares) / len(shares) if shares else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: the last step's metrics, and everything that is not a curve."""
+        return {
+            "run_id": self.run_id,
+            "status": self.status,
+            "at": self.at,
+            "version": self.version,
+            "steps": self.steps,
+            "max_staleness": self.max_staleness,
+            "metrics": self.points[-1].metrics if self.points else {},
+            "evaluations": self.evaluations,
+            "step_s": self.step_s,
+            "eta_s": self.eta_s,
+            "tokens_per_s": self.tokens_per_s,
+            "idle": {role: self.idle_share(role) for role in ("trainer", "rollout", "reward")},
+            "queues": [asdict(queue) for queue in self.queues],
+            "dead_letters": self.num_dead,
+            "workers": [asdict(beat) | {"is_alive": beat.is_alive} for beat in self.workers],
+        }
+
+
+class SnapshotReader:
+    """Takes snapshots of one run; reads each commit once."""
+
+    def __init__(self, broker: Broker, keys: Keys, steps: int, max_staleness: int) -> None:
+        self.broker, self.keys = broker, keys
+        self.steps, self.max_staleness = steps, max_staleness
+        self._points: deque[StepPoint] = deque(maxlen=MAX_POINTS)
+        self._commits: OffsetReader[Commit] | None = None
+
+    @classmethod
+    async def attach(cls, broker: Broker, run_id: str) -> "SnapshotReader":
+        """Attach to a run by its id.
+
+        Raises:
+            ConfigError: this Redis does not know it.
+        """
+        keys = Keys(run_id)
+        config = await read_config(broker, keys)
+        return cls(broker, keys, config.trainer.steps, config.trainer.max_staleness)
+
+    async def read(self) -> RunSnapshot:
+        """The run as it is now."""
+        await self._follow_commits()
+        keys = self.keys
+        queues = [
+            await self._tickets("prompts", Lane.TRAIN),
+            await self._queue("trajectories", keys.trajectories(), REWARD_GROUP),
+            QueueDepth("scores", await length(self.broker, keys.scores()), None, 0),
+        ]
+        evaluation = [
+            await self._tickets("prompts:eval", Lane.EVAL),
+            await self._queue("trajectories:eval", keys.trajectories(Lane.EVAL), REWARD_GROUP),
+        ]
+        queues += [queue for queue in evaluation if queue.waiting or queue.held]
+        return RunSnapshot(
+            keys.run_id,
+            self.steps,
+            self.max_staleness,
+            state=await read_state(self.broker, keys),
+            points=list(self._points),
+            queues=queues,
+            workers=await read_heartbeats(self.broker, keys),
+            num_dead=await length(self.broker, keys.dead),
+        )
+
+    async def _follow_commits(self) -> None:
+        if self._commits is None:
+            newest = await read_newest(self.broker, self.keys.commits, Commit)
+            first = max(0, newest.message.step - MAX_POINTS) if newest else 0
+            position = entry_id_of(first - 1) if first else "0-0"
+            self._commits = OffsetReader(self.broker, self.keys.commits, Commit, position)
+        while entries := await self._commits.read(READ_COUNT):
+            for entry in entries:
+                if isinstance(entry, Entry):
+                    commit = entry.message
+                    self._points.append(StepPoint(commit.step, dict(commit.metrics), commit.finished_at))
+
+    async def _tickets(self, name: str, lane: Lane) -> QueueDepth:
+        """Tickets are numbered by their entry ids, so what nobody has taken yet can be told exactly."""
+        key = self.keys.prompts(lane)
+        status = await group_status(self.broker, key, ROLLOUT_GROUP)
+        num_entries = await length(self.broker, key)
+        if status is None:
+            return QueueDepth(name, num_entries, num_entries, 0)
+        newest = await last_id(self.broker, key)
+        return QueueDepth(name, num_entries, _number(newest) - _number(status.last_delivered), status.pending)
+
+    async def _queue(self, name: str, key: str, group: str) -> QueueDepth:
+        status = await group_status(self.broker, key, group)
+        num_entries = await length(self.broker, key)
+        if status is None:
+            return QueueDepth(name, num_entries, num_entries, 0)
+        waiting = 0 if status.last_delivered == await last_id(self.broker, key) else status.lag
+        return QueueDepth(name, num_entries, waiting, status.pending)
+
+
+def _number(entry_id: str) -> int:
+    return int(entry_id.partition("-")[0])

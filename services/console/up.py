@@ -1,0 +1,137 @@
+"""`tidemill up`: one whole run on this machine.
+
+Order matters at both ends. Everything that can be wrong is found first. Redis starts before the services and
+stops after them, because they drain through it. The summary is computed while Redis is still there.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from common.broker import URL_VARIABLE, Broker
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.keys import Keys
+from common.run_state import run_exists
+from common.service import METRICS_HOST_VARIABLE
+from services.console.local_run import LocalRun
+from services.console.preflight import examine
+from services.console.processes import ServiceSpec, metrics_ports, service_specs
+from services.console.report import nearest
+from services.console.run_folder import RunFolder, folder_of_runs
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What the user said."""
+
+    config: Path
+    overrides: tuple[str, ...] = ()
+    run_id: str = ""
+    resume: bool = False
+    live: bool = True
+    runs_dir: Path | None = None
+
+    def command(self, run_id: str, resume: bool) -> str:
+        """The command line that means this run, to be copied."""
+        words = ["tidemill", "up", str(self.config)]
+        for override in self.overrides:
+            words += ["--set", override]
+        words += ["--run-id", run_id]
+        if self.runs_dir:
+            words += ["--runs-dir", str(self.runs_dir)]
+        return shlex.join([*words, "--resume"] if resume else words)
+
+
+def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:
+    """Do the run; returns the exit code.
+
+    Raises:
+        TidemillError: it cannot start as it is. Nothing was started, and no folder made.
+    """
+    config = examine(options.config, options.overrides).config
+    runs = folder_of_runs(options.runs_dir)
+    config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
+    folder = RunFolder(runs, Keys(config.run_id).run_id)
+    _check_is_free(options, folder)
+    specs = specs_of(config)
+    _check_ports(specs)
+    console = Console(highlight=False)
+    resume_command = options.command(config.run_id, resume=True)
+    is_live = options.live and console.is_terminal
+    console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)
+    run = LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command)
+    return asyncio.run(run.go())
+
+
+def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
+    run_id = options.run_id or config.run_id
+    if run_id:
+        return run_id
+    if options.resume:
+        latest = runs / "latest"
+        name = os.readlink(latest) if latest.is_symlink() else "RUN_ID"
+        raise ConfigError(
+            f"--resume needs to know which run; the latest is {name}:\n  {options.command(name, resume=True)}"
+        )
+    stem = options.config.resolve().parent.name or "run"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:80] or "run"
+    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
+    """A new run needs a new id, and a resumed one something to resume."""
+    url = os.environ.get(URL_VARIABLE)
+    in_redis = asyncio.run(_is_known(url, folder.run_id)) if url else False
+    exists = in_redis or folder.path.exists()
+    if exists and not options.resume:
+        where = f"{nearest(folder.path)}" if folder.path.exists() else f"the Redis at {URL_VARIABLE}"
+        raise ConfigError(
+            f"run {folder.run_id} exists already, in {where}. To continue it, say so:\n"
+            f"  {options.command(folder.run_id, resume=True)}\n"
+            "or give the new run another id with --run-id."
+        )
+    if options.resume and not exists:
+        raise ConfigError(
+            f"there is no run {folder.run_id} to resume: {nearest(folder.path)} does not exist. "
+            f"Start it with\n  {options.command(folder.run_id, resume=False)}"
+        )
+
+
+async def _is_known(url: str, run_id: str) -> bool:
+    broker = await Broker.connect(url)
+    try:
+        return await run_exists(broker, Keys(run_id))
+    finally:
+        await broker.close()
+
+
+def _check_ports(specs: Sequence[ServiceSpec]) -> None:
+    """Find a port in use before anything starts."""
+    host = os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1")
+    users: dict[int, str] = {}
+    for name, port in metrics_ports(specs).items():
+        if port in users:
+            raise ConfigError(
+                f"{name} and {users[port]} would both serve metrics on port {port}; give the sections "
+                "metrics_port values further apart (each worker takes the next one), or 0 for free ports."
+            )
+        users[port] = name
+        try:
+            with socket.create_server((host, port)):
+                pass
+        except (OSError, OverflowError) as error:
+            number = getattr(error, "errno", None)
+            reason = os.strerror(number) if number else error
+            raise ConfigError(
+                f"{name} cannot serve metrics on {host}:{port}: {reason}. Set {name.partition('-')[0]}."
+                "metrics_port to a free port, or to 0 to take any."
+            ) from None

@@ -1,0 +1,97 @@
+"""What `tidemill up` shows while it runs: a live view on a terminal, else a line for each event and step."""
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from services.console.render import dashboard, evaluation_line, step_line
+from services.console.snapshot import RunSnapshot
+from services.console.supervisor import ServiceStatus
+
+MAX_EVENTS = 5
+PATIENCE_S = 3.0
+"""A snapshot older than this says that Redis does not answer."""
+
+
+class View(Protocol):
+    """Shows a run that is going on."""
+
+    def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
+        """Show how things stand."""
+
+    def event(self, text: str) -> None:
+        """Say that something happened."""
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+
+
+class LiveView:
+    """Redraws the dashboard in place."""
+
+    def __init__(self, console: Console, hint: str) -> None:
+        self.console, self.hint = console, hint
+        self._events: deque[str] = deque(maxlen=MAX_EVENTS)
+        self._live = Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop")
+        self._live.start()
+
+    def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
+        """Draw the dashboard anew."""
+        silent_s = silent_s if silent_s > PATIENCE_S else 0.0
+        picture = dashboard(
+            snapshot, services=services, events=list(self._events), hint=self.hint, silent_s=silent_s
+        )
+        with contextlib.suppress(OSError):  # the terminal may be gone; the run goes on
+            self._live.update(picture, refresh=True)
+
+    def event(self, text: str) -> None:
+        """Keep the last few events below the dashboard."""
+        self._events.append(text.splitlines()[0])
+
+    def close(self) -> None:
+        """Leave the last picture on the screen."""
+        with contextlib.suppress(OSError):
+            self._live.stop()
+
+
+class PlainView:
+    """Prints each step, evaluation and event once."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._next_step: int | None = None
+        self._evaluated: set[tuple[object, object]] = set()
+
+    def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
+        """Print what is new since the last call; what a resumed run did before is not new."""
+        evaluations = {(item.get("version"), item.get("dataset")): item for item in snapshot.evaluations}
+        if self._next_step is None:
+            self._next_step, self._evaluated = snapshot.version, set(evaluations)
+        # A version's evaluation belongs after the step that made the version.
+        lines = [
+            (int(item.get("version", 0)), 1, evaluation_line(item))
+            for key, item in evaluations.items()
+            if key not in self._evaluated
+        ]
+        lines += [
+            (point.step + 1, 0, step_line(snapshot, index))
+            for index, point in enumerate(snapshot.points)
+            if point.step >= self._next_step
+        ]
+        self._evaluated |= set(evaluations)
+        self._next_step = max(self._next_step, snapshot.version)
+        for _, _, line in sorted(lines):
+            self.event(line)
+
+    def event(self, text: str) -> None:
+        """Print a line."""
+        with contextlib.suppress(OSError):
+            self.console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -1,0 +1,186 @@
+"""What `tidemill check` finds, without starting anything."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from common.config import DataConfig, ModelConfig
+from common.dataset import Row
+from common.errors import ConfigError
+from services.console import preflight
+from services.console.explain import describe, redis_bytes
+from services.console.model_folder import ModelFacts, inspect_model
+from services.console.preflight import Findings, PreflightError, examine
+from services.console.prompt_lengths import check_lengths
+from tests.trajectories import make_config
+
+
+def make_folder(path: Path, context: int = 64, **settings: Any) -> Path:
+    """A model folder whose tokenizer makes one token of each word."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(
+        json.dumps({"architectures": ["Tiny"], "max_position_embeddings": context})
+    )
+    (path / "model.safetensors").write_bytes(b"\0" * 100)
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def rows(*prompts: Any) -> list[Row]:
+    return [Row(prompt, "", None, {}, i, f"train.jsonl line {i + 1}") for i, prompt in enumerate(prompts)]
+
+
+def data(limit: int, **fields: Any) -> DataConfig:
+    return DataConfig(train="train.jsonl", max_prompt_tokens=limit, **fields)
+
+
+def lengths_problem(folder: Path, found: list[Row], section: DataConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_lengths({"train": found}, ModelFacts(folder), section, [])
+    return str(caught.value)
+
+
+def test_a_complete_model_folder_is_described(tmp_path: Path) -> None:
+    facts = inspect_model(ModelConfig(path=str(make_folder(tmp_path)), max_model_len=64))
+    assert (facts.architecture, facts.context, facts.weight_bytes) == ("Tiny", 64, 100)
+
+
+def test_a_model_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        inspect_model(ModelConfig(path=str(tmp_path), max_model_len=64))
+
+
+def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        inspect_model(ModelConfig(path=str(tmp_path / "none")))
+
+
+def test_a_hub_name_is_left_to_the_services() -> None:
+    assert inspect_model(ModelConfig(path="Qwen/Qwen2.5-0.5B-Instruct")).is_remote
+
+
+def test_weights_are_needed_only_by_who_loads_them(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "model.safetensors").unlink()
+    model = ModelConfig(path=str(tmp_path), max_model_len=64)
+    with pytest.raises(ConfigError, match="has no weights"):
+        inspect_model(model)
+    assert inspect_model(model, needs_weights=False).context == 64
+
+
+def test_a_context_shorter_than_the_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len is 65, .* context of 64"):
+        inspect_model(ModelConfig(path=str(make_folder(tmp_path)), max_model_len=65))
+
+
+def test_a_text_model_inside_another_tells_its_context(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 32}}))
+    assert inspect_model(ModelConfig(path=str(tmp_path), max_model_len=32)).context == 32
+
+
+def test_a_prompt_at_the_limit_passes_and_one_token_more_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    check_lengths({"train": rows("a b c")}, ModelFacts(folder), data(3), [])
+    problem = lengths_problem(folder, rows("a", "a b c d"), data(3))
+    assert "train.jsonl line 2: the prompt has 4 tokens, data.max_prompt_tokens is 3" in problem
+
+
+def test_the_suffix_counts(tmp_path: Path) -> None:
+    problem = lengths_problem(make_folder(tmp_path), rows("a b c"), data(3, prompt_suffix=" now"))
+    assert "has 4 tokens" in problem
+
+
+def test_the_chat_template_counts(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ eos_token }} go"
+    folder = make_folder(tmp_path, chat_template=template, eos_token={"content": "END"})
+    section = data(6, system_prompt="be brief")
+    # system be brief / user a / END go: seven words
+    assert "has 7 tokens" in lengths_problem(folder, rows("a"), section)
+    check_lengths({"train": rows("a")}, ModelFacts(folder), data(6, chat_template="never"), [])
+
+
+def test_a_template_that_cannot_be_rendered_here_is_left_to_the_trainer(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, chat_template="{{ raise_exception('users only') }}")
+    notes: list[str] = []
+    check_lengths({"train": rows("a")}, ModelFacts(folder), data(3), notes)
+    assert len(notes) == 1 and "users only" in notes[0] and "trainer starts" in notes[0]
+
+
+def test_overlong_prompts_may_be_dropped_unless_none_is_left(tmp_path: Path) -> None:
+    folder, notes = make_folder(tmp_path), list[str]()
+    section = data(2, overlong_prompts="drop")
+    check_lengths({"train": rows("a", "a b c")}, ModelFacts(folder), section, notes)
+    assert notes == ["train: 1 of 2 prompts are too long and will be left out"]
+    assert "all 1 prompts" in lengths_problem(folder, rows("a b c"), section)
+
+
+@pytest.fixture
+def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config in which everything is right; the reward's own check has tests of its own."""
+    monkeypatch.setattr(preflight, "check_reward", lambda config: None)
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    make_folder(tmp_path / "model")
+    row = {"prompt": "a b", "reward_model": {"ground_truth": "1"}}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: model, max_model_len: 64}\n"
+        "data: {train: train.jsonl, eval: {held: train.jsonl}, max_prompt_tokens: 16}\n"
+        "rollout: {engine: transformers, sampling: {max_tokens: 16}}\n"
+        "trainer: {steps: 5, groups_per_step: 4, group_size: 2, max_staleness: 0, checkpoint_every: 2}\n"
+    )
+    return tmp_path / "config.yaml"
+
+
+def test_a_good_config_is_explained(run_files: Path) -> None:
+    findings = examine(run_files)
+    assert findings.rows == {"train": 3, "eval held": 3}
+    text = dict(describe(findings))
+    assert "4 groups of 2 = 8 trajectories, at most 128 completion tokens" in text["step"]
+    assert "on-policy" in text["staleness"]
+    assert "6.67 epochs" in text["run"]
+
+
+def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
+    (run_files.parent / "model" / "tokenizer.json").unlink()
+    with open(run_files.parent / "train.jsonl", "a") as file:
+        file.write('{"reward_model": {"ground_truth": "1"}}\n')
+    with pytest.raises(PreflightError) as caught:
+        examine(run_files)
+    assert caught.value.exit_code == 2
+    assert "2 problems" in str(caught.value)
+    assert "train.jsonl line 4" in str(caught.value) and "no tokenizer" in str(caught.value)
+
+
+def test_an_engine_that_is_not_installed_is_refused(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PreflightError, match="vllm, which is not installed"):
+        examine(run_files, ["rollout.engine=vllm"])
+
+
+def test_a_redis_that_cannot_be_reached_is_a_mistake(
+    run_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", f"unix://{run_files.parent}/nobody.sock")
+    with pytest.raises(PreflightError, match="cannot reach Redis"):
+        examine(run_files)
+
+
+def test_memory_grows_with_staleness_and_with_what_is_kept() -> None:
+    def estimate(**trainer: Any) -> int:
+        return redis_bytes(make_config(trainer={"groups_per_step": 1, "group_size": 2, **trainer}))
+
+    base = estimate(max_staleness=0, checkpoint_every=1)
+    # (1 + k + kept steps) * B * G trajectories: 2 steps, then 3, then 4
+    assert estimate(max_staleness=1, checkpoint_every=1) * 2 == base * 3
+    assert estimate(max_staleness=1, checkpoint_every=2) == base * 2
+
+
+def test_findings_without_a_model_are_explained_too() -> None:
+    assert dict(describe(Findings(make_config())))["model"].startswith("model")
