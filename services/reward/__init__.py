@@ -1,0 +1,1 @@
+"""The reward service: a consumer group that turns trajectories into scores."""

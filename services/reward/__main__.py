@@ -1,0 +1,22 @@
+"""`python -m services.reward --run RUN_ID`: one reward worker; start as many as the rewards need."""
+
+import sys
+
+from common.service import ServiceMain, run_service
+
+
+def main() -> int:
+    """Run one reward worker; returns its exit code."""
+    return run_service(
+        "reward", "Scores the trajectories of a run.", _load, lambda config: config.reward.metrics_port
+    )
+
+
+def _load() -> ServiceMain:
+    from services.reward.worker import serve
+
+    return serve
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Rewards that come with Tidemill, in the same signature that users write theirs in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from services.reward.builtin import exact_match, gsm8k, math_equivalence
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A built-in reward. `is_cheap`: microseconds, safe on the event loop. `needs`: optional modules."""
+
+    function: Callable[..., Any]
+    is_cheap: bool = False
+    needs: tuple[str, ...] = ()
+
+
+BUILTINS = {
+    "gsm8k": Builtin(gsm8k.compute_score, is_cheap=True),
+    "math": Builtin(math_equivalence.compute_score, needs=("math_verify",)),
+    "exact_match": Builtin(exact_match.compute_score, is_cheap=True),
+}

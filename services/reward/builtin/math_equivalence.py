@@ -1,0 +1,63 @@
+"""Equivalence of mathematical answers, by math-verify: `1/2`, `0.5` and `\\boxed{\\frac{1}{2}}` are equal.
+
+The answer is the last `\\boxed{}` of the completion, else its last expression. A completion without any
+scores 0. Symbolic comparison can take for ever on hostile input, so it has a limit of its own; running
+into it is a timeout and not a zero. Runs in a process of its own, in its main thread, as signals need.
+"""
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from services.reward.outcome import AttemptError
+
+BOX = "\\boxed"
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    limit_s: float = 5.0,
+) -> float:
+    """1 where the completion's answer is equivalent to the ground truth, else 0. `limit_s` bounds both."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    truth = str(ground_truth)
+    boxed = truth if BOX in truth else f"{BOX}{{{truth}}}"
+    latex, plain = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+    with _limit(limit_s):
+        gold = parse(boxed, [latex], fallback_mode="no_fallback", parsing_timeout=0)
+        if not gold:
+            raise AttemptError(f"the ground truth {truth[:80]!r} cannot be read as a formula", is_final=True)
+        # Of several boxes the last one counts; the library would take neighbours for one set.
+        solution = solution_str[max(solution_str.rfind(BOX), 0) :]
+        answer = parse(solution, [latex, plain], fallback_mode="no_fallback", parsing_timeout=0)
+        return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
+
+
+class _LimitReached(BaseException):
+    """Not an `Exception`: the library turns those into wrong answers."""
+
+
+@contextmanager
+def _limit(limit_s: float) -> Iterator[None]:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise _LimitReached
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _LimitReached:
+        message = f"comparing the formulas took longer than {limit_s:g} s"
+        raise AttemptError(message, is_timeout=True, is_final=True) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,97 @@
+"""Where a reward function runs: cheap ones and coroutines on the event loop, plain ones in processes.
+
+Invariant: `score` takes no longer than its limit of time, once it has begun to run. The one exception no
+one can help is an async function that computes instead of awaiting: it holds up the loop.
+"""
+
+import asyncio
+from typing import Protocol
+
+from services.reward.functions import RewardFunction
+from services.reward.outcome import AttemptError, Outcome
+from services.reward.processes import ProcessPool
+from services.reward.sample import Sample
+
+
+class Execution(Protocol):
+    """Runs one reward function."""
+
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
+        """Score one sample, or raise an `AttemptError`."""
+
+    async def close(self) -> None:
+        """Stop what was started."""
+
+
+def execution_of(function: RewardFunction, num_processes: int) -> Execution:
+    """The way in which this function has to run."""
+    if function.call.is_async:
+        return LoopExecution(function)
+    return InlineExecution(function) if function.is_cheap else ProcessExecution(function, num_processes)
+
+
+class InlineExecution:
+    """Calls functions of microseconds directly: anything else would cost more than they do."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
+        """Call the function."""
+        return self._function.score(sample)
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+class LoopExecution:
+    """Awaits async functions, any number of them at once."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        self._tasks: set[asyncio.Task[Outcome]] = set()
+
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
+        """Await the function; at the limit it is cancelled, and left alone if it does not mind that."""
+        task = asyncio.create_task(self._function.score_async(sample))
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            is_late = not task.done()
+            task.cancel()
+        if is_late:
+            raise AttemptError(f"no result within {timeout_s:g} s (reward.timeout_s)", is_timeout=True)
+        if task.cancelled():
+            raise AttemptError("the function was cancelled from inside")
+        return task.result()
+
+    async def close(self) -> None:
+        """Cancel what is still running."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _forget(self, task: asyncio.Task[Outcome]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, also where nobody waits any more
+
+
+class ProcessExecution:
+    """Calls plain functions in processes. Evaluation has its own, as many, so that it never queues."""
+
+    def __init__(self, function: RewardFunction, num_processes: int) -> None:
+        self._training, self._evaluation = (
+            ProcessPool(function.name, function.kwargs, num_processes) for _ in range(2)
+        )
+
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
+        """Call the function in a free process; at the limit that process is killed."""
+        pool = self._evaluation if sample.is_evaluation else self._training
+        return await pool.score(sample, timeout_s)
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        await self._training.close()
+        await self._evaluation.close()

@@ -1,0 +1,151 @@
+"""What one attempt at a reward comes to: an outcome with a finite value, or an error in plain words.
+
+Invariant: code that belongs to users ends in one of the two, whatever it does. `contained` is the only
+place of this service where a broad `except` stands.
+"""
+
+import math
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from common.errors import RewardError
+
+MAX_ERROR_CHARS = 500
+MAX_DETAIL_CHARS = 10_000
+"""Longest text kept of one value in `detail`."""
+MAX_KEYS = 256
+"""Most keys of a returned dict, at any depth."""
+MAX_DEPTH = 8
+
+EXPECTED = "expected a finite number, or a dict with such a number under 'score'"
+
+Detail = dict[str, Any]
+
+
+class AttemptError(RewardError):
+    """One attempt that gave no value.
+
+    `is_timeout` says that the limit of time ran out; `is_final` that trying again cannot help.
+    """
+
+    def __init__(self, message: str, *, is_timeout: bool = False, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_timeout = is_timeout
+        self.is_final = is_final
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The reward of one sample, with the numbers and notes that came with it."""
+
+    value: float
+    components: dict[str, float | None] = field(default_factory=dict)
+    detail: Detail = field(default_factory=dict)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Turn whatever the block raises, `sys.exit` included, into an `AttemptError`."""
+    try:
+        yield
+    except AttemptError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise AttemptError(describe(error)) from error
+
+
+def interpret(returned: Any) -> Outcome:
+    """Read what a reward function returned.
+
+    A number is the reward; of a dict, `score` is, other numbers become components and the rest detail.
+
+    Raises:
+        AttemptError: there is no finite number where the reward should be. It is never read as 0.
+    """
+    if isinstance(returned, dict):
+        if "score" not in returned:
+            keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
+            raise AttemptError(f"returned a dict without 'score' ({keys}); {EXPECTED}")
+        components, detail = _sort_out({key: item for key, item in returned.items() if key != "score"})
+        return Outcome(_finite(returned["score"], "'score' is"), components, detail)
+    return Outcome(_finite(returned, "returned"))
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the place in the code that raised it."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}"[:MAX_ERROR_CHARS] + where
+
+
+def _finite(returned: Any, verb: str) -> float:
+    number = _number(returned)
+    if number is None:
+        raise AttemptError(f"{verb} {_kind(returned)}; {EXPECTED}")
+    if not math.isfinite(number):
+        raise AttemptError(f"{verb} {number}; {EXPECTED}")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """The value as a float, or None where it is not one number. Truth values count as 0 and 1."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a scalar of numpy or torch
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    if getattr(value, "shape", None) is not None:
+        return f"an array of shape {tuple(value.shape)}"
+    if hasattr(value, "__await__"):
+        return "a coroutine (declare the function with `async def`)"
+    article = "an" if type(value).__name__[:1].lower() in "aeiou" else "a"
+    return f"{article} {type(value).__name__}"
+
+
+def _sort_out(extra: dict[Any, Any]) -> tuple[dict[str, float | None], Detail]:
+    """Split further keys into numbers, where None and NaN mean not applicable, and everything else."""
+    components: dict[str, float | None] = {}
+    detail: Detail = {}
+    for key, value in list(extra.items())[:MAX_KEYS]:
+        number = _number(value)
+        if number is not None or value is None:
+            components[_text(key)] = number if number is not None and math.isfinite(number) else None
+        else:
+            detail[_text(key)] = _plain(value, MAX_DEPTH)
+    return components, detail
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """The value as numbers, text, lists and maps with text keys, cut to a bounded size."""
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    if isinstance(value, dict) and depth:
+        return {_text(key): _plain(item, depth - 1) for key, item in list(value.items())[:MAX_KEYS]}
+    if isinstance(value, list | tuple) and depth:
+        return [_plain(item, depth - 1) for item in value[:MAX_KEYS]]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    # Lone surrogates cannot be sent as UTF-8.
+    return re.sub("[\ud800-\udfff]", "\ufffd", text[:MAX_DETAIL_CHARS])

