@@ -1,0 +1,158 @@
+"""Files are whole or absent, whatever fails while they are written."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+from safetensors import SafetensorError
+
+from common import files
+from common.files import (
+    StorageError,
+    aside_folder,
+    clear_aside,
+    file_checksum,
+    publish_folder,
+    storage_errors,
+    write_atomically,
+)
+
+
+def fail_with(number: int):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_an_atomic_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "a long first content")
+    write_atomically(path, b"short")
+    assert path.read_bytes() == b"short"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    monkeypatch.setattr(files.os, call, fail_with(errno.ENOSPC))
+    with pytest.raises(StorageError, match="No space left on device; free some space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "can_clear"),
+    [
+        (errno.ENOSPC, True),
+        (errno.EDQUOT, True),
+        (errno.EROFS, True),
+        (errno.EACCES, True),
+        (errno.ENOTDIR, False),
+    ],
+)
+def test_a_storage_error_says_whether_waiting_makes_sense(number: int, can_clear: bool) -> None:
+    with (
+        pytest.raises(StorageError, match="cannot write the weights to /x: ") as caught,
+        storage_errors("the weights", Path("/x")),
+    ):
+        fail_with(number)()
+    assert caught.value.can_clear is can_clear
+    assert caught.value.errno == number
+
+
+def test_a_full_disk_inside_safetensors_is_the_same_error() -> None:
+    with (
+        pytest.raises(StorageError, match="No space left on device") as caught,
+        storage_errors("x", Path("/x")),
+    ):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert caught.value.errno == errno.ENOSPC and caught.value.can_clear
+
+
+def test_a_folder_appears_by_one_rename_after_every_file_in_it_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    at_rename: list[set[int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def note_rename(source: Path, target: Path) -> None:
+        at_rename.append(set(flushed))
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "fsync", note_fsync)
+    monkeypatch.setattr(files.os, "rename", note_rename)
+    target = tmp_path / "v1"
+    with aside_folder(target) as aside:
+        (aside / "below").mkdir()
+        (aside / "a").write_text("a")
+        (aside / "below" / "b").write_text("b")
+        assert not target.exists()
+        publish_folder(aside, target)
+    contents = {
+        path.stat().st_ino for path in (target, target / "a", target / "below", target / "below" / "b")
+    }
+    assert len(at_rename) == 1 and contents <= at_rename[0]
+    assert tmp_path.stat().st_ino in flushed - at_rename[0], "the rename itself must be flushed too"
+    assert os.listdir(tmp_path) == ["v1"]
+
+
+def test_published_files_are_readable_by_whoever_may_read_the_folder(tmp_path: Path) -> None:
+    target = tmp_path / "v1"
+    with aside_folder(target) as aside:
+        (aside / "model.safetensors").touch(mode=0o600)
+        publish_folder(aside, target)
+    assert (target / "model.safetensors").stat().st_mode & 0o777 == target.stat().st_mode & 0o666
+
+
+def test_an_error_while_a_folder_is_filled_leaves_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "v1"
+    target.mkdir()
+    (target / "a").write_text("old")
+    with (
+        pytest.raises(StorageError, match="the weights of version 1"),
+        aside_folder(target, "the weights of version 1") as aside,
+    ):
+        (aside / "a").write_text("new")
+        fail_with(errno.ENOSPC)()
+    assert (target / "a").read_text() == "old"
+    assert os.listdir(tmp_path) == ["v1"]
+
+
+def test_what_a_crash_left_is_cleared_and_everything_else_stays(tmp_path: Path) -> None:
+    (tmp_path / ".v1.0a1b2c3d.aside").mkdir()
+    (tmp_path / ".a.json.0a1b2c3d.aside").write_text("x")
+    (tmp_path / ".hidden").write_text("the user's own")
+    (tmp_path / "v2").mkdir()
+    assert clear_aside(tmp_path) == [".a.json.0a1b2c3d.aside", ".v1.0a1b2c3d.aside"]
+    assert sorted(os.listdir(tmp_path)) == [".hidden", "v2"]
+
+
+def test_a_crash_between_the_two_renames_of_a_replacement_brings_the_old_folder_back(tmp_path: Path) -> None:
+    (tmp_path / ".v1.replaced").mkdir()
+    (tmp_path / ".v1.replaced" / "a").write_text("old")
+    clear_aside(tmp_path)
+    assert (tmp_path / "v1" / "a").read_text() == "old"
+    assert os.listdir(tmp_path) == ["v1"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, (1 << 16) + 7])
+def test_the_checksum_is_xxh3_128_of_all_bytes_however_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 10)
+    data = bytes(i % 251 for i in range(size))
+    (tmp_path / "f").write_bytes(data)
+    assert file_checksum(tmp_path / "f") == xxhash.xxh3_128_hexdigest(data)
