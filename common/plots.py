@@ -87,11 +87,12 @@ def smooth(values: Floats) -> Floats:
 
 
 def _series(records: Iterable[Mapping[str, Any]], kind: str, axis: str) -> tuple[Floats, Floats]:
-    """Positions and rewards of the records of one kind, in order of position."""
+    """Positions and rewards (scores, for evaluations) of the records of one kind, in order of position."""
+    value = "reward" if kind == STEP else "score"
     pairs = sorted(
-        (float(record[axis]), float(record["reward"]))
+        (float(record[axis]), float(record[value]))
         for record in records
-        if record.get("kind") == kind and isinstance(record.get("reward"), int | float)
+        if record.get("kind") == kind and isinstance(record.get(value), int | float)
     )
     finite = [pair for pair in pairs if np.isfinite(pair[1])]
     points = np.asarray(finite, dtype=np.float64).reshape(-1, 2)

@@ -1,7 +1,7 @@
 """The lines of a run's `metrics.jsonl`: one JSON object each, either a step or an evaluation.
 
 A step: `{"kind": "step", "step": 12, "time": ..., "reward": 0.41, ...}`; step 12 turned version 12 into 13.
-An evaluation: `{"kind": "evaluation", "version": 13, "set": "test", "time": ..., "reward": 0.5, ...}`.
+An evaluation: `{"kind": "evaluation", "version": 13, "set": "test", "time": ..., "score": 0.5, ...}`.
 Metric names are those that users of TRL and verl know. A value that was not finite is null.
 """
 

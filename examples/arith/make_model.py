@@ -1,25 +1,26 @@
 """Make the model and the data that the arithmetic demo trains with GRPO.
 
 A run of reinforcement learning needs a model that already gets some answers right: a group whose completions
-are all wrong carries no signal. Real runs start from a pretrained model. This script makes the smallest honest
-stand-in for one, about a million parameters, in two passes of supervised training:
+are all wrong carries no signal. Real runs start from a pretrained model. This script makes a small stand-in
+for one, about a million parameters, in two passes of supervised training:
 
 1. *Skill.* The model reads solved problems: `12+7=` continues as `19\\n#### 19`, and a word problem is first
    written as a sum, `3+14=17\\n#### 17`. It learns to add, to subtract and to tell one from the other.
-2. *Habit.* It then imitates a careless tutor, who is right less than a third of the time and otherwise miscounts,
-   most often by one too many (`TUTOR_SLIPS`). The skill is still in the weights; the habit hides it.
+2. *Habit.* It then imitates a careless tutor, who is right less than a third of the time and otherwise
+   miscounts, most often by one too many (`TUTOR_SLIPS`). The skill stays in the weights; the habit hides it.
 
-What is left is a model that knows the format, is wrong in most of its samples *and* in its greedy answers, and
-has the right answer within reach of sampling. GRPO sees nothing but right or wrong, and has to bring it out.
+What is left is a model that knows the format, is wrong in most of its samples *and* in most of its greedy
+answers, and has the right answer within reach of sampling. GRPO sees nothing but right or wrong, and has to
+bring it out. So the demo shows that the pipeline learns, not that GRPO teaches arithmetic from nothing.
 
-Invariants: a held-out problem (operation and operands, in either order for a sum) is in neither pass and not in
-`train.jsonl`; the data files are a function of the seed alone, byte for byte. The weights are a function of the
-seed on one machine with one number of threads; elsewhere they differ in the last bits.
+Invariants: a held-out problem (operation and operands, in either order for a sum) is in neither pass and not
+in `train.jsonl`; the data files are a function of the seed alone, byte for byte. The weights are a function of
+the seed on one machine with one number of threads; elsewhere they differ in the last bits.
 
     python examples/arith/make_model.py            # writes beside this file; about three minutes on one core
     python examples/arith/make_model.py --out /tmp/arith --seed 7
 
-Shape legend: B sequences, T tokens, V vocabulary.
+Shape legend: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ANSWER_MARK = "\n#### "
 """GSM8K's mark before the final answer; one token, so that a completion stays short."""
 
 TUTOR_SLIPS: dict[int, float] = {0: 0.30, 1: 0.56, -1: 0.08, 2: 0.06}
-"""What the careless tutor adds to the right answer, and how often. The mode is wrong, so greedy answers are too."""
+"""What the careless tutor adds to the right answer, and how often. The mode is wrong: so are greedy answers."""
 
 NAMES = ("Tom", "Ana", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe")
 ITEMS = ("apples", "books", "coins", "shells", "stamps", "marbles", "pens", "cards")
@@ -88,7 +89,7 @@ class Problem:
         return problem_key(self.op, self.a, self.b)
 
     def completion(self, slip: int = 0) -> str:
-        """The worked answer, off by `slip`; never below zero, which the tokenizer could not tell from a minus."""
+        """The worked answer, off by `slip`, but never below zero: no right answer is, so none is ever written."""
         said = max(0, self.answer + slip)
         work = f"{self.a}{self.op}{self.b}={said}" if self.form == "words" else str(said)
         return f"{work}{ANSWER_MARK}{said}"
@@ -149,7 +150,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECE.pattern), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
         tokenizer_object=backend,
         eos_token=EOS,
         pad_token=PAD,
@@ -161,7 +162,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of about a million parameters, with nothing in it that an inference engine might not support."""
+    """A Llama of about a million parameters, with nothing that an inference engine might not support."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -173,7 +174,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_attention_heads=6,
         num_key_value_heads=6,
         head_dim=32,
-        # Prompts are short: a low base lets every head tell neighbouring digits apart, and halves the training.
+        # Prompts are short: a low base tells neighbouring digits apart, and halves the training.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
@@ -182,7 +183,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def encode_batch(
@@ -223,7 +224,7 @@ def train_pass(
     digits_per_step: int = 64,
     words_per_step: int = 16,
 ) -> None:
-    """Train on fresh problems, never a held-out one. Short digit rows and long word rows do not share padding."""
+    """Train on fresh problems, never a held-out one. Digit and word rows go apart: no padding to share."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -262,16 +263,17 @@ def accuracy(
     import torch
     from transformers import GenerationConfig
 
-    model.eval()
+    model.train(False)
+    generator: Any = model  # the stubs of `generate` do not accept their own classes
     batch = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True)
     how = (
         {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     )
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call, unused-ignore]
         max_new_tokens=16, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **how
     )
     with torch.inference_mode():
-        ids_BT = model.generate(
+        ids_BT = generator.generate(
             batch["input_ids"], attention_mask=batch["attention_mask"], generation_config=config
         )
     texts = tokenizer.batch_decode(ids_BT[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -341,6 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report(f"after {spec.name}", model, tokenizer, eval_problems)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
+    (args.out / "model" / "model.safetensors").chmod(0o644)  # written as 0600; workers may run as another user
 
 
 if __name__ == "__main__":

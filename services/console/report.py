@@ -37,11 +37,7 @@ def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
     """Write summary.json and reward.png into the run's folder."""
     plain = json.dumps(_finite(tree), indent=2, allow_nan=False) + "\n"
     write_atomically(folder.summary, plain)
-    # An evaluation's number is its score; the picture draws it on the axis of the reward.
-    records = read_records(folder.path / METRICS_FILE)
-    plot_learning_curve(
-        [{"reward": record.get("score"), **record} for record in records], folder.path / PICTURE_FILE
-    )
+    plot_learning_curve(read_records(folder.path / METRICS_FILE), folder.path / PICTURE_FILE)
 
 
 def read_report(folder: RunFolder) -> dict[str, Any] | None:

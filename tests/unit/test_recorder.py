@@ -40,11 +40,11 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 def record_run(run_dir: Path, tensorboard: bool = False) -> None:
     """Steps 0 to 3, evaluated at versions 0, 2 and 4."""
     with Recorder(run_dir, tensorboard) as record:
-        record.evaluation(0, "test", {"reward": 0.1})
+        record.evaluation(0, "test", {"score": 0.1})
         for step in range(4):
             record.step(step, {"reward": step / 10, "rewards/format/mean": 1.0})
             if step % 2:
-                record.evaluation(step + 1, "test", {"reward": 0.2 + step / 10})
+                record.evaluation(step + 1, "test", {"score": 0.2 + step / 10})
 
 
 def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_repeated_step_or_evaluation_is_recorded_once_and_the_first_one_stays(
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with Recorder(tmp_path, tensorboard=False, resume_at=4) as record:
         assert record.has_evaluation(4, "test") and not record.has_evaluation(4, "other")
-        record.evaluation(4, "test", {"reward": 9.0})
+        record.evaluation(4, "test", {"score": 9.0})
         record.step(3, {"reward": 9.0})
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -104,7 +104,7 @@ def test_a_line_that_a_crash_cut_off_is_removed_before_the_next_is_written(tmp_p
     assert steps_on_record(tmp_path) == [0, 1, 2, 3]
     with Recorder(tmp_path, tensorboard=False, resume_at=4) as record:
         assert not record.has_evaluation(4, "test"), "its line was the one cut off"
-        record.evaluation(4, "test", {"reward": 0.5})
+        record.evaluation(4, "test", {"score": 0.5})
     assert evaluations_on_record(tmp_path) == [(0, "test"), (2, "test"), (4, "test")]
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
@@ -165,7 +165,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
         record.step(2, {"reward": 0.7})
     shown = scalars(tmp_path)
     assert shown["reward"] == [(0, 0.0), (1, 0.1), (2, 0.7)]
-    assert shown["eval/test/reward"] == [(0, 0.1), (2, 0.3)], "version 2 was evaluated before the checkpoint"
+    assert shown["eval/test/score"] == [(0, 0.1), (2, 0.3)], "version 2 was evaluated before the checkpoint"
     assert shown["rewards/format/mean"] == [(0, 1.0), (1, 1.0)]
 
 
@@ -202,7 +202,7 @@ def test_no_picture_is_drawn_of_nothing(tmp_path: Path, records: list[dict[str, 
 @pytest.mark.parametrize(
     "records",
     [
-        [{"kind": "evaluation", "version": 0, "set": "test", "reward": 0.5}],
+        [{"kind": "evaluation", "version": 0, "set": "test", "score": 0.5}],
         [{"kind": "step", "step": 0, "reward": 0.5}],
         [{"kind": "step", "step": s, "reward": None if s == 3 else 0.5} for s in range(30)],
     ],
