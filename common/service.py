@@ -107,6 +107,8 @@ def run_service(
     `load` imports the service proper; it is called only after address, run and config are known to be
     good, so that mistakes are answered before anything heavy is imported.
     """
+    # Services share a machine's cores: threads that spin while they wait would take them from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = _parse_arguments(role, describe)
     configure_logs(role, options.name)
     try:

@@ -32,7 +32,7 @@ class VllmConfig(Section):
     enforce_eager: bool = False
     """Skip graph capture: starts faster, decodes slower."""
     prefix_caching: bool = True
-    """Reuse the KV cache of a group's prompt; the cache is reset at each new version."""
+    """Reuse the KV cache of a group's prompt; a new version reuses nothing of older ones."""
     cpu_kv_cache_gb: int = Field(1, ge=1, le=1024)
     """KV cache on CPU builds, in GiB."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -77,9 +77,9 @@ class RolloutConfig(Section):
     max_groups_in_flight: int = Field(64, ge=1, le=65536)
     """Groups one worker holds at once; a finished group frees a slot."""
     seed: int | None = Field(None, ge=0)
-    """Seeds the transformers and simulated engines; absent takes the run's seed."""
+    """Seeds the engine's sampling; absent takes the run's seed."""
     num_threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of the engine; 0 leaves the library's default."""
+    """CPU threads of the engine; 0 shares the cores, less one, between this machine's workers."""
     sampling: SamplingConfig = SamplingConfig()
     vllm: VllmConfig = VllmConfig()
     transformers: TransformersConfig = TransformersConfig()

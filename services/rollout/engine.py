@@ -1,9 +1,9 @@
 """What a generation engine must do, whichever library stands behind it.
 
 Guarantees that every engine gives: the logprob of a token is that of the distribution it was sampled
-from (after temperature, top-p and top-k); `spans` come from the engine itself and name, for every
-token, the version of the weights that produced it; `load` returns only when the new weights are what
-the engine computes with.
+from, after temperature, top-p and top-k (a greedy token has its logprob at temperature 1); `spans` come
+from the engine itself and name, for every token, the version of the weights that produced it; `load`
+returns only when the new weights are what the engine computes with.
 """
 
 from collections.abc import Sequence
@@ -67,15 +67,28 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate one completion. Cancelling the task aborts the request."""
+        """Generate one completion. Cancelling the task aborts the request.
+
+        Raises:
+            ValueError: the request can never be served: no prompt, unknown ids, or too long.
+            EngineError: the engine failed; the process has to be restarted.
+        """
         ...
 
     async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
-        """Replace all weights by those in `files` (safetensors, Hugging Face names)."""
+        """Replace all weights by those in `files` (safetensors, Hugging Face names).
+
+        Raises:
+            WeightsError: the files cannot be used; the engine goes on with the weights it has.
+            EngineError: the engine failed; the process has to be restarted.
+        """
         ...
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Logprobs (temperature 1) the current weights give to the completion: the parity probe."""
+        """Logprobs (temperature 1) the current weights give to the completion: the parity probe.
+
+        Prompt and completion together must be shorter than `model.max_model_len`.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

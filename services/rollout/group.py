@@ -48,11 +48,16 @@ class GroupGenerator:
         done, started_version = await self._read_progress(ticket.ticket)
         version = await self.follower.reach(max(ticket.min_version, started_version))
         if started_version < 0:
+            # Not over the version of a worker that took the group over meanwhile and started it earlier.
             progress = self.keys.progress(ticket.ticket, self.lane)
-            await self.broker.execute("HSET", progress, VERSION_FIELD, version)
+            await self.broker.execute("HSETNX", progress, VERSION_FIELD, version)
         async with asyncio.TaskGroup() as samples:
             for index in sorted(set(range(ticket.group_size)) - done):
                 samples.create_task(self._generate_sample(delivery, index))
+
+    async def forget(self, ticket: int) -> None:
+        """Remove the progress of a group that will never be complete."""
+        await self.broker.execute("DEL", self.keys.progress(ticket, self.lane))
 
     async def _generate_sample(self, delivery: Delivery[Ticket], index: int) -> None:
         ticket, started_at = delivery.message, time.time()

@@ -57,7 +57,9 @@ class RolloutWorker:
                         asyncio.wait(self.groups, return_when=asyncio.FIRST_COMPLETED)
                     )
                     continue
-                for delivery in await self.context.unless_stopping(self.consumer.fetch(free, BLOCK_S)) or ():
+                # Not cancelled by a stop: what a broken-off call was given would stay pending until its
+                # lease expires.
+                for delivery in await self.consumer.fetch(free, BLOCK_S):
                     await self._accept(delivery)
             await self._drain()
 
@@ -73,7 +75,7 @@ class RolloutWorker:
             await self._bury(
                 delivery, f"given up after {delivery.attempts - 1} deliveries", delivery.attempts
             )
-        else:
+        elif not self.context.stopping.is_set():  # what arrives too late is handed back when draining
             task = asyncio.create_task(self._work(delivery), name=f"ticket {delivery.message.ticket}")
             self.groups.add(task)
             task.add_done_callback(self._finished)
@@ -121,7 +123,8 @@ class RolloutWorker:
             ticket=ticket,
             worker=self.context.name,
         )
-        await self.consumer.bury(delivery, letter)
+        if await self.consumer.bury(delivery, letter) and ticket >= 0:
+            await self.generator.forget(ticket)
 
     async def _drain(self) -> None:
         """Let running groups finish for a while, then give the rest back."""

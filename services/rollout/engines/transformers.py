@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common.config.run import RunConfig
 from common.errors import EngineError
 from services.rollout.engine import Generation, GenerationRequest, WeightUpdate
+from services.rollout.engines.cpu_threads import share_cores
 from services.rollout.engines.model_folder import ModelFolder, check_ids, open_model
 from services.rollout.engines.noise import request_key
 
@@ -68,8 +69,9 @@ class TransformersEngine:
         Raises:
             ConfigError: the model's folder cannot be used, or the device is not there.
         """
+        num_threads = share_cores(self._config.rollout)
         self._folder = await asyncio.to_thread(open_model, self._config.model)
-        self._model = await self._on_thread(self._open_model)
+        self._model = await self._on_thread(lambda: self._open_model(num_threads))
         self._version = 0
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
@@ -185,14 +187,13 @@ class TransformersEngine:
                 spans = ((self._version, 0),)
                 waiting.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
 
-    def _open_model(self) -> Any:
+    def _open_model(self, num_threads: int) -> Any:
         """Load the model onto its device. Runs on the model's thread."""
         import torch
 
         from services.rollout.engines.model_weights import load_model
 
-        if self._config.rollout.num_threads:
-            torch.set_num_threads(self._config.rollout.num_threads)
+        torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
         return load_model(self._config.model, self._options.device)
 
     def _running_model(self) -> Any:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.run import RunConfig
 from common.errors import ConfigError, EngineError
+from services.rollout.engines.cpu_threads import share_cores
 from services.rollout.engines.noise import request_key
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         "seed": request_key(seed, worker) >> 33,
     }
     if current_platform.is_cpu():
-        _share_cpu(config)
+        share_cores(config.rollout)
+        # Else vLLM binds its threads to cores of its choice, the same ones in every worker.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         fields["kv_cache_memory_bytes"] = options.cpu_kv_cache_gb << 30
         # On a CPU this is the share of all memory that must be free at the start. The KV cache's size is
         # given, so nothing else depends on it.
@@ -81,19 +84,3 @@ def _set_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def _share_cpu(config: RunConfig) -> None:
-    """Keep the engine's CPU threads out of its neighbours' way.
-
-    By default vLLM binds them to cores of its choice, the same ones in every worker, and OpenMP's
-    threads spin while they wait: on busy cores that is ten times slower.
-    """
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if config.rollout.num_threads:
-        os.environ["OMP_NUM_THREADS"] = str(config.rollout.num_threads)
-    else:
-        # One core stays free for the scheduler's process.
-        share = max(1, (len(os.sched_getaffinity(0)) - 1) // config.rollout.workers)
-        os.environ.setdefault("OMP_NUM_THREADS", str(share))

@@ -5,10 +5,11 @@ own while generation goes on; `tidemill_apply` copies them into the model while 
 touches nothing the model computes with, so a missing or torn file costs no pause.
 
 Importing this module on a CPU installs a plain matrix product in place of vLLM's packed one. It has to
-happen before the model loads: the packed kernels keep a private copy of every linear layer's weights,
-which no later update reaches, while `load_weights` reports success.
+happen before the model loads: the packed kernels free every linear layer's parameter and compute from a
+private copy of it, which no later update reaches.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -104,13 +105,10 @@ def _end_with(owner: int) -> None:
     vLLM's processes survive a killed parent: they would keep the GPU's memory from the next worker.
     """
     core = os.getppid()
-    try:
-        handle = os.pidfd_open(owner)
-    except OSError:
-        return  # gone already, or no such call on this platform
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    poll.poll()
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        poll = select.poll()
+        poll.register(os.pidfd_open(owner), select.POLLIN)
+        poll.poll()
     if core not in (owner, 1) and os.getppid() == core:
         os.kill(core, signal.SIGKILL)
     os._exit(1)
