@@ -14,8 +14,8 @@ answers, and has the right answer within reach of sampling. GRPO sees nothing bu
 bring it out. So the demo shows that the pipeline learns, not that GRPO teaches arithmetic from nothing.
 
 Invariants: a held-out problem (operation and operands, in either order for a sum) is in neither pass and not
-in `train.jsonl`; the data files are a function of the seed alone, byte for byte. The weights are a function of
-the seed on one machine with one number of threads; elsewhere they differ in the last bits.
+in `train.jsonl`; the data files are a function of the arguments alone, byte for byte. So are the weights, on
+one machine with one number of threads; elsewhere they differ in the last bits.
 
     python examples/arith/make_model.py            # writes beside this file; about three minutes on one core
     python examples/arith/make_model.py --out /tmp/arith --seed 7
@@ -48,7 +48,7 @@ ANSWER_MARK = "\n#### "
 """GSM8K's mark before the final answer; one token, so that a completion stays short."""
 
 TUTOR_SLIPS: dict[int, float] = {0: 0.30, 1: 0.56, -1: 0.08, 2: 0.06}
-"""What the careless tutor adds to the right answer, and how often. The mode is wrong: so are greedy answers."""
+"""What the careless tutor adds to the right answer, and how often. The most frequent one is wrong."""
 
 NAMES = ("Tom", "Ana", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe")
 ITEMS = ("apples", "books", "coins", "shells", "stamps", "marbles", "pens", "cards")
@@ -89,7 +89,7 @@ class Problem:
         return problem_key(self.op, self.a, self.b)
 
     def completion(self, slip: int = 0) -> str:
-        """The worked answer, off by `slip`, but never below zero: no right answer is, so none is ever written."""
+        """The worked answer, off by `slip`, never below zero: no right answer is."""
         said = max(0, self.answer + slip)
         work = f"{self.a}{self.op}{self.b}={said}" if self.form == "words" else str(said)
         return f"{work}{ANSWER_MARK}{said}"
@@ -343,7 +343,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         report(f"after {spec.name}", model, tokenizer, eval_problems)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
-    (args.out / "model" / "model.safetensors").chmod(0o644)  # written as 0600; workers may run as another user
+    (args.out / "model" / "model.safetensors").chmod(
+        0o644
+    )  # written as 0600; workers may run as another user
 
 
 if __name__ == "__main__":
