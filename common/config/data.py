@@ -12,7 +12,7 @@ class ModelConfig(Section):
 
     path: str
     """Folder of a Hugging Face causal language model with its tokenizer (or a hub name)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
     """Prompt plus completion, in tokens; at most the model's context."""

@@ -1,5 +1,6 @@
 """Reads a run's YAML file and its `--set` overrides, with errors that name field, value and remedy."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from pydantic import ValidationError
 
 from common.config.run import RunConfig
 from common.errors import ConfigError
+
+_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -25,6 +28,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(
             f"cannot read the config {path}: {error.strerror}. Give an existing YAML file."
         ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}") from None
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -70,8 +75,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(raw)
     except yaml.YAMLError:
         value = raw
-    if isinstance(value, str):
-        value = _number_or_text(value)
+    if value == raw.strip() and _SCIENTIFIC.fullmatch(value):
+        value = float(value)  # YAML reads `1e-5` as text; people mean the number
     node = tree
     for key in keys[:-1]:
         child = node.setdefault(key, {})
@@ -79,14 +84,6 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override!r}: {key} is not a section but {child!r}")
         node = child
     node[keys[-1]] = value
-
-
-def _number_or_text(value: str) -> float | str:
-    """YAML reads `1e-5` as text; people mean the number."""
-    try:
-        return float(value)
-    except ValueError:
-        return value
 
 
 def _resolve_paths(tree: dict[str, Any], base: Path) -> None:

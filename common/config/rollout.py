@@ -12,7 +12,7 @@ class SamplingConfig(Section):
 
     max_tokens: int = Field(512, ge=1, le=1 << 20)
     """Longest completion, in tokens."""
-    temperature: float = Field(1.0, gt=0.0, le=10.0)
+    temperature: float = Field(1.0, ge=0.01, le=10.0)
     """Softmax temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling. Below 1 the trainer's distribution differs from the sampled one."""
@@ -74,6 +74,8 @@ class RolloutConfig(Section):
     """What generates: vLLM, plain transformers (no GPU library needed), or delays."""
     workers: int = Field(1, ge=1, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
+    stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
+    """An engine that has work and finishes no completion for this long is started anew, in seconds."""
     max_groups_in_flight: int = Field(64, ge=1, le=65536)
     """Groups one worker holds at once; a finished group frees a slot."""
     seed: int | None = Field(None, ge=0)

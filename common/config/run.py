@@ -62,4 +62,25 @@ class RunConfig(Section):
             )
         if self.trainer.group_size < 2 and self.trainer.algorithm.filter_zero_variance:
             raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
+        self._algorithm_fits()
         return self
+
+    def _algorithm_fits(self) -> None:
+        sampling, trainer = self.rollout.sampling, self.trainer
+        is_filtered = sampling.top_p < 1.0 or sampling.top_k > 0
+        if is_filtered and trainer.algorithm.old_logprobs == "rollout":
+            raise ValueError(
+                "rollout.sampling.top_p < 1 or top_k > 0 needs trainer.algorithm.old_logprobs: recompute. "
+                "The rollout logprobs are those of the filtered distribution, so a ratio against them would "
+                "be clipped for tokens that have not moved"
+            )
+        if trainer.evaluation.samples > 1 and trainer.evaluation.temperature == 0.0:
+            raise ValueError(
+                f"trainer.evaluation.samples is {trainer.evaluation.samples}, but at temperature 0 all of "
+                "them would be alike; raise trainer.evaluation.temperature or take one sample"
+            )
+        if trainer.optimizer.warmup_steps >= trainer.steps > 1:
+            raise ValueError(
+                f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below "
+                f"trainer.steps ({trainer.steps}), or the learning rate never reaches its peak"
+            )

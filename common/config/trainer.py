@@ -8,16 +8,17 @@ from common.config.section import Section
 
 
 class AlgorithmConfig(Section):
-    """Advantages and loss. Defaults are GRPO with DAPO's asymmetric clip and token normalisation."""
+    """Advantages and loss. Defaults: GRPO, normalised by token (DAPO), truncated importance weights."""
 
     normalisation: Literal["sequence", "token", "constant"] = "token"
     """`sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO (papers: see losses.py)."""
     scale_advantages: Literal["group", "none"] = "group"
     """Divide by the group's standard deviation (GRPO), or not (Dr. GRPO)."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
-    """The ratio is clipped at 1 - clip_low."""
+    """The ratio is clipped at 1 - clip_low. Only with `old_logprobs: rollout`: with `recompute` there is one
+    update a step, the ratio is 1, and nothing is to be clipped."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
-    """The ratio is clipped at 1 + clip_high."""
+    """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """What the ratio compares with: the policy at the start of the update, with `importance_cap` correcting
     for staleness (decoupled, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""

@@ -49,7 +49,7 @@ class RewardLane:
             context.broker,
             self.keys.trajectories(lane),
             REWARD_GROUP,
-            context.name,
+            context.consumer_name,
             Trajectory,
             lease_s=self.config.streams.lease_s,
             dead_key=self.keys.dead,

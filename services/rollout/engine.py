@@ -21,6 +21,8 @@ class GenerationRequest:
     request_id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
+    is_urgent: bool = False
+    """Goes before what waits already: evaluation never queues behind training."""
 
 
 @dataclass(frozen=True, slots=True)

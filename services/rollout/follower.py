@@ -5,6 +5,7 @@ when the engine holds version `v` or a newer one, which is what keeps tickets fr
 """
 
 import asyncio
+import time
 
 import structlog
 
@@ -20,6 +21,8 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 1.0
 RETRY_S = 1.0
+GIVE_UP_LEASES = 2.0
+"""For so many leases weights may be unreadable before the worker ends and others take its tickets."""
 
 
 class WeightFollower:
@@ -28,6 +31,8 @@ class WeightFollower:
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
         self.context, self.engine = context, engine
         self._arrived = asyncio.Condition()
+        self._digest = ""
+        self._failing_since: float | None = None
 
     async def run(self) -> None:
         """Load the newest version whenever one is announced; never an older one."""
@@ -36,7 +41,7 @@ class WeightFollower:
         reader.position = id_before(newest.entry_id) if newest else reader.position
         while True:
             entries = [entry for entry in await reader.read(block_s=POLL_S) if isinstance(entry, Entry)]
-            if entries and entries[-1].message.version > self.engine.version:
+            if entries and self._is_news(entries[-1].message):
                 await self._load(entries[-1].message, reader)
 
     async def reach(self, version: int) -> int:
@@ -45,6 +50,12 @@ class WeightFollower:
             await self._arrived.wait_for(lambda: self.engine.version >= version)
             return self.engine.version
 
+    def _is_news(self, manifest: WeightManifest) -> bool:
+        """A newer version, or the same one with other bytes: a crash can make the trainer redo a step."""
+        if manifest.version == self.engine.version:
+            return bool(self._digest) and manifest.digest != self._digest
+        return manifest.version > self.engine.version
+
     async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
         """Verify and load one version; a torn one is tried again unless a newer one is there."""
         try:
@@ -52,14 +63,23 @@ class WeightFollower:
             update = await self.engine.load(manifest.version, files)
         except WeightsError as error:
             log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
+            self._give_up_after_a_while(error)
             newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
                 await asyncio.sleep(RETRY_S)
             return
+        self._failing_since, self._digest = None, manifest.digest
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
         metrics.WEIGHT_PAUSE_SECONDS.observe(update.paused_s)
         metrics.ENGINE_VERSION.set(update.version)
         log.debug("weights loaded", version=update.version, load_s=update.load_s, paused_s=update.paused_s)
         async with self._arrived:
             self._arrived.notify_all()
+
+    def _give_up_after_a_while(self, error: WeightsError) -> None:
+        """End this worker rather than hold tickets that it will never be able to start."""
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since > GIVE_UP_LEASES * self.context.config.streams.lease_s:
+            raise error

@@ -36,6 +36,7 @@ class GroupGenerator:
         self.broker, self.keys, self.lane = broker, keys, lane
         self.consumer, self.engine, self.follower = consumer, engine, follower
         self.worker = worker
+        self.num_published = 0
 
     async def generate(self, delivery: Delivery[Ticket]) -> None:
         """Generate and publish the group's missing samples.
@@ -62,7 +63,9 @@ class GroupGenerator:
     async def _generate_sample(self, delivery: Delivery[Ticket], index: int) -> None:
         ticket, started_at = delivery.message, time.time()
         request_id = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
-        request = GenerationRequest(request_id, ticket.prompt_ids.tolist(), ticket.sampling)
+        request = GenerationRequest(
+            request_id, ticket.prompt_ids.tolist(), ticket.sampling, is_urgent=self.lane is Lane.EVAL
+        )
         generation = await self.engine.generate(request)
         sample = Trajectory(
             ticket=ticket.ticket,
@@ -86,6 +89,7 @@ class GroupGenerator:
         await self.consumer.publish_sample(
             delivery, self.keys.trajectories(self.lane), self.keys.progress(ticket.ticket, self.lane), sample
         )
+        self.num_published += 1
         metrics.TRAJECTORIES_PUBLISHED.labels(self.lane).inc()
         metrics.COMPLETION_TOKENS.labels(self.lane).inc(sample.num_tokens)
         metrics.GENERATION_SECONDS.labels(self.lane).observe(sample.finished_at - started_at)

@@ -1,9 +1,11 @@
 """The rollout service: one engine, one weight follower, one worker per lane."""
 
 import asyncio
+import time
 
 from common import metrics
 from common.activity import Activity
+from common.errors import EngineError
 from common.messages import Lane
 from common.presence import Heartbeat
 from common.service import ServiceContext
@@ -13,6 +15,7 @@ from services.rollout.follower import WeightFollower
 from services.rollout.worker import RolloutWorker
 
 SAMPLE_S = 0.02
+WATCHES_PER_STALL = 10
 
 
 async def serve(context: ServiceContext) -> None:
@@ -33,6 +36,7 @@ async def serve(context: ServiceContext) -> None:
     background = [
         context.start(follower.run(), "weight follower"),
         context.start(_watch_activity(context.activity, engine, workers), "activity"),
+        context.start(_watch_progress(context, engine, workers), "watchdog"),
     ]
     try:
         async with asyncio.TaskGroup() as lanes:
@@ -44,6 +48,22 @@ async def serve(context: ServiceContext) -> None:
         await asyncio.gather(*background, return_exceptions=True)
         await engine.close()
     context.raise_failure()
+
+
+async def _watch_progress(context: ServiceContext, engine: Engine, workers: list[RolloutWorker]) -> None:
+    """End the process when the engine has work and finishes none of it: a hang looks like nothing else."""
+    stall_s = context.config.rollout.stall_s
+    done, since = -1, time.monotonic()
+    while True:
+        await asyncio.sleep(stall_s / WATCHES_PER_STALL)
+        published = sum(worker.generator.num_published for worker in workers)
+        if published != done or not engine.num_running:
+            done, since = published, time.monotonic()
+        elif time.monotonic() - since > stall_s:
+            raise EngineError(
+                f"the engine has {engine.num_running} requests and finished none of them for {stall_s:g} s. "
+                "Raise rollout.stall_s if one completion may take that long."
+            )
 
 
 async def _watch_activity(activity: Activity, engine: Engine, workers: list[RolloutWorker]) -> None:

@@ -51,15 +51,15 @@ class RolloutWorker:
         """Fetch tickets while there are slots; drain at the end."""
         async with self.consumer:
             while not self.context.stopping.is_set():
-                free = self.max_groups - len(self.groups)
-                if not free:
+                if len(self.groups) >= self.max_groups:
                     await self.context.unless_stopping(
                         asyncio.wait(self.groups, return_when=asyncio.FIRST_COMPLETED)
                     )
                     continue
                 # Not cancelled by a stop: what a broken-off call was given would stay pending until its
                 # lease expires.
-                for delivery in await self.consumer.fetch(free, BLOCK_S):
+                # One at a time: a step's tickets arrive together, and must not all go to who asks first.
+                for delivery in await self.consumer.fetch(1, BLOCK_S):
                     await self._accept(delivery)
             await self._drain()
 

@@ -77,7 +77,7 @@ def score_logits(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tu
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
     with torch.no_grad():
-        entropies_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+        entropies_C = torch.special.entr(logprobs_CV.exp()).sum(-1)  # 0, not NaN, where p = 0
     return targets, entropies_C
 
 

@@ -15,6 +15,7 @@ from services.trainer.advantages import group_advantages
 from services.trainer.samples import Sample
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
+BAD_NUMBERS = "bad_numbers"
 
 
 @dataclass(slots=True)
@@ -70,6 +71,19 @@ class Judge:
             return Refusal(group.ticket, FAILED_SCORE, group.scores[failed[0]].error)
         if len(rewards) < self.reward.min_group_size:
             return Refusal(group.ticket, FEW_SCORES, f"{len(rewards)} of {len(group.scores)} scored")
+        try:
+            return self._with_advantages(group, rewards, left_out)
+        except ValueError as error:
+            return Refusal(group.ticket, BAD_NUMBERS, str(error))
+
+    def _with_advantages(
+        self, group: CompleteGroup, rewards: dict[int, float], left_out: list[tuple[int, str]]
+    ) -> TrainableGroup | Refusal:
+        """Advantages and samples.
+
+        Raises:
+            ValueError: a logprob, reward or advantage is not finite, or a prompt is empty.
+        """
         values = list(rewards.values())
         if self.algorithm.filter_zero_variance and len(set(values)) == 1:
             return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}")

@@ -120,12 +120,14 @@ def policy_loss(
         is_high_N = (ratio_N > 1.0 + algorithm.clip_high) & (advantages_N > 0)
         bounded_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         mismatch_N = log_ratio_N.abs()
-        is_capped_N = importance_N < bounded_N.exp() if is_decoupled else torch.zeros_like(is_low_N)
+        is_capped_N = torch.zeros_like(is_low_N)
+        if is_decoupled and algorithm.importance_cap is not None:
+            is_capped_N = bounded_N.exp() > algorithm.importance_cap
         return LossTerms(
             loss=loss,
             clipped_low=is_low_N.sum(),
             clipped_high=is_high_N.sum(),
-            kl_sum=(bounded_N.exp() - 1.0 - bounded_N).sum(),
+            kl_sum=(torch.expm1(bounded_N) - log_ratio_N).sum(),
             weight_sum=importance_N.sum(),
             weight_max=importance_N.max(),
             weights_capped=is_capped_N.sum(),

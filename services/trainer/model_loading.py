@@ -16,7 +16,7 @@ from common.errors import ConfigError
 
 def compute_dtype(config: ModelConfig) -> torch.dtype:
     """The dtype of the forward pass and of exported weights."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
 
 
 def pick_device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ Means over tokens are means over the whole step, never means of means.
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.messages import Score
 from services.trainer.judgement import TrainableGroup
@@ -24,7 +25,7 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
         "completion_tokens": float(lengths.sum()),
-        "num_tokens": float(sum(len(t.prompt_ids) + t.num_tokens for t in trajectories)),
+        "step_tokens": float(sum(len(t.prompt_ids) + t.num_tokens for t in trajectories)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
         "groups_dropped": float(num_dropped),
@@ -39,7 +40,8 @@ def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
     scores = [score for group in groups if group.source for score in group.source.scores.values()]
     return {
         "reward": float(rewards.mean()),
-        "reward_std": float(stds.mean()),
+        "reward_std": _std(rewards),
+        "reward_group_std": float(stds.mean()),
         "frac_reward_zero_std": float(np.mean([len(set(group.rewards)) == 1 for group in groups])),
         "scores/failed_ratio": float(np.mean([score.value is None for score in scores])),
         "scores/latency_s": float(np.mean([score.latency_s for score in scores])),
@@ -55,7 +57,7 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
             if value is not None:
                 values.setdefault(name, []).append(value)
     means = {f"rewards/{name}/mean": float(np.mean(items)) for name, items in values.items()}
-    return means | {f"rewards/{name}/std": float(np.std(items)) for name, items in values.items()}
+    return means | {f"rewards/{name}/std": _std(items) for name, items in values.items()}
 
 
 def _policy_metrics(result: StepResult) -> dict[str, float]:
@@ -65,7 +67,7 @@ def _policy_metrics(result: StepResult) -> dict[str, float]:
     return {
         "loss": sums.loss_sum / sums.denominator if sums.denominator else 0.0,
         "entropy": sums.entropy_sum / tokens,
-        "kl": sums.kl_sum / tokens,
+        "rollout_kl": sums.kl_sum / tokens,
         "clip_ratio/low_mean": sums.clipped_low / tokens,
         "clip_ratio/high_mean": sums.clipped_high / tokens,
         "importance/mean": sums.weight_sum / tokens,
@@ -78,3 +80,8 @@ def _policy_metrics(result: StepResult) -> dict[str, float]:
         "update_skipped": float(update.skipped),
         "micro_batches": float(len(result.micro_batches)),
     }
+
+
+def _std(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Unbiased standard deviation, as TRL logs it; 0 of fewer than two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0

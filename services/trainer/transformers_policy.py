@@ -130,7 +130,8 @@ class TransformersPolicy:
         lr = learning_rate(self._config.optimizer, self._num_updates, self._config.steps)
         # Counted also where it is skipped: the rate follows the steps of the run.
         self._num_updates += 1
-        if not denominator > 0.0:
+        # Masked sequences count in some denominators, so the denominator alone does not tell.
+        if not denominator > 0.0 or all(p.grad is None for _, p in self._parameters):
             self.zero()
             return UpdateResult(0.0, lr, skipped=True, reason="no sequence of the step has a trained token")
         norm = finish_gradients(self._parameters, denominator, self._config.optimizer.max_grad_norm)

@@ -89,7 +89,8 @@ class TransformersEngine:
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         key = request_key(self._seed, request.request_id)
         row = Row(request.prompt_ids, request.sampling, key, is_wanted=lambda: not done.done())
-        self._queue.append(_Waiting(row, done, time.monotonic()))
+        waiting = _Waiting(row, done, time.monotonic())
+        self._queue.insert(0, waiting) if request.is_urgent else self._queue.append(waiting)
         self._arrived.set()
         self._num_running += 1
         try:

@@ -33,6 +33,9 @@ STAGING_POLL_S = 0.005
 FIRST_AND_LAST = 1 << 30
 """Tokens between two outputs of a request. None has as many, so it reports its first token and its end."""
 
+URGENT, NORMAL = 0, 1
+"""vLLM's priorities: the lower one is scheduled first."""
+
 
 class VllmEngine:
     """One vLLM engine: its scheduler and its workers are child processes of this one."""
@@ -83,7 +86,10 @@ class VllmEngine:
             output = None
             while output is None:
                 output = await self._submit(
-                    request.prompt_ids, self._sampling_params(request), request.request_id
+                    request.prompt_ids,
+                    self._sampling_params(request),
+                    request.request_id,
+                    priority=URGENT if request.is_urgent else NORMAL,
                 )
         finally:
             self._num_running -= 1
@@ -162,7 +168,7 @@ class VllmEngine:
         self._llm = start_vllm(self._config, self._worker)
 
     async def _submit(
-        self, token_ids: Sequence[int], params: "SamplingParams", request_id: str
+        self, token_ids: Sequence[int], params: "SamplingParams", request_id: str, priority: int = 0
     ) -> "RequestOutput | None":
         """Run a request to its last output; None where an update took it back before its first token."""
         from vllm.inputs import tokens_input
@@ -176,7 +182,7 @@ class VllmEngine:
         self._unstarted[engine_id] = False
         final: RequestOutput | None = None
         try:
-            async with aclosing(llm.generate(prompt, params, engine_id)) as outputs:
+            async with aclosing(llm.generate(prompt, params, engine_id, priority=priority)) as outputs:
                 async for output in outputs:
                     if self._unstarted.pop(engine_id, False):
                         return None

@@ -63,6 +63,7 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         "enable_prefix_caching": options.prefix_caching,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
         "worker_extension_cls": EXTENSION,
         # One stream of noise serves all requests of an engine; two workers must not share it.
         "seed": request_key(seed, worker) >> 33,
