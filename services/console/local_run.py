@@ -37,7 +37,7 @@ STOPPED_EXIT_CODE = 130
 REFRESH_S = 0.5
 LAST_WORD_S = 5.0
 """How long the run's state may take to write at the end: Redis may be what failed."""
-GRACE_MARGIN_S = 10.0
+GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
 HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
 

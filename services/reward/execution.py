@@ -16,6 +16,9 @@ from services.reward.sample import Sample
 class Execution(Protocol):
     """Runs one reward function."""
 
+    slots: int | None
+    """Samples it makes sense to hold at once; None where only memory sets a limit."""
+
     async def score(self, sample: Sample, timeout_s: float) -> Outcome:
         """Score one sample, or raise an `AttemptError`."""
 
@@ -33,6 +36,8 @@ def execution_of(function: RewardFunction, num_processes: int) -> Execution:
 class InlineExecution:
     """Calls functions of microseconds directly: anything else would cost more than they do."""
 
+    slots: int | None = None
+
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
 
@@ -46,6 +51,8 @@ class InlineExecution:
 
 class LoopExecution:
     """Awaits async functions, any number of them at once."""
+
+    slots: int | None = None
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
@@ -78,10 +85,15 @@ class LoopExecution:
             task.exception()  # seen, also where nobody waits any more
 
 
+SAMPLES_PER_PROCESS = 8
+"""Enough to keep a process busy; more would keep samples from workers that have nothing to do."""
+
+
 class ProcessExecution:
     """Calls plain functions in processes. Evaluation has its own, as many, so that it never queues."""
 
     def __init__(self, function: RewardFunction, num_processes: int) -> None:
+        self.slots: int | None = SAMPLES_PER_PROCESS * num_processes
         self._training, self._evaluation = (
             ProcessPool(function.name, function.kwargs, num_processes) for _ in range(2)
         )

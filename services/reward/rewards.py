@@ -16,6 +16,9 @@ from services.reward.sample import Sample
 class Reward(Protocol):
     """Scores samples, many at once."""
 
+    slots: int | None
+    """Samples it makes sense to hold at once; None where only memory sets a limit."""
+
     async def score(self, sample: Sample) -> Outcome:
         """One attempt, within the reward's own limit of time. Whoever calls decides on retries."""
 
@@ -28,6 +31,7 @@ class FunctionReward:
 
     def __init__(self, function: RewardFunction, timeout_s: float, num_processes: int) -> None:
         self._execution = execution_of(function, num_processes)
+        self.slots = self._execution.slots
         self._timeout_s = timeout_s
 
     async def score(self, sample: Sample) -> Outcome:

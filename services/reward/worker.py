@@ -28,13 +28,14 @@ async def serve(context: ServiceContext) -> None:
     """Score the trajectories of a run until asked to stop."""
     config = context.config.reward
     reward = make_reward(config)
+    slots = min(config.max_in_flight, reward.slots or config.max_in_flight)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     tally = Tally(context.activity)
     context.reporters.append(tally.report)
     try:
         async with asyncio.TaskGroup() as lanes:
             for lane in (Lane.EVAL, Lane.TRAIN):
-                lanes.create_task(RewardLane(context, lane, scorer, tally).run(), name=f"lane {lane}")
+                lanes.create_task(RewardLane(context, lane, scorer, tally, slots).run(), name=f"lane {lane}")
     finally:
         await reward.close()
 
@@ -42,7 +43,7 @@ async def serve(context: ServiceContext) -> None:
 class RewardLane:
     """One lane of a worker."""
 
-    def __init__(self, context: ServiceContext, lane: Lane, scorer: Scorer, tally: Tally) -> None:
+    def __init__(self, context: ServiceContext, lane: Lane, scorer: Scorer, tally: Tally, slots: int) -> None:
         self.context, self.lane, self.scorer, self.tally = context, lane, scorer, tally
         self.keys, self.config = context.keys, context.config
         self.consumer = Consumer(
@@ -58,7 +59,7 @@ class RewardLane:
         )
         self.publisher = Publisher(self.consumer, self.keys.scores(lane), self._settle)
         self.scoring: set[asyncio.Task[Score]] = set()
-        self.num_held = 0
+        self.slots, self.num_held = slots, 0
         self.slot_freed = asyncio.Event()
 
     async def run(self) -> None:
@@ -66,7 +67,7 @@ class RewardLane:
         async with self.consumer, asyncio.TaskGroup() as tasks:
             publishing = tasks.create_task(self.publisher.run(), name=f"publish {self.lane}")
             while not self.context.stopping.is_set():
-                free = self.config.reward.max_in_flight - self.num_held
+                free = self.slots - self.num_held
                 if free <= 0:
                     self.slot_freed.clear()
                     await self.context.unless_stopping(self.slot_freed.wait())

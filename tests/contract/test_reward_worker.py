@@ -91,7 +91,7 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
         config = make_config(**sections)
         context = make_context(broker, keys, config, name)
         scorer = Scorer(scored_by, config.reward, name, seed=0)
-        worker = RewardLane(context, lane, scorer, Tally(context.activity))
+        worker = RewardLane(context, lane, scorer, Tally(context.activity), config.reward.max_in_flight)
         return running(worker.run(), context)
 
     return start
@@ -240,7 +240,7 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
 
     scorer = Scorer(TrainingHangs(), config.reward, "w1", seed=0)
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
-    lanes = [RewardLane(context, lane, scorer, tally).run() for lane in Lane]
+    lanes = [RewardLane(context, lane, scorer, tally, config.reward.max_in_flight).run() for lane in Lane]
     async with running(asyncio.gather(*lanes), context):  # type: ignore[arg-type]
         await wait_until(lambda: len(held.started) == 2)
         await append(broker, keys.trajectories(Lane.EVAL), *[make_trajectory(ticket) for ticket in range(5)])
