@@ -17,30 +17,41 @@ MAX_TOKENS = 1 << 22
 """Longest array a message may hold, in elements; checked before anything is built from it."""
 
 
-def _as_array(value: Any, dtype: str, what: str) -> NDArray[Any]:
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+def _as_array(value: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
     """View bytes as a one-dimensional array, or check an array that is one already."""
-    size = np.dtype(dtype).itemsize
     if isinstance(value, bytes | bytearray | memoryview):
-        num_bytes = len(value)
-        if num_bytes % size:
-            raise ValueError(f"{num_bytes} bytes are not a whole number of {what} values of {size} bytes")
-        if num_bytes // size > MAX_TOKENS:
-            raise ValueError(f"{num_bytes // size} {what} values exceed the limit of {MAX_TOKENS}")
+        num_values, rest = divmod(len(value), dtype.itemsize)
+        if rest:
+            raise ValueError(
+                f"{len(value)} bytes are not a whole number of {what} values of {dtype.itemsize} bytes"
+            )
+        if num_values > MAX_TOKENS:
+            raise ValueError(f"{num_values} {what} values exceed the limit of {MAX_TOKENS}")
         return np.frombuffer(value, dtype=dtype)
-    array = np.asarray(value)
+    array = _one_dimension(np.asarray(value))
+    if array.size and np.issubdtype(array.dtype, np.floating) != np.issubdtype(dtype, np.floating):
+        raise ValueError(f"expected {what}, got dtype {array.dtype}")
+    cast = np.ascontiguousarray(array, dtype=dtype)
+    if array.dtype.kind in "iu" and array.dtype != dtype and not np.array_equal(cast, array):
+        raise ValueError(f"values do not fit {what}: they lie between {array.min()} and {array.max()}")
+    return cast
+
+
+def _one_dimension(array: NDArray[Any]) -> NDArray[Any]:
     if array.ndim != 1 or len(array) > MAX_TOKENS:
         raise ValueError(f"expected one dimension of at most {MAX_TOKENS} values, got shape {array.shape}")
-    if array.size and np.issubdtype(array.dtype, np.floating) != np.issubdtype(np.dtype(dtype), np.floating):
-        raise ValueError(f"expected {what}, got dtype {array.dtype}")
-    return np.ascontiguousarray(array, dtype=dtype)
+    return array
 
 
 def _int32(value: Any) -> Int32:
-    return _as_array(value, "<i4", "int32")
+    return _as_array(value, _INT32, "int32")
 
 
 def _float32(value: Any) -> Float32:
-    return _as_array(value, "<f4", "float32")
+    return _as_array(value, _FLOAT32, "float32")
 
 
 def _bits(value: Any) -> Bits:
@@ -53,7 +64,11 @@ def _bits(value: Any) -> Bits:
         if padding > 7 or padding > 8 * len(packed) or 8 * len(packed) > MAX_TOKENS:
             raise ValueError(f"a mask of {len(packed)} packed bytes cannot have {padding} padding bits")
         return np.unpackbits(packed, count=8 * len(packed) - padding).astype(np.bool_)
-    return np.ascontiguousarray(value, dtype=np.bool_)
+    array = _one_dimension(np.asarray(value))
+    is_mask = array.dtype == np.bool_ or (array.dtype.kind in "iu" and bool(np.isin(array, (0, 1)).all()))
+    if array.size and not is_mask:
+        raise ValueError(f"expected a mask of booleans, got dtype {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.bool_)
 
 
 def pack_bits(mask: Bits) -> bytes:

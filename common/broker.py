@@ -8,17 +8,20 @@ be safe to repeat; `common.streams` sees to that.
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import hiredis
 import structlog
 from redis import exceptions as redis_errors
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from common import metrics
 from common.errors import BrokerError
@@ -32,7 +35,7 @@ CA_VARIABLE = "TIDEMILL_REDIS_CA"
 
 MIN_SERVER = (6, 2)
 CONNECT_TIMEOUT_S = 5.0
-SOCKET_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
 """Longer than any blocking read of ours, so that it only fires when the server is gone."""
 MAX_BLOCK_S = 5.0
 MAX_CONNECTIONS = 32
@@ -52,6 +55,8 @@ _PASSING = (
     OSError,
 )
 _PASSING_PREFIXES = ("OOM", "MISCONF", "LOADING", "MASTERDOWN", "READONLY", "BUSY ")
+_SCRIPT_ERROR = re.compile(r"Error running script \(call to .*@user_script: ?\d+: -?(.*)", re.DOTALL)
+"""How Redis 6.2 wraps the error of a command inside a script; 7.0 passes it on as it is."""
 _FINAL = (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError)
 
 
@@ -72,6 +77,7 @@ class Broker:
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.waited_s = 0.0
+        self._loaded: set[str] = set()
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":
@@ -83,13 +89,15 @@ class Broker:
         url = url or redis_url()
         broker = cls(_client(url))
         try:
-            info = _parse_info(await broker.redis.execute_command("INFO"))
+            info = _parse_info(await _answered(lambda: broker.redis.execute_command("INFO")))
         except redis_errors.RedisError as error:
             await broker.close()
             raise BrokerError(_explain(error, url)) from None
         except (OSError, ValueError) as error:
             await broker.close()
-            raise BrokerError(f"cannot reach Redis at {_public(url)}: {error}") from None
+            raise BrokerError(
+                f"cannot reach Redis at {_public(url)}: {str(error) or 'it does not answer'}"
+            ) from None
         try:
             _check_server(info, url)
         except BrokerError:
@@ -121,10 +129,17 @@ class Broker:
         source, sha = _script(name)
 
         async def send() -> Any:
+            if name not in self._loaded:  # or the first call would send everything twice
+                await self.redis.execute_command("SCRIPT LOAD", source)
+                self._loaded.add(name)
             try:
                 return await self.redis.execute_command("EVALSHA", sha, len(keys), *keys, *args)
             except redis_errors.NoScriptError:
                 return await self.redis.execute_command("EVAL", source, len(keys), *keys, *args)
+            except redis_errors.ResponseError as error:
+                if match := _SCRIPT_ERROR.match(str(error)):
+                    raise redis_errors.ResponseError(match[1]) from None
+                raise
 
         return await self._patiently(send)
 
@@ -139,17 +154,17 @@ class Broker:
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
         """Repeat `send` while its error is one that passes."""
         try:
-            return await _cancellable(send)
+            return await _answered(send)
         except Exception as error:
             if not _is_passing(error):
                 raise
         async for attempt in AsyncRetrying(
             retry=retry_if_exception(_is_passing),
-            wait=wait_exponential_jitter(FIRST_PAUSE_S, LONGEST_PAUSE_S),
+            wait=wait_random_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S),
             before_sleep=self._say_waiting,
         ):
             with attempt:
-                result = await _cancellable(send)
+                result = await _answered(send)
         return result
 
     def _say_waiting(self, state: RetryCallState) -> None:
@@ -162,25 +177,35 @@ class Broker:
             log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
 
 
-async def _cancellable(send: Callable[[], Awaitable[T]]) -> T:
-    """Run `send`, and pass on a cancellation that got lost inside it.
+async def _answered(send: Callable[[], Awaitable[T]]) -> T:
+    """Run `send` for as long as an answer may still come, and pass on a cancellation that got lost in it.
 
-    The client sends through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes
-    just as its inner task ends. A loop that reads from Redis would then go on for ever.
+    The timeout stands here because redis-py's own starts a task for every command. The client opens
+    connections through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes just
+    as its inner task ends. A loop that reads from Redis would then go on for ever.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:
-        return await send()
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await send()
     finally:
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
 
 
+class _PackedInC:
+    """Connections that pack commands with hiredis, as redis-py does for synchronous ones only."""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        name, *rest = args
+        return [hiredis.pack_command((*name.split(), *rest))]
+
+
 def _client(url: str) -> Redis:
     options: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_timeout": None,
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
         "health_check_interval": 0,
@@ -194,9 +219,13 @@ def _client(url: str) -> Redis:
         # Callers beyond the limit queue for a connection instead of failing: one worker may publish
         # hundreds of samples at once.
         pool = BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
-        redis = Redis(connection_pool=pool)
-    except ValueError as error:
-        raise BrokerError(f"{URL_VARIABLE}: {error}") from None
+    except ValueError:  # its text may hold a part of the password
+        raise BrokerError(
+            f"{URL_VARIABLE} is not an address of Redis. Expected redis://host:6379/0, rediss:// for TLS, or "
+            f"unix:///path; put the password into {PASSWORD_VARIABLE}, or percent-encode it."
+        ) from None
+    pool.connection_class = type("Connection", (_PackedInC, pool.connection_class), {})
+    redis = Redis(connection_pool=pool)
     redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
     return redis
 
@@ -212,7 +241,7 @@ def _script(name: str) -> tuple[str, str]:
 
 def _is_passing(error: BaseException) -> bool:
     """Whether waiting can cure the error: Redis away, loading, failing over, or out of memory."""
-    if isinstance(error, _FINAL):
+    if isinstance(error, _FINAL) or isinstance(error.__cause__, _FINAL):
         return False
     return isinstance(error, _PASSING) or (
         isinstance(error, redis_errors.ResponseError) and str(error).startswith(_PASSING_PREFIXES)
@@ -238,8 +267,10 @@ def _check_server(info: dict[str, str], url: str) -> None:
 
 
 def _explain(error: Exception, url: str) -> str:
-    text = str(error)
-    if isinstance(error, redis_errors.AuthenticationError) or "NOAUTH" in text or "WRONGPASS" in text:
+    text = str(error).rstrip(".")
+    if isinstance(error.__cause__, _FINAL):
+        error = error.__cause__  # what the server answered to the greeting; around it is a ConnectionError
+    if isinstance(error, redis_errors.AuthenticationError):
         return (
             f"Redis at {_public(url)} refused the credentials ({text}). Set {PASSWORD_VARIABLE} (and "
             f"{USERNAME_VARIABLE} for an ACL user), or put them into {URL_VARIABLE}."
@@ -250,6 +281,6 @@ def _explain(error: Exception, url: str) -> str:
 
 
 def _public(url: str) -> str:
-    """The address without its credentials."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    """The address without its credentials, which may stand before the host or behind a question mark."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from common.arrays import pack_bits
 from common.errors import CodecError
@@ -38,11 +40,15 @@ def encode(message: Message) -> dict[bytes, bytes]:
 def encode_payload(message: Message) -> bytes:
     """The payload alone: what every script and reader takes as `p`."""
     values = message.__dict__
-    payload: bytes = msgpack.packb(
-        {name: values[name] for name, default in _fields(type(message)) if _is_set(values[name], default)},
-        default=_plain,
-    )
-    return payload
+    required, optional = _fields(type(message))
+    tree = {name: values[name] for name in required}
+    for name, default in optional:
+        value = values[name]
+        # Arrays are always written: comparing one gives an array.
+        if value is not default and (isinstance(value, np.ndarray) or value != default):
+            tree[name] = value
+    packed: bytes = msgpack.packb(tree, default=_plain)
+    return packed
 
 
 def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES) -> M:
@@ -55,7 +61,8 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
     schema, payload = fields.get(VERSION_FIELD), fields.get(PAYLOAD_FIELD)
     if schema is None or payload is None:
         raise CodecError(f"{message_type.kind}: expected fields v and p, got {sorted(fields)[:8]}")
-    _check_schema(schema, message_type)
+    if schema != SCHEMA:
+        _check_schema(schema, message_type)
     if len(payload) > max_bytes:
         raise CodecError(f"{message_type.kind}: {len(payload)} bytes exceed the limit of {max_bytes}")
     try:
@@ -64,12 +71,13 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
             strict_map_key=True,
             max_bin_len=max_bytes,
             max_str_len=max_bytes,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
+            max_array_len=min(MAX_ITEMS, len(payload)),  # an element takes a byte at least
+            max_map_len=min(MAX_ITEMS, len(payload)),
             max_ext_len=0,
         )
     except Exception as error:
-        raise CodecError(f"{message_type.kind}: the payload is not msgpack: {error}") from None
+        reason = str(error) or type(error).__name__  # a StackError, of deep nesting, has no text
+        raise CodecError(f"{message_type.kind}: the payload is not msgpack: {reason}") from None
     if not isinstance(tree, dict):
         raise CodecError(f"{message_type.kind}: the payload must be a map, got {type(tree).__name__}")
     try:
@@ -94,24 +102,23 @@ def _check_schema(schema: bytes, message_type: type[Message]) -> None:
 
 
 @cache
-def _fields(message_type: type[Message]) -> tuple[tuple[str, Any], ...]:
-    """Name and default of each field; a field without a plain default has itself as a sentinel."""
-    return tuple((name, field.default) for name, field in message_type.model_fields.items())
+def _fields(message_type: type[Message]) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    """Names that are always written, and names that are left out at their default, with it."""
+    defaults = {name: _default_of(field) for name, field in message_type.model_fields.items()}
+    required = tuple(name for name, default in defaults.items() if default is PydanticUndefined)
+    return required, tuple(item for item in defaults.items() if item[0] not in required)
 
 
-def _is_set(value: Any, default: Any) -> bool:
-    """Whether a field differs from its default; arrays are always written."""
-    if isinstance(value, np.ndarray):
-        return True
-    if value is None or isinstance(value, dict | tuple | list):
-        return bool(value)
-    return bool(value != default)
+def _default_of(field: FieldInfo) -> Any:
+    """The default, or PydanticUndefined where there is none or it differs from call to call."""
+    is_constant = field.default_factory is None or field.default_factory in (dict, list, tuple)
+    return field.get_default(call_default_factory=True) if is_constant else PydanticUndefined
 
 
 def _plain(value: Any) -> Any:
     """What msgpack does not know by itself."""
     if isinstance(value, np.ndarray):
-        return pack_bits(value) if value.dtype == np.bool_ else value.tobytes()
+        return pack_bits(value) if value.dtype == np.bool_ else np.ascontiguousarray(value).data
     if isinstance(value, BaseModel):
         return value.model_dump(mode="python")
     if isinstance(value, np.generic):

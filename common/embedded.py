@@ -20,6 +20,8 @@ from common.errors import BrokerError
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
+REWRITE_MIN_SIZE = "512mb"
+"""Streams are written and trimmed all the time: at Redis's 64 MB it would copy its memory every few seconds."""
 
 
 class EmbeddedRedis:
@@ -72,6 +74,7 @@ class EmbeddedRedis:
             command += ["--appendonly", "no"]
         else:
             command += ["--appendonly", "yes", "--appendfsync", self.appendfsync]
+            command += ["--auto-aof-rewrite-min-size", REWRITE_MIN_SIZE]
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
         with _locked(self.data_dir) as lock:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from common.messages import Lane
 
-RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 PREFIX = "tidemill"
 ROLLOUT_GROUP = "rollout"
@@ -29,7 +29,7 @@ class Keys:
     run_id: str
 
     def __post_init__(self) -> None:
-        if not RUN_ID.match(self.run_id):
+        if not RUN_ID.fullmatch(self.run_id):
             raise ConfigError(
                 f"run id {self.run_id!r} must be 1 to 100 letters, digits, '.', '_' or '-', "
                 "beginning with a letter or digit"

@@ -35,6 +35,19 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     kind: ClassVar[str]
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        mine, theirs = self.__dict__, other.__dict__
+        return all(_is_same(mine[name], theirs[name]) for name in type(self).model_fields)
+
+
+def _is_same(mine: Any, theirs: Any) -> bool:
+    """Equality that gives one answer for arrays too."""
+    if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
+        return type(mine) is type(theirs) and mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+    return bool(mine == theirs)
+
 
 class PromptFields(Message):
     """What a prompt carries from the dataset to the reward: shared by tickets and trajectories."""

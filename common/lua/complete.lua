@@ -1,17 +1,29 @@
--- Publish results and acknowledge their inputs, each pair as one unit, if the lease is still held.
--- KEYS: input stream, output stream.  ARGV: group, consumer, then (input id, schema, payload) triples;
--- an empty payload acknowledges without publishing.  Returns 1 (done) or 0 (lease lost) for each triple.
-local done = {}
-for i = 3, #ARGV, 3 do
-  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
-  if #held == 1 then
-    if ARGV[i + 2] ~= '' then
-      redis.call('XADD', KEYS[2], '*', 'v', ARGV[i + 1], 'p', ARGV[i + 2])
-    end
-    redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
-    done[#done + 1] = 1
-  else
-    done[#done + 1] = 0
+-- Publish results and acknowledge their inputs, if their leases are still held, as one unit.
+-- KEYS: input stream, output stream.  ARGV: group, consumer, schema, then (input id, payload) pairs; an
+-- empty payload acknowledges without publishing.  Returns 1 (done) or 0 (lease lost) for each pair.
+local first, last, num_pairs = ARGV[4], ARGV[#ARGV - 1], (#ARGV - 3) / 2
+-- One query finds the leases of inputs that come in order and without gaps, as `fetch` hands them out.
+local held = {}
+for _, entry in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], first, last, num_pairs, ARGV[2])) do
+  held[entry[1]] = true
+end
+local done, acked = {}, {}
+for i = 4, #ARGV, 2 do
+  local id = ARGV[i]
+  local is_held = held[id]
+  if is_held == nil then
+    is_held = #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) == 1
   end
+  if is_held then
+    if ARGV[i + 1] ~= '' then
+      redis.call('XADD', KEYS[2], '*', 'v', ARGV[3], 'p', ARGV[i + 1])
+    end
+    acked[#acked + 1] = id
+  end
+  held[id] = false
+  done[#done + 1] = is_held and 1 or 0
+end
+if #acked > 0 then
+  redis.call('XACK', KEYS[1], ARGV[1], unpack(acked))
 end
 return done

@@ -95,7 +95,7 @@ class Consumer(Generic[M]):
                 "XREADGROUP", "GROUP", self.group, self.name, "COUNT", count, *block, "STREAMS", self.key, ">"
             )
         except redis_errors.ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
+            if not _is_without_group(error):
                 raise
             log.warning("consumer group is gone, creating it again", stream=self.label, group=self.group)
             await ensure_group(self.broker, self.key, self.group)
@@ -112,10 +112,15 @@ class Consumer(Generic[M]):
         A result of None acknowledges only. Returns whether each lease was still held; where not, nothing
         was published.
         """
-        args: list[Any] = [self.group, self.name]
-        for delivery, result in results:
-            args += (delivery.entry_id, SCHEMA, codec.encode_payload(result) if result is not None else b"")
-        return await self._complete(args, [delivery.entry_id for delivery, _ in results], out_key)
+        done: list[bool] = []
+        for start in range(0, len(results), MAX_HELD_IN_ONE_CALL):
+            part = results[start : start + MAX_HELD_IN_ONE_CALL]
+            pairs = [
+                (delivery.entry_id, codec.encode_payload(result) if result is not None else b"")
+                for delivery, result in part
+            ]
+            done += await self._complete(pairs, out_key)
+        return done
 
     async def publish_sample(
         self, delivery: Delivery[M], out_key: str, progress_key: str, sample: Trajectory
@@ -127,10 +132,9 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the ticket over; nothing was published.
         """
-        args = (self.group, self.name, delivery.entry_id, sample.index, sample.group_size, SCHEMA)
-        result = await self.broker.script(
-            "publish_sample", [self.key, out_key, progress_key], [*args, codec.encode_payload(sample)]
-        )
+        args = [self.group, self.name, delivery.entry_id, sample.index, sample.group_size, SCHEMA]
+        args.append(codec.encode_payload(sample))
+        result = await self._script("publish_sample", args, 0, out_key, progress_key)
         if result == 0:
             self._lose(delivery.entry_id)
             raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
@@ -140,11 +144,19 @@ class Consumer(Generic[M]):
 
     async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
         """Move a message to the dead-letter stream, as one unit."""
-        args = [self.group, self.name, delivery.entry_id, SCHEMA, codec.encode_payload(letter)]
-        (done,) = await self._complete(args, [delivery.entry_id], self.dead_key)
+        (done,) = await self._complete([(delivery.entry_id, codec.encode_payload(letter))], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()
         return done
+
+    async def renew(self) -> None:
+        """Renew every held lease now, and mark those that are lost; happens by itself in the background."""
+        ids = list(self.held)
+        for start in range(0, len(ids), MAX_HELD_IN_ONE_CALL):
+            part = ids[start : start + MAX_HELD_IN_ONE_CALL]
+            all_lost = [entry_id.encode() for entry_id in part]
+            for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
+                self._lose(entry_id.decode())
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]]) -> None:
         """Give messages back unfinished: whoever reclaims next gets them, and no attempt is counted."""
@@ -152,7 +164,7 @@ class Consumer(Generic[M]):
             return
         ids = [delivery.entry_id for delivery in deliveries]
         args = [self.group, self.name, int(self.lease_s * 1000) + 1, *ids]
-        await self.broker.script("hand_back", [self.key], args)
+        await self._script("hand_back", args, None)
         for entry_id in ids:
             self.held.pop(entry_id, None)
         metrics.HANDED_BACK.labels(self.label).inc(len(ids))
@@ -160,13 +172,27 @@ class Consumer(Generic[M]):
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
         await self.hand_back(list(self.held.values()))
-        pending = await self.broker.execute("XPENDING", self.key, self.group, "-", "+", 1, self.name)
-        if not pending:
-            await self.broker.execute("XGROUP", "DELCONSUMER", self.key, self.group, self.name)
+        try:
+            pending = await self.broker.execute("XPENDING", self.key, self.group, "-", "+", 1, self.name)
+            if not pending:
+                await self.broker.execute("XGROUP", "DELCONSUMER", self.key, self.group, self.name)
+        except redis_errors.ResponseError as error:
+            if not _is_without_group(error):
+                raise
 
-    async def _complete(self, args: list[Any], entry_ids: list[str], out_key: str) -> list[bool]:
-        done = [bool(flag) for flag in await self.broker.script("complete", [self.key, out_key], args)]
-        for entry_id, is_done in zip(entry_ids, done, strict=True):
+    async def _script(self, name: str, args: list[Any], without_group: Any, *other_keys: str) -> Any:
+        """Run a script; `without_group` is its answer where the group is gone, and with it every lease."""
+        try:
+            return await self.broker.script(name, [self.key, *other_keys], args)
+        except redis_errors.ResponseError as error:
+            if not _is_without_group(error):
+                raise
+            return without_group
+
+    async def _complete(self, pairs: Sequence[tuple[str, bytes]], out_key: str) -> list[bool]:
+        args = [self.group, self.name, SCHEMA, *(part for pair in pairs for part in pair)]
+        done = [bool(flag) for flag in await self._script("complete", args, [0] * len(pairs), out_key)]
+        for (entry_id, _), is_done in zip(pairs, done, strict=True):
             if is_done:
                 self.held.pop(entry_id, None)
             else:
@@ -211,12 +237,9 @@ class Consumer(Generic[M]):
         """Renew every held lease, three times a lease, until cancelled."""
         while True:
             await asyncio.sleep(self.lease_s / RENEWALS_PER_LEASE)
-            ids = list(self.held)
-            for start in range(0, len(ids), MAX_HELD_IN_ONE_CALL):
-                args = [self.group, self.name, *ids[start : start + MAX_HELD_IN_ONE_CALL]]
-                try:
-                    for entry_id in await self.broker.script("renew", [self.key], args):
-                        self._lose(entry_id.decode())
-                except redis_errors.ResponseError as error:
-                    if not str(error).startswith("NOGROUP"):
-                        raise
+            await self.renew()
+
+
+def _is_without_group(error: redis_errors.ResponseError) -> bool:
+    """Whether stream or group have vanished: Redis lost its data, or someone deleted them."""
+    return str(error).startswith(("NOGROUP", "The XGROUP subcommand requires the key to exist"))

@@ -18,6 +18,11 @@ from common.messages import Message
 
 START = "0-0"
 
+BYTES_IN_ONE_TRANSACTION = 1 << 20
+"""Payload bytes after which a transaction is closed: Redis serves nobody else for about a millisecond."""
+ENTRY_OVERHEAD_BYTES = 1 << 10
+"""What an entry counts besides its payload; bounds the number of small ones in a transaction."""
+
 M = TypeVar("M", bound=Message)
 Fields = dict[bytes, bytes]
 
@@ -59,19 +64,42 @@ def id_before(entry_id: str) -> str:
 
 
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
-    """Append messages under new ids, in one round trip; returns the ids."""
-    replies = await broker.pipeline([("XADD", key, "*", *_flat(message)) for message in messages])
-    return [_checked(reply).decode() for reply in replies]
+    """Append messages under new ids, in order; returns the ids."""
+    ids = await _append(broker, key, [("*", codec.encode_payload(message)) for message in messages])
+    return [entry_id.decode() for entry_id in ids]
 
 
 async def append_numbered(broker: Broker, key: str, numbered: Iterable[tuple[int, Message]]) -> int:
     """Append each message under the id of its number, unless the stream is past it already.
 
-    Safe to repeat, and safe against a second writer: the first one wins. Returns how many were new.
+    Numbers must ascend. Safe to repeat, and safe against a second writer: the first one wins. Returns how
+    many were new.
     """
-    commands = [("XADD", key, entry_id_of(number), *_flat(message)) for number, message in numbered]
-    replies = await broker.pipeline(commands) if commands else []
-    return sum(not _was_there(reply) for reply in replies)
+    pairs = [(entry_id_of(number), codec.encode_payload(message)) for number, message in numbered]
+    return sum(bool(entry_id) for entry_id in await _append(broker, key, pairs))
+
+
+async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, bytes]]) -> list[bytes]:
+    """Append (id, payload) pairs in transactions of bounded size; the ids, b"" where one was taken.
+
+    Transactions, because while Redis is full a later entry could be admitted after an earlier one was
+    refused, and a number that was passed can never be appended any more.
+    """
+    ids: list[bytes] = []
+    commands: list[tuple[Any, ...]] = []
+    num_bytes = 0
+    for entry_id, payload in pairs:
+        if num_bytes >= BYTES_IN_ONE_TRANSACTION:
+            ids += await _append_together(broker, commands)
+            commands, num_bytes = [], 0
+        commands.append(("XADD", key, entry_id, VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, payload))
+        num_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
+    return ids + await _append_together(broker, commands) if commands else ids
+
+
+async def _append_together(broker: Broker, commands: Sequence[Sequence[Any]]) -> list[bytes]:
+    replies = await broker.pipeline(commands, atomic=len(commands) > 1)
+    return [b"" if _was_there(reply) else reply for reply in replies]
 
 
 async def read_range(
@@ -188,10 +216,6 @@ class OffsetReader(Generic[M]):
         return entries
 
 
-def _flat(message: Message) -> tuple[bytes, bytes, bytes, bytes]:
-    return VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, codec.encode_payload(message)
-
-
 def fields_of(raw: Sequence[bytes]) -> Fields:
     """Field names and values, which Redis sends as one flat list."""
     return dict(zip(raw[::2], raw[1::2], strict=True))
@@ -213,15 +237,10 @@ def block_ms(block_s: float) -> int:
     return max(1, int(min(block_s, MAX_BLOCK_S) * 1000))
 
 
-def _checked(reply: Any) -> Any:
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
-
-
 def _was_there(reply: Any) -> bool:
     """Whether a numbered append found its id taken; any other error is raised."""
     if isinstance(reply, redis_errors.ResponseError) and "equal or smaller" in str(reply):
         return True
-    _checked(reply)
+    if isinstance(reply, Exception):
+        raise reply
     return False

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
@@ -9,6 +11,7 @@ from common import metrics
 from common.service import ServiceContext
 from common.streams import entry_id_of, trim_before
 from services.trainer.checkpoint import CheckpointStore, TrainerState
+from services.trainer.collector import Dropped
 from services.trainer.intake import SCORES, TRAJECTORIES, Intake
 from services.trainer.policy import Policy
 from services.trainer.recorder import Recorder
@@ -37,19 +40,25 @@ class Checkpointer:
         self.scheduler, self.intake, self.recorder = scheduler, intake, recorder
         self._kept: deque[TrainerState] = deque(maxlen=context.config.trainer.keep_checkpoints)
 
-    async def save(self, version: int) -> None:
-        """Write the checkpoint of `version`, then let go of what no kept checkpoint needs."""
+    async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
+        """Write the checkpoint of `version`, then let go of what no kept checkpoint needs.
+
+        `dropped` is what the next commit will have to tell.
+        """
         state = TrainerState(
             version=version,
             positions=self.intake.positions(),
             scheduler=self.scheduler.state(),
-            intake={"high_water": self.intake.high_water()},
+            intake={"high_water": self.intake.high_water(), "dropped": [list(item) for item in dropped]},
             data={"fingerprint": self.scheduler.prompts.fingerprint},
             counters={"trajectories": self.intake.num_trajectories},
         )
         with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
-            await until_stored(lambda: asyncio.to_thread(self.recorder.sync))
-            await until_stored(lambda: self.thread.call(self.store.save, state, self.policy.save_state))
+            await until_stored(self.context, partial(asyncio.to_thread, self.recorder.sync))
+            write = partial(self.thread.call, self.store.save, state, self.policy.save_state)
+            await until_stored(self.context, write)
+        if self._kept and self._kept[-1].version == version:
+            self._kept.pop()  # replaced on the disk too: the one before is still kept
         self._kept.append(state)
         if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
             await self._trim(self._kept[0])
@@ -57,7 +66,7 @@ class Checkpointer:
     async def _trim(self, oldest: TrainerState) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
         broker, keys = self.context.broker, self.context.keys
-        outstanding = [ticket for ticket, _ in oldest.scheduler["outstanding"]]
+        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
         first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
         removed = await trim_before(broker, keys.trajectories(), oldest.positions[TRAJECTORIES])
         removed += await trim_before(broker, keys.scores(), oldest.positions[SCORES])

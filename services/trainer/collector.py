@@ -58,15 +58,15 @@ class Collector:
         taken: list[TrainableGroup] = []
         quiet_since = time.monotonic()
         while True:
-            await self._replace_dead()
-            for ticket in await self._select(step, places - len(taken)):
-                verdict = self.judge.judge(self.intake.groups[ticket].complete(), step)
-                self.intake.complete.remove(ticket)
-                if isinstance(verdict, Refusal):
-                    await self._refuse(verdict)
-                else:
-                    self.intake.groups[ticket].is_taken = True
-                    taken.append(verdict)
+            if self.context.stopping.is_set():
+                raise StoppedError
+            await self._replace_dead(step)
+            selected = await self._select(step, places - len(taken))
+            if selected and await self.reconciler.has_restarted():
+                await self._recover_from_restart()
+                continue
+            for ticket in selected:
+                await self._take(ticket, step, taken)
             if taken and (self.trainer.start_early or len(taken) == places):
                 return taken
             with self.context.activity.during(*self._waiting_for(step)):
@@ -76,7 +76,7 @@ class Collector:
             if has_news:
                 quiet_since = time.monotonic()
             else:
-                await self._look_for_losses(time.monotonic() - quiet_since)
+                await self._look_for_losses(step, time.monotonic() - quiet_since)
 
     def settle(self, groups: list[TrainableGroup]) -> None:
         """The groups are committed: they are outstanding no more."""
@@ -90,12 +90,12 @@ class Collector:
         dropped, self.dropped = self.dropped, []
         return dropped
 
-    async def drop(self, ticket: int, reason: str) -> None:
-        """Replace a whole group; its reason goes into the next commit."""
+    async def drop(self, ticket: int, reason: str, step: int) -> None:
+        """Replace a whole group while `step` is in progress; the reason goes into the next commit."""
         self.dropped.append((ticket, -1, reason))
         metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
         self.intake.close(ticket)
-        self.intake.expect(await self.scheduler.replace(ticket))
+        await self.scheduler.replace(ticket, step)
 
     async def _select(self, step: int, places: int) -> list[int]:
         if self.trainer.batch_order == "as_ready":
@@ -110,11 +110,23 @@ class Collector:
             max_staleness=self.trainer.max_staleness,
         )
 
-    async def _refuse(self, refusal: Refusal) -> None:
+    async def _take(self, ticket: int, step: int, taken: list[TrainableGroup]) -> None:
+        """Judge one complete group: into the step, or replaced."""
+        group = self.intake.groups[ticket]
+        verdict = self.judge.judge(group.complete(), step)
+        if isinstance(verdict, Refusal):
+            await self._refuse(verdict, step)
+        else:
+            self.intake.complete.remove(ticket)
+            self.intake.dead.pop(ticket, None)
+            group.is_taken = True
+            taken.append(verdict)
+
+    async def _refuse(self, refusal: Refusal, step: int) -> None:
         log.info("group replaced", ticket=refusal.ticket, reason=refusal.reason, detail=refusal.detail)
         if refusal.reason == STALE:
             await self._report_stale(self.intake.groups[refusal.ticket].complete(), refusal.detail)
-        await self.drop(refusal.ticket, refusal.reason)
+        await self.drop(refusal.ticket, refusal.reason, step)
 
     async def _report_stale(self, group: CompleteGroup, detail: str) -> None:
         """A violation of the staleness bound is counted and kept for the operator; never trained on."""
@@ -131,17 +143,23 @@ class Collector:
         )
         await append(self.context.broker, self.context.keys.dead, letter)
 
-    async def _replace_dead(self) -> None:
-        for ticket, error in list(self.intake.dead.items()):
+    async def _replace_dead(self, step: int) -> None:
+        for ticket, (_, error) in list(self.intake.dead.items()):
             log.warning("group is dead, replacing it", ticket=ticket, error=error)
-            await self.drop(ticket, f"dead: {error}"[:200])
+            await self.drop(ticket, f"dead: {error}"[:200], step)
 
-    async def _look_for_losses(self, quiet_s: float) -> None:
+    async def _recover_from_restart(self) -> None:
+        """Another Redis answers than before, and may lack the last second of what the old one held."""
+        log.warning("Redis has restarted; comparing what it holds, and reading what is not trained again")
+        self.intake.reread()
+        await self.reconciler.restore_lost()
+
+    async def _look_for_losses(self, step: int, quiet_s: float) -> None:
         await self.reconciler.restore_lost()
         if quiet_s > self.trainer.reissue_after_s:
             for ticket in await self.reconciler.find_abandoned(self.intake.groups.values()):
                 log.warning("no stream holds what is missing of this group", ticket=ticket)
-                await self.drop(ticket, "lost")
+                await self.drop(ticket, "lost", step)
 
     def _waiting_for(self, step: int) -> tuple[str, str]:
         """What the trainer waits for: trajectories that are missing, or only their scores."""

@@ -6,6 +6,7 @@ finds the place taken and ends, instead of training anything twice.
 
 import time
 
+from common import codec
 from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import Keys
@@ -54,7 +55,9 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
         return
     entry_id = entry_id_of(commit.step)
     found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
-    if not any(isinstance(entry, Entry) and entry.message == commit for entry in found):
+    # Compared as bytes: a metric that is not a number differs from itself.
+    ours = codec.encode_payload(commit)
+    if not any(isinstance(entry, Entry) and codec.encode_payload(entry.message) == ours for entry in found):
         raise SecondTrainerError(
             f"step {commit.step} of run {keys.run_id} was committed by another trainer. "
             "One run has one trainer: stop the other one, or give this one a run id of its own."

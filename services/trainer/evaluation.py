@@ -14,7 +14,8 @@ import structlog
 
 from common import metrics
 from common.config import RunConfig
-from common.messages import DeadLetter, Lane, SamplingParams, Score, Ticket, Trajectory
+from common.keys import REWARD_GROUP, ROLLOUT_GROUP
+from common.messages import DeadLetter, Lane, SamplingParams, Score, Ticket, Trajectory, TrajectoryKey
 from common.service import ServiceContext
 from common.streams import (
     Entry,
@@ -22,7 +23,10 @@ from common.streams import (
     OffsetReader,
     append_numbered,
     entry_id_of,
+    group_status,
+    id_order,
     last_id,
+    read_range,
     trim_before,
 )
 from services.trainer.prompts import Prompt
@@ -31,6 +35,9 @@ log = structlog.get_logger(__name__)
 
 BLOCK_S = 0.5
 READ_COUNT = 512
+
+Trajectories = dict[TrajectoryKey, Trajectory]
+Scores = dict[TrajectoryKey, Score]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,39 +88,60 @@ class Evaluator:
         return self.config.every > 0 and version % self.config.every == 0
 
     async def evaluate(self, version: int) -> list[EvaluationResult]:
-        """Issue the tickets of `version`, wait for every sample, and sum up by dataset."""
-        keys, broker = self.context.keys, self.context.broker
+        """Issue the tickets of `version`, wait for every sample, and sum up by dataset.
+
+        No result at all where the streams of this version's evaluation have been trimmed already.
+        """
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
-        dead_from = await last_id(broker, keys.dead)
-        await append_numbered(broker, keys.prompts(Lane.EVAL), ((t.ticket, t) for t in tickets))
-        trajectories, scores = await self._collect(tickets, dead_from)
-        if self.context.config.streams.trim:
-            await self._trim(first + len(tickets))
+        if not await self._issue(tickets):
+            log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
+            return []
+        trajectories, scores = await self._collect(tickets)
         results = self._sum_up(version, first, trajectories, scores)
         for result in results:
             metrics.EVALUATION_SCORE.labels(result.dataset).set(result.score)
             log.info("evaluated", version=version, dataset=result.dataset, score=round(result.score, 4))
         return results
 
-    async def _collect(
-        self, tickets: Sequence[Ticket], dead_from: str
-    ) -> tuple[dict[tuple[int, int], Trajectory], dict[tuple[int, int], Score]]:
-        """Read the lane until every sample of every ticket is scored or dead."""
+    async def trim(self, version: int) -> None:
+        """Let go of an evaluation whose results are safe: nothing of it is needed again."""
+        if not self.context.config.streams.trim:
+            return
+        broker, keys = self.context.broker, self.context.keys
+        for key in (keys.trajectories(Lane.EVAL), keys.scores(Lane.EVAL)):
+            await trim_before(broker, key, _after(await last_id(broker, key)))
+        await trim_before(broker, keys.prompts(Lane.EVAL), entry_id_of((version + 1) * len(self.prompts)))
+
+    async def _issue(self, tickets: Sequence[Ticket]) -> bool:
+        """Append the tickets that the stream does not have; False where it had them and let them go."""
+        broker, key = self.context.broker, self.context.keys.prompts(Lane.EVAL)
+        if await append_numbered(broker, key, ((t.ticket, t) for t in tickets)) == len(tickets):
+            return True
+        first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
+        return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
+
+    async def _collect(self, tickets: Sequence[Ticket]) -> tuple[Trajectories, Scores]:
+        """Read the lane until every sample of every ticket is scored or dead, or no more can come."""
         broker, keys = self.context.broker, self.context.keys
         trajectory_reader = OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory)
         score_reader = OffsetReader(broker, keys.scores(Lane.EVAL), Score)
-        dead_reader = OffsetReader(broker, keys.dead, DeadLetter, dead_from)
+        dead_reader = OffsetReader(broker, keys.dead, DeadLetter)
         wanted = {(t.ticket, index) for t in tickets for index in range(t.group_size)}
-        trajectories: dict[tuple[int, int], Trajectory] = {}
-        scores: dict[tuple[int, int], Score] = {}
-        while wanted - scores.keys():
+        trajectories: Trajectories = {}
+        scores: Scores = {}
+        is_exhausted = False
+        while wanted - scores.keys() and not is_exhausted:
+            is_exhausted = await self._is_exhausted(tickets)
             for entry in await trajectory_reader.read(READ_COUNT):
                 if isinstance(entry, Entry) and entry.message.key in wanted:
                     trajectories.setdefault(entry.message.key, entry.message)
-            for scored in await score_reader.read(READ_COUNT, BLOCK_S):
-                if isinstance(scored, Entry) and scored.message.key in wanted:
-                    scores.setdefault(scored.message.key, scored.message)
+            batch = await score_reader.read(READ_COUNT, 0.0 if is_exhausted else BLOCK_S)
+            while batch:
+                for scored in batch:
+                    if isinstance(scored, Entry) and scored.message.key in wanted:
+                        scores.setdefault(scored.message.key, scored.message)
+                batch = await score_reader.read(READ_COUNT)
             for letter in await dead_reader.read(READ_COUNT):
                 wanted -= _keys_of(letter, wanted)
         for trajectory in await trajectory_reader.read(READ_COUNT * len(tickets)):
@@ -121,19 +149,34 @@ class Evaluator:
                 trajectories.setdefault(trajectory.message.key, trajectory.message)
         return trajectories, scores
 
-    async def _trim(self, next_ticket: int) -> None:
-        """Nothing of a finished evaluation is needed again."""
+    async def _is_exhausted(self, tickets: Sequence[Ticket]) -> bool:
+        """Whether all work on the tickets is done: what is not in the streams now never will be.
+
+        Issues again what Redis has lost. Without this check, one sample whose bytes were damaged on the way
+        would keep the run waiting for ever.
+        """
         broker, keys = self.context.broker, self.context.keys
-        for key in (keys.trajectories(Lane.EVAL), keys.scores(Lane.EVAL)):
-            await trim_before(broker, key, _after(await last_id(broker, key)))
-        await trim_before(broker, keys.prompts(Lane.EVAL), entry_id_of(next_ticket))
+        prompts, trajectories = keys.prompts(Lane.EVAL), keys.trajectories(Lane.EVAL)
+        newest = entry_id_of(tickets[-1].ticket)
+        if id_order(await last_id(broker, prompts)) < id_order(newest):
+            await self._issue(tickets)
+        # In this order: a ticket is acknowledged with its last trajectory, a trajectory with its score.
+        return await self._is_worked_off(prompts, ROLLOUT_GROUP, newest) and await self._is_worked_off(
+            trajectories, REWARD_GROUP, await last_id(broker, trajectories)
+        )
+
+    async def _is_worked_off(self, key: str, group: str, newest: str) -> bool:
+        status = await group_status(self.context.broker, key, group)
+        if status is None or status.pending:
+            return False
+        return id_order(status.last_delivered) >= id_order(newest)
 
     def _sum_up(
         self,
         version: int,
         first: int,
-        trajectories: Mapping[tuple[int, int], Trajectory],
-        scores: Mapping[tuple[int, int], Score],
+        trajectories: Trajectories,
+        scores: Scores,
     ) -> list[EvaluationResult]:
         values: dict[str, list[list[float]]] = defaultdict(list)
         samples: dict[str, list[Trajectory]] = defaultdict(list)

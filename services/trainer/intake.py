@@ -6,6 +6,7 @@ checkpoint remembers as its position lies below every entry that is still needed
 """
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -73,8 +74,8 @@ class Intake:
         self.groups: dict[int, PendingGroup] = {}
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""
-        self.dead: dict[int, str] = {}
-        """Outstanding tickets that went to the dead letters, and why."""
+        self.dead: dict[int, tuple[str, str]] = {}
+        """Outstanding tickets that went to the dead letters: id of the letter, and why."""
         self.changed = asyncio.Event()
         self.num_trajectories = 0
         self.num_completion_tokens = 0
@@ -109,14 +110,20 @@ class Intake:
     async def read_trajectories(self) -> None:
         """Follow the trajectories stream for ever."""
         while True:
-            for entry in await self._trajectories.read(READ_COUNT, BLOCK_S):
-                self._take_trajectory(entry)
+            reader = self._trajectories
+            entries = await reader.read(READ_COUNT, BLOCK_S)
+            if reader is self._trajectories:  # or `reread` has put another in its place meanwhile
+                for entry in entries:
+                    self._take_trajectory(entry)
 
     async def read_scores(self) -> None:
         """Follow the scores stream for ever."""
         while True:
-            for entry in await self._scores.read(READ_COUNT, BLOCK_S):
-                self._take_score(entry)
+            reader = self._scores
+            entries = await reader.read(READ_COUNT, BLOCK_S)
+            if reader is self._scores:
+                for entry in entries:
+                    self._take_score(entry)
 
     async def read_dead(self) -> None:
         """Follow the dead letters for ever: a dead ticket will never complete by itself."""
@@ -124,17 +131,31 @@ class Intake:
             for entry in await self._dead.read(READ_COUNT, BLOCK_S):
                 self._take_dead(entry)
 
+    def reread(self) -> None:
+        """Forget what has arrived of groups that no step has taken, and read it again.
+
+        After Redis has lost its tail, a trajectory that was read may be gone, and another one of the same
+        key on its way with a score of its own: joining the two would train on a reward of other tokens.
+        """
+        untaken = [group for group in self.groups.values() if not group.is_taken]
+        self._seen_up_to = {
+            stream: max(position, self._seen_up_to.get(stream, START), key=id_order)
+            for stream, position in self.high_water().items()
+        }
+        low = self._low_water(untaken)
+        self._trajectories = _reader_at(self._trajectories, low[TRAJECTORIES])
+        self._scores = _reader_at(self._scores, low[SCORES])
+        for group in untaken:
+            group.trajectories.clear()
+            group.scores.clear()
+            group.started_version = -1
+        self.complete.clear()
+
     def positions(self) -> dict[str, str]:
         """Per stream, a position below every entry that an outstanding group has taken in."""
-        trajectories = [
-            entry.entry_id for group in self.groups.values() for entry in group.trajectories.values()
-        ]
-        scores = [entry.entry_id for group in self.groups.values() for entry in group.scores.values()]
-        return {
-            TRAJECTORIES: _low_water(trajectories, self._trajectories.position),
-            SCORES: _low_water(scores, self._scores.position),
-            DEAD: self._dead.position,
-        }
+        # A dead letter that has not been acted on is read again.
+        dead = [entry_id for entry_id, _ in self.dead.values()]
+        return self._low_water(self.groups.values()) | {DEAD: _low_water(dead, self._dead.position)}
 
     def high_water(self) -> dict[str, str]:
         """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
@@ -146,6 +167,15 @@ class Intake:
         self._scores.position = positions.get(SCORES, START)
         self._dead.position = positions.get(DEAD, START)
         self._seen_up_to = dict(high_water)
+
+    def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
+        groups = list(groups)
+        trajectories = [entry.entry_id for group in groups for entry in group.trajectories.values()]
+        scores = [entry.entry_id for group in groups for entry in group.scores.values()]
+        return {
+            TRAJECTORIES: _low_water(trajectories, self._trajectories.position),
+            SCORES: _low_water(scores, self._scores.position),
+        }
 
     def _take_trajectory(self, entry: Entry[Trajectory] | Garbled) -> None:
         if isinstance(entry, Garbled):
@@ -170,8 +200,10 @@ class Intake:
     def _take_dead(self, entry: Entry[DeadLetter] | Garbled) -> None:
         if isinstance(entry, Garbled) or entry.message.origin not in ("prompts", "trajectories"):
             return
-        if entry.message.ticket in self.groups:
-            self.dead[entry.message.ticket] = entry.message.error
+        group = self.groups.get(entry.message.ticket)
+        # What a step has taken is whole: it must not be trained and replaced as well.
+        if group is not None and not group.is_taken:
+            self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
             self.changed.set()
 
     def _join(
@@ -198,6 +230,10 @@ class Intake:
 
     def _is_new(self, stream: str, entry_id: str) -> bool:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
+
+
+def _reader_at(reader: OffsetReader[M], position: str) -> OffsetReader[M]:
+    return OffsetReader(reader.broker, reader.key, reader.message_type, position)
 
 
 def _low_water(entry_ids: list[str], position: str) -> str:

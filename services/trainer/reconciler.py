@@ -35,10 +35,13 @@ class Reconciler:
         self.broker, self.keys, self.scheduler = broker, keys, scheduler
         self.commits: deque[Commit] = deque(maxlen=max(keep_commits, 2))
         self.manifest: WeightManifest | None = None
+        self.needs_checkpoint = False
+        """Whether entries that were trained on may be gone, so that commits could not be replayed."""
+        self._server = ""
 
     async def restore_lost(self) -> None:
         """Append again what is missing at the end of prompts, commits and weights."""
-        await self.scheduler.reissue_lost(await last_id(self.broker, self.keys.prompts()))
+        await self.scheduler.reissue_lost()
         if self.commits:
             known = id_order(await last_id(self.broker, self.keys.commits))
             lost = [(c.step, c) for c in self.commits if id_order(entry_id_of(c.step)) > known]
@@ -47,6 +50,19 @@ class Reconciler:
                 await append_numbered(self.broker, self.keys.commits, lost)
         if await self.announce():
             log.warning("announced weights again that Redis had lost")
+
+    async def has_restarted(self) -> bool:
+        """Whether another server process answers than the last time; it may hold less."""
+        before, self._server = self._server, (await self.broker.info("server"))["run_id"]
+        if before in ("", self._server):
+            return False
+        self.needs_checkpoint = True
+        return True
+
+    async def is_announced(self, version: int) -> bool:
+        """Whether the rollout workers know of `version`, or of a newer one."""
+        newest = await last_id(self.broker, self.keys.weights)
+        return id_order(newest) >= id_order(entry_id_of(version))
 
     async def announce(self) -> bool:
         """Announce the newest version; False where the stream has it already."""

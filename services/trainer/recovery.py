@@ -4,13 +4,17 @@ Replaying takes the recorded groups in the recorded micro-batches, so on the sam
 mode the weights come out bit by bit; the digest in each commit proves it, and a difference is said.
 """
 
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
 import structlog
 
 from common.errors import TidemillError
 from common.messages import Commit
 from common.service import ServiceContext
 from services.trainer.checkpoint import CheckpointStore
-from services.trainer.collector import QUIET_S, StoppedError
+from services.trainer.collector import QUIET_S, Dropped, StoppedError
 from services.trainer.commits import read_commits
 from services.trainer.intake import Intake
 from services.trainer.judgement import CompleteGroup
@@ -19,6 +23,7 @@ from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.scheduler import Scheduler
 from services.trainer.step import PolicyThread, StepRunner
+from services.trainer.storage import until_stored
 
 log = structlog.get_logger(__name__)
 
@@ -26,11 +31,16 @@ GIVE_UP_S = 60.0
 """A committed group that the streams have not delivered after this long without news is lost."""
 
 
-def restore_checkpoint(store: CheckpointStore, policy: Policy, scheduler: Scheduler, intake: Intake) -> int:
-    """Put every part into the state of the newest whole checkpoint; returns its version (0: none)."""
+def restore_checkpoint(
+    store: CheckpointStore, policy: Policy, scheduler: Scheduler, intake: Intake
+) -> tuple[int, list[Dropped]]:
+    """Put every part into the state of the newest whole checkpoint.
+
+    Returns its version (0 where there is none), and the dropped groups that the next commit must tell of.
+    """
     checkpoint = store.load_latest()
     if checkpoint is None:
-        return 0
+        return 0, []
     state = checkpoint.state
     scheduler.prompts.check_fingerprint(state.data["fingerprint"])
     scheduler.restore(state.scheduler)
@@ -39,11 +49,11 @@ def restore_checkpoint(store: CheckpointStore, policy: Policy, scheduler: Schedu
     intake.expect(list(scheduler.outstanding.values()))
     policy.load_state(checkpoint.folder)
     log.info("checkpoint restored", version=state.version)
-    return state.version
+    return state.version, [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
 
 
 class Replayer:
-    """Trains committed steps again, after a crash."""
+    """Trains committed steps again, after a crash: `adopt`, start the readers, `replay`."""
 
     def __init__(
         self,
@@ -54,29 +64,39 @@ class Replayer:
         scheduler: Scheduler,
         intake: Intake,
         reconciler: Reconciler,
-        recorder: Recorder,
     ) -> None:
         self.context, self.policy, self.thread, self.runner = context, policy, thread, runner
         self.scheduler, self.intake, self.reconciler = scheduler, intake, reconciler
-        self.recorder = recorder
-        self.pending_drops: list[tuple[int, int, str]] = []
+        self.pending_drops: list[Dropped] = []
         """Replacements that no commit tells of yet: the next one must."""
 
-    async def replay(self, version: int) -> int:
-        """Adopt tickets and replay commits from `version` on; returns the version reached."""
+    async def adopt(self, version: int, dropped: list[Dropped]) -> list[Commit]:
+        """Take in what an earlier process did after `version`: the tickets it issued, and its commits.
+
+        Before the readers start, which do not keep what belongs to no outstanding ticket.
+        """
+        await self.reconciler.has_restarted()
         adopted = await self.scheduler.adopt_issued()
         self.intake.expect(list(self.scheduler.outstanding.values()))
         commits = await read_commits(self.context.broker, self.context.keys, version)
         told = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
-        for ticket in adopted:
-            if ticket.replaces >= 0:
-                self.intake.close(ticket.replaces)
-                if ticket.replaces not in told:
-                    self.pending_drops.append((ticket.replaces, -1, "replaced before a restart"))
+        replaced = [ticket.replaces for ticket in adopted if ticket.replaces >= 0]
+        for ticket in replaced:
+            self.intake.close(ticket)
+        untold = [*dropped, *((ticket, -1, "replaced before a restart") for ticket in replaced)]
+        self.pending_drops = [item for item in untold if item[0] not in told]
+        return commits
+
+    async def replay(self, commits: Sequence[Commit], recorder: Recorder) -> None:
+        """Train every commit again.
+
+        Raises:
+            StoppedError: the service must stop; nothing was changed.
+        """
         for commit in commits:
             await self._replay_one(commit)
-            version = commit.version
-        return version
+            record = partial(recorder.step, commit.step, commit.metrics)
+            await until_stored(self.context, partial(asyncio.to_thread, record))
 
     async def _replay_one(self, commit: Commit) -> None:
         with self.context.activity.during("recover", f"replaying step {commit.step}"):
@@ -90,7 +110,6 @@ class Replayer:
         for ticket in commit.groups:
             self.scheduler.settle(ticket)
             self.intake.close(ticket)
-        self.recorder.step(commit.step, commit.metrics)
         self.reconciler.commits.append(commit)
 
     async def _gather(self, commit: Commit) -> dict[int, CompleteGroup]:

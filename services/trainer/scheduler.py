@@ -8,6 +8,7 @@ A ticket's number is also its position in the prompt order and (plus one) its en
 is idempotent: after a crash, tickets that the stream holds are adopted, the others issued again alike.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ import structlog
 from common import metrics
 from common.broker import Broker
 from common.config import RunConfig
+from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import SamplingParams, Ticket
-from common.streams import Entry, append_numbered, entry_id_of, read_range
+from common.streams import Entry, append_numbered, entry_id_of, id_order, last_id, read_range
 from services.trainer.prompts import PromptSource
 
 log = structlog.get_logger(__name__)
@@ -33,13 +35,24 @@ class Outstanding:
     ticket: int
     step: int
     min_version: int
+    replaces: int = -1
 
 
 class Scheduler:
-    """Issues tickets in order, and remembers which are outstanding."""
+    """Issues tickets in order, and remembers which are outstanding.
 
-    def __init__(self, broker: Broker, keys: Keys, config: RunConfig, prompts: PromptSource) -> None:
-        self.broker, self.keys, self.prompts = broker, keys, prompts
+    `expect` is told of tickets before the stream has them: a worker may answer sooner than Redis does.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        keys: Keys,
+        config: RunConfig,
+        prompts: PromptSource,
+        expect: Callable[[list[Outstanding]], None],
+    ) -> None:
+        self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
         self.trainer = config.trainer
         sampling = config.rollout.sampling
         self.sampling = SamplingParams(
@@ -62,11 +75,15 @@ class Scheduler:
         num_new = self.limit(version) - self.next_ticket
         return await self._issue([self._regular(self.next_ticket + i) for i in range(num_new)])
 
-    async def replace(self, ticket: int) -> list[Outstanding]:
-        """Issue a fresh ticket for the same step in place of one whose group cannot be trained."""
+    async def replace(self, ticket: int, step: int) -> list[Outstanding]:
+        """Issue a fresh ticket for the same step in place of one whose group cannot be trained.
+
+        `step` is the one in progress. With `as_ready` the old ticket may have been meant for an earlier
+        one; a group that starts only now must not be older than the step in progress allows.
+        """
         old = self.outstanding.pop(ticket)
         self.num_replacements += 1
-        return await self._issue([self._ticket(self.next_ticket, old.step, replaces=ticket)])
+        return await self._issue([self._ticket(self.next_ticket, max(old.step, step), replaces=ticket)])
 
     def settle(self, ticket: int) -> None:
         """The group was trained: its ticket is outstanding no more."""
@@ -84,11 +101,11 @@ class Scheduler:
             first = f"({entries[-1].entry_id}"
         return adopted
 
-    async def reissue_lost(self, last_id: str) -> int:
-        """Issue again, unchanged, the outstanding tickets above `last_id`, which Redis has lost."""
-        last = int(last_id.partition("-")[0]) - 1
+    async def reissue_lost(self) -> int:
+        """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""
+        last = id_order(await last_id(self.broker, self.keys.prompts()))[0] - 1
         lost = [self.outstanding[number] for number in sorted(self.outstanding) if number > last]
-        tickets = [self._ticket(item.ticket, item.step) for item in lost]
+        tickets = [self._ticket(item.ticket, item.step, item.replaces) for item in lost]
         if tickets:
             log.warning("issuing tickets again that Redis has lost", count=len(tickets), first=lost[0].ticket)
             await append_numbered(self.broker, self.keys.prompts(), ((t.ticket, t) for t in tickets))
@@ -99,31 +116,50 @@ class Scheduler:
         return {
             "next_ticket": self.next_ticket,
             "num_replacements": self.num_replacements,
-            "outstanding": [[item.ticket, item.step] for item in self.outstanding.values()],
+            "outstanding": [[item.ticket, item.step, item.replaces] for item in self.outstanding.values()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state."""
         self.next_ticket = int(state["next_ticket"])
         self.num_replacements = int(state["num_replacements"])
-        for ticket, step in state["outstanding"]:
-            self.outstanding[ticket] = Outstanding(ticket, step, self._min_version(step))
+        for ticket, step, replaces in state["outstanding"]:
+            self.outstanding[ticket] = Outstanding(ticket, step, self._min_version(step), replaces)
 
     def _adopt(self, ticket: Ticket) -> None:
         if ticket.replaces >= 0:
             self.num_replacements += 1
             self.outstanding.pop(ticket.replaces, None)
-        self.outstanding[ticket.ticket] = Outstanding(ticket.ticket, ticket.step, ticket.min_version)
+        self.outstanding[ticket.ticket] = _outstanding(ticket)
         self.next_ticket = ticket.ticket + 1
 
     async def _issue(self, tickets: list[Ticket]) -> list[Outstanding]:
-        await append_numbered(self.broker, self.keys.prompts(), ((t.ticket, t) for t in tickets))
-        issued = [Outstanding(t.ticket, t.step, t.min_version) for t in tickets]
-        for ticket, item in zip(tickets, issued, strict=True):
-            self.next_ticket = ticket.ticket + 1
-            self.outstanding[ticket.ticket] = item
-            metrics.TICKETS_ISSUED.labels("replacement" if ticket.replaces >= 0 else "regular").inc()
+        if not tickets:
+            return []
+        # Lost ones first: the stream takes no number below its last.
+        await self.reissue_lost()
+        issued = [_outstanding(ticket) for ticket in tickets]
+        self.next_ticket = tickets[-1].ticket + 1
+        self.outstanding |= {item.ticket: item for item in issued}
+        self.expect(issued)
+        numbered = [(ticket.ticket, ticket) for ticket in tickets]
+        if await append_numbered(self.broker, self.keys.prompts(), numbered) < len(tickets):
+            await self._check_issued(tickets)
+        for item in issued:
+            metrics.TICKETS_ISSUED.labels("replacement" if item.replaces >= 0 else "regular").inc()
         return issued
+
+    async def _check_issued(self, tickets: list[Ticket]) -> None:
+        """Some ids were taken: by these tickets, if Redis did the append before the connection broke."""
+        key, first, last = self.keys.prompts(), tickets[0].ticket, tickets[-1].ticket
+        found = await read_range(self.broker, key, Ticket, entry_id_of(first), entry_id_of(last))
+        there = {entry.message.ticket for entry in found if isinstance(entry, Entry)}
+        if missing := [ticket.ticket for ticket in tickets if ticket.ticket not in there]:
+            raise TidemillError(
+                f"ticket {missing[0]} cannot be issued: {key} stands at {await last_id(self.broker, key)}, "
+                f"beyond {entry_id_of(missing[0])}. Something other than this trainer has written to it; "
+                "remove those entries (XDEL, then XSETID and XGROUP SETID to the last ticket), and restart."
+            )
 
     def _regular(self, number: int) -> Ticket:
         return self._ticket(number, (number - self.num_replacements) // self.trainer.groups_per_step)
@@ -147,3 +183,7 @@ class Scheduler:
 
     def _min_version(self, step: int) -> int:
         return max(0, step - self.trainer.max_staleness)
+
+
+def _outstanding(ticket: Ticket) -> Outstanding:
+    return Outstanding(ticket.ticket, ticket.step, ticket.min_version, ticket.replaces)

@@ -31,23 +31,25 @@ async def serve(context: ServiceContext) -> None:
     prompts, evaluator = await asyncio.to_thread(_load_data, context)
     thread = PolicyThread()
     policy = await thread.call(_load_policy, context)
-    scheduler = Scheduler(context.broker, context.keys, context.config, prompts)
     intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
+    scheduler = Scheduler(context.broker, context.keys, context.config, prompts, intake.expect)
     store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
-    version = await thread.call(restore_checkpoint, store, policy, scheduler, intake)
+    version, dropped = await thread.call(restore_checkpoint, store, policy, scheduler, intake)
     judge = Judge(context.config)
-    runner = StepRunner(context.config, policy, thread, context.activity, judge)
+    runner = StepRunner(context, policy, thread, judge)
     reconciler = Reconciler(context.broker, context.keys, scheduler, context.config.trainer.checkpoint_every)
     collector = Collector(context, scheduler, intake, judge, reconciler)
+    replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler)
+    commits = await replayer.adopt(version, dropped)
+    version += len(commits)
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
         readers = [
             context.start(intake.read_trajectories(), "trajectory reader"),
             context.start(intake.read_scores(), "score reader"),
             context.start(intake.read_dead(), "dead-letter reader"),
         ]
-        replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler, recorder)
         try:
-            version = await replayer.replay(version)
+            await replayer.replay(commits, recorder)
             collector.dropped += replayer.pending_drops
             checkpointer = Checkpointer(context, store, policy, thread, scheduler, intake, recorder)
             trainer = Trainer(

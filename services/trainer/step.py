@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from common.activity import Activity
-from common.config import RunConfig
+from common.errors import TidemillError
 from common.messages import Commit
-from services.trainer.collector import Collector
+from common.service import ServiceContext
+from services.trainer.collector import Collector, StoppedError
 from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
 from services.trainer.micro_batches import MicroBatch, form_micro_batches, rebuild
 from services.trainer.policy import MicroBatchMetrics, Policy, UpdateResult
@@ -57,11 +57,9 @@ class StepResult:
 class StepRunner:
     """Trains steps on one policy."""
 
-    def __init__(
-        self, config: RunConfig, policy: Policy, thread: PolicyThread, activity: Activity, judge: Judge
-    ) -> None:
-        self.trainer = config.trainer
-        self.policy, self.thread, self.activity, self.judge = policy, thread, activity, judge
+    def __init__(self, context: ServiceContext, policy: Policy, thread: PolicyThread, judge: Judge) -> None:
+        self.context, self.trainer, self.activity = context, context.config.trainer, context.activity
+        self.policy, self.thread, self.judge = policy, thread, judge
 
     async def run(self, step: int, collector: Collector) -> StepResult:
         """Collect and train the groups of `step`, and update the weights.
@@ -84,16 +82,24 @@ class StepRunner:
         return result
 
     async def replay(self, commit: Commit, groups: dict[int, CompleteGroup]) -> StepResult:
-        """Train a committed step again from the streams' records, with the recorded composition."""
+        """Train a committed step again from the streams' records, with the recorded composition.
+
+        Raises:
+            StoppedError: the service must stop.
+            TidemillError: what was trained then cannot be trained now: the config has changed.
+        """
         result = StepResult()
         for ticket in commit.groups:
             verdict = self.judge.judge(groups[ticket], commit.step)
             if not isinstance(verdict, TrainableGroup):
-                raise ValueError(f"ticket {ticket} was trained at step {commit.step}, now: {verdict.reason}")
+                raise TidemillError(
+                    f"ticket {ticket} was trained at step {commit.step}, but cannot be trained again: "
+                    f"{verdict.reason} ({verdict.detail}). Resume with the config the step was trained with."
+                )
             result.groups.append(verdict)
         by_key = {sample.key: sample for sample in result.samples}
-        for mini_batch in commit.mini_batches:
-            await self._accumulate(rebuild(mini_batch, by_key), result)
+        (mini_batch,) = commit.mini_batches  # one optimizer update a step
+        await self._accumulate(rebuild(mini_batch, by_key), result)
         await self._update(result)
         return result
 
@@ -106,6 +112,8 @@ class StepRunner:
     async def _accumulate(self, batches: Sequence[MicroBatch], result: StepResult) -> None:
         with self.activity.during("train"):
             for batch in batches:
+                if self.context.stopping.is_set():
+                    raise StoppedError
                 result.sums += await self.thread.call(self.policy.accumulate, batch)
                 result.micro_batches.append(batch)
 

@@ -7,6 +7,8 @@ from typing import TypeVar
 import structlog
 
 from common.files import StorageError
+from common.service import ServiceContext
+from services.trainer.collector import StoppedError
 
 log = structlog.get_logger(__name__)
 
@@ -15,11 +17,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 T = TypeVar("T")
 
 
-async def until_stored(write: Callable[[], Awaitable[T]]) -> T:
+async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]]) -> T:
     """Call `write` until the disk takes it; writes must leave nothing half-written behind.
 
     Raises:
         StorageError: waiting cannot cure it.
+        StoppedError: the disk has not taken it, and the service must stop.
     """
     pause_s = FIRST_PAUSE_S
     while True:
@@ -29,5 +32,7 @@ async def until_stored(write: Callable[[], Awaitable[T]]) -> T:
             if not error.can_clear:
                 raise
             log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            await asyncio.sleep(pause_s)
+            await context.unless_stopping(asyncio.sleep(pause_s))
+            if context.stopping.is_set():
+                raise StoppedError from error
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

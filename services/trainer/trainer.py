@@ -6,6 +6,7 @@ tickets admitted. A crash between any two of these is repaired on restart from c
 """
 
 import asyncio
+import contextlib
 import time
 from dataclasses import asdict
 from functools import partial
@@ -13,11 +14,14 @@ from functools import partial
 import structlog
 
 from common import metrics
+from common.errors import WeightsError
 from common.messages import Commit, WeightManifest
-from common.run_state import FINISHED, RUNNING, update_state
+from common.run_state import FINISHED, RUNNING, read_state, update_state
 from common.service import ServiceContext
+from common.streams import read_newest
+from common.weight_files import verified_files
 from services.trainer.checkpointing import Checkpointer
-from services.trainer.collector import Collector, Dropped, StoppedError
+from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
 from services.trainer.commits import append_commit, make_commit
 from services.trainer.evaluation import EvaluationResult, Evaluator
 from services.trainer.intake import Intake
@@ -59,6 +63,8 @@ class Trainer:
         self.scheduler, self.intake, self.collector = scheduler, intake, collector
         self.reconciler, self.evaluator = reconciler, evaluator
         self.checkpointer, self.weights, self.recorder = checkpointer, weights, recorder
+        self._trained_version = version
+        """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
         self._evaluations: list[dict[str, object]] = []
         self._committed_at = time.monotonic()
@@ -67,35 +73,62 @@ class Trainer:
     async def run(self) -> None:
         """Train until the last step is committed, or until the service must stop."""
         try:
-            await self._announce(await self._write_weights(self.version))
+            await self._resume()
             while self.version < self.config.steps:
-                self.intake.expect(await self.scheduler.admit(self.version))
+                await self.scheduler.admit(self.version)
                 await self._step(self.version)
             await self._finish_evaluation()
-            await self.checkpointer.save(self.version)
+            await self._save()
             await self._report(status=FINISHED)
         except StoppedError:
-            await self.thread.call(self.policy.zero)
-            await self.checkpointer.save(self.version)
-            log.info("stopped; the run can be resumed", version=self.version)
+            await self._stop()
+
+    async def _resume(self) -> None:
+        """Announce the version that the run is at; finish what a crash cut off before that."""
+        state = await read_state(self.context.broker, self.context.keys)
+        self._evaluations = list(state.get("evaluations") or [])
+        manifest = await self._announced_weights() or await self._write_weights(self.version)
+        if self._must_evaluate(self.version - 1) and not await self.reconciler.is_announced(self.version):
+            self._start_evaluation(self.version - 1)
+            await self._finish_evaluation()
+        await self._announce(manifest)
+
+    async def _stop(self) -> None:
+        """Leave a state to resume from; without a checkpoint, the commits hold every step."""
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.wait({self._evaluation})
+        await self.thread.call(self.policy.zero)
+        if self._trained_version == self.version:
+            with contextlib.suppress(StoppedError):
+                await self._save()
+        log.info("stopped; the run can be resumed", version=self.version)
 
     async def _step(self, step: int) -> None:
         """Train, commit and announce one step."""
         started_at = time.time()
         result = await self.runner.run(step, self.collector)
+        self._trained_version = step + 1
         manifest = await self._write_weights(step + 1)
         dropped = self.collector.drain_dropped()
         commit = self._make_commit(step, result, dropped, manifest, started_at)
+        # What Redis has lost comes first: the stream takes no step below its last.
+        await self.reconciler.restore_lost()
         await append_commit(self.context.broker, self.context.keys, commit)
         self.reconciler.commits.append(commit)
         self.version = step + 1
         self.collector.settle(result.groups)
-        await until_stored(lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
+        await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
         await self._finish_evaluation()
         await self._announce(manifest)
         self._observe(commit)
-        if self.version % self.config.checkpoint_every == 0 and self.version < self.config.steps:
-            await self.checkpointer.save(self.version)
+        is_due = self.version % self.config.checkpoint_every == 0 or self.reconciler.needs_checkpoint
+        if is_due and self.version < self.config.steps:
+            await self._save()
+
+    async def _save(self) -> None:
+        await self.checkpointer.save(self.version, self.collector.dropped)
+        self.reconciler.needs_checkpoint = False
 
     def _make_commit(
         self,
@@ -119,11 +152,13 @@ class Trainer:
         """Seconds in each state since the commit before: where the time of the step went."""
         before, self._totals = self._totals, self.context.activity.totals()
         spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
-        return {f"time/{state.replace(':', '_')}_s": seconds for state, seconds in spent.items() if seconds > 0}
+        names = {state: f"time/{state.replace(':', '_')}_s" for state in spent}
+        return {names[state]: seconds for state, seconds in spent.items() if seconds > 0}
 
     async def _write_weights(self, version: int) -> WeightManifest:
         with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
-            manifest = await until_stored(lambda: self.thread.call(self.weights.write, version, self.policy))
+            write = partial(self.thread.call, self.weights.write, version, self.policy)
+            manifest = await until_stored(self.context, write)
             await asyncio.to_thread(self.weights.prune, self.config.keep_weights)
             return manifest
 
@@ -131,23 +166,47 @@ class Trainer:
         """Tell the rollout workers, and start the version's evaluation where one is due."""
         self.reconciler.manifest = manifest
         await self.reconciler.announce()
-        is_due = self.evaluator.is_due(manifest.version, self.config.steps)
-        if is_due and not self._is_evaluated(manifest.version):
-            self._evaluation = self.context.start(self._evaluate(manifest.version), "evaluation")
+        if self._must_evaluate(manifest.version):
+            self._start_evaluation(manifest.version)
         await self._report(status=RUNNING)
 
-    def _is_evaluated(self, version: int) -> bool:
-        """Whether every dataset's evaluation of `version` is on record."""
+    async def _announced_weights(self) -> WeightManifest | None:
+        """The manifest of this very version, where it was announced and its bytes are whole.
+
+        Where a replay did not come out bit by bit, the workers keep what they were given: a version
+        cannot be announced a second time.
+        """
+        newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
+        if newest is None or newest.message.version != self.version:
+            return None
+        try:
+            await asyncio.to_thread(verified_files, self.context.run_dir, newest.message)
+        except WeightsError:
+            return None
+        return newest.message
+
+    def _must_evaluate(self, version: int) -> bool:
+        """Whether an evaluation of `version` is due, and not on record for every dataset."""
+        if version < 0 or not self.evaluator.is_due(version, self.config.steps):
+            return False
         names = {name for name, _ in self.evaluator.prompts}
-        return all(self.recorder.has_evaluation(version, name) for name in names)
+        return not all(self.recorder.has_evaluation(version, name) for name in names)
+
+    def _start_evaluation(self, version: int) -> None:
+        self._evaluation = self.context.start(self._evaluate(version), "evaluation")
 
     async def _evaluate(self, version: int) -> None:
         for result in await self.evaluator.evaluate(version):
             await self._record_evaluation(result)
+        # Only when the results are safe: what is trimmed cannot be evaluated again.
+        await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.sync))
+        await self.evaluator.trim(version)
 
     async def _record_evaluation(self, result: EvaluationResult) -> None:
         record = partial(self.recorder.evaluation, result.version, result.dataset, result.metrics())
-        await until_stored(lambda: asyncio.to_thread(record))
+        await until_stored(self.context, lambda: asyncio.to_thread(record))
+        is_same = {"version": result.version, "dataset": result.dataset}.items()
+        self._evaluations = [item for item in self._evaluations if not is_same <= item.items()]
         self._evaluations.append(asdict(result))
         await self._report()
 
@@ -160,9 +219,13 @@ class Trainer:
         if self._evaluation is None:
             return
         with self.context.activity.during("wait:evaluation"):
-            done = await self.context.unless_stopping(asyncio.wait({self._evaluation}))
-        if done is None:
-            self._evaluation.cancel()
+            while not self._evaluation.done():
+                waiting = asyncio.wait({self._evaluation}, timeout=QUIET_S)
+                if await self.context.unless_stopping(waiting) is None:
+                    raise StoppedError
+                # Its workers may wait for a version whose announcement Redis has lost.
+                await self.reconciler.restore_lost()
+        if self.context.failure is not None:
             raise StoppedError
         self._evaluation = None
 

@@ -19,7 +19,9 @@ async def _entries(run: ServiceRun, key: str, kind: type) -> list:
 
 @pytest.mark.parametrize("order", ["in_order", "as_ready"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-async def test_no_trained_token_is_staler_than_the_bound(tmp_path: Path, max_staleness: int, order: str) -> None:
+async def test_no_trained_token_is_staler_than_the_bound(
+    tmp_path: Path, max_staleness: int, order: str
+) -> None:
     """Two rollout workers, one of them twenty times slower, while the trainer is faster than both."""
     config = simulated_config(
         tmp_path,

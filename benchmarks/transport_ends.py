@@ -1,0 +1,136 @@
+"""The two ends of `benchmarks.transport`: each runs as a process of its own and obeys its stdin.
+
+It prints `ready` once everything is prepared, starts at a line on stdin, and prints one line of JSON with
+its start and end on the machine's monotonic clock and the processor time it used.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import redis
+
+from common.broker import Broker
+from common.keys import REWARD_GROUP, Keys
+from common.messages import Trajectory, TrajectoryKey
+from common.streams import Consumer, Garbled, append
+
+PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
+VOCABULARY = 151_936
+LEASE_S = 60.0
+BLOCK_S = 1.0
+CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
+
+
+class Stopwatch:
+    """Waits for the common start, then measures until `stop`."""
+
+    def __init__(self) -> None:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        self.cpu_s, self.start = time.process_time(), time.monotonic()
+
+    def stop(self) -> None:
+        """Say how long it took."""
+        end, cpu_s = time.monotonic(), time.process_time() - self.cpu_s
+        print(json.dumps({"start": self.start, "end": end, "cpu_s": cpu_s}), flush=True)
+
+
+def trajectories(count: int) -> list[Trajectory]:
+    """Records as a rollout worker makes them, every one different."""
+    rng = np.random.default_rng(0)
+    now = time.time()
+    return [
+        Trajectory(
+            ticket=number // GROUP_SIZE,
+            index=number % GROUP_SIZE,
+            step=number // 1024,
+            group_size=GROUP_SIZE,
+            prompt_ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS, dtype=np.int32),
+            completion_ids=rng.integers(0, VOCABULARY, COMPLETION_TOKENS, dtype=np.int32),
+            logprobs=-rng.random(COMPLETION_TOKENS, dtype=np.float32),
+            spans=((number // 1024, 0),),
+            worker="rollout-0",
+            started_at=now,
+            finished_at=now,
+        )
+        for number in range(count)
+    ]
+
+
+async def write_stream(url: str, run_id: str, records: int, per_call: int) -> None:
+    """Append all records, `per_call` at a time."""
+    broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
+    watch = Stopwatch()
+    for first in range(0, records, per_call):
+        await append(broker, key, *batch[first : first + per_call])
+    watch.stop()
+    await broker.close()
+
+
+async def read_stream(url: str, run_id: str, records: int, per_call: int) -> None:
+    """Fetch, decode, validate and acknowledge until every record was seen."""
+    broker, keys = await Broker.connect(url), Keys(run_id)
+    consumer = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=keys.dead
+    )
+    seen: set[TrajectoryKey] = set()
+    acknowledged = 0
+    async with consumer:
+        watch = Stopwatch()
+        while acknowledged < records:
+            deliveries = await consumer.fetch(per_call, BLOCK_S)
+            done = [(delivery, None) for delivery in deliveries if not isinstance(delivery, Garbled)]
+            if done:
+                acknowledged += sum(await consumer.complete(done, keys.scores()))
+                seen.update(delivery.message.key for delivery, _ in done)
+        watch.stop()
+    assert len(seen) == records, f"{records} records were written, {len(seen)} arrived"
+    await broker.close()
+
+
+async def write_raw(url: str, run_id: str, records: int, per_call: int) -> None:
+    """Arrays as bytes, a pipeline of plain XADDs."""
+    client, key, batch = redis.Redis.from_url(url), Keys(run_id).trajectories(), trajectories(records)
+    watch = Stopwatch()
+    for first in range(0, records, per_call):
+        pipe = client.pipeline(transaction=False)
+        for record in batch[first : first + per_call]:
+            arrays = (record.prompt_ids, record.completion_ids, record.logprobs)
+            pipe.xadd(key, {"p": b"".join(array.tobytes() for array in arrays)})
+        pipe.execute()
+    watch.stop()
+
+
+async def read_raw(url: str, run_id: str, records: int, per_call: int) -> None:
+    """XREADGROUP and XACK, the arrays cut out of the bytes."""
+    client, key = redis.Redis.from_url(url), Keys(run_id).trajectories()
+    client.xgroup_create(key, REWARD_GROUP, "0", mkstream=True)
+    acknowledged = 0
+    watch = Stopwatch()
+    while acknowledged < records:
+        block_ms = int(BLOCK_S * 1000)
+        reply: Any = client.xreadgroup(REWARD_GROUP, "reader", {key: ">"}, count=per_call, block=block_ms)
+        for _, entries in reply:
+            for _, fields in entries:
+                cells = np.frombuffer(fields[b"p"], dtype=np.int32)
+                assert len(cells) == CELLS
+            client.xack(key, REWARD_GROUP, *[entry_id for entry_id, _ in entries])
+            acknowledged += len(entries)
+    watch.stop()
+
+
+ENDS: dict[str, Callable[..., Any]] = {
+    "write-stream": write_stream,
+    "read-stream": read_stream,
+    "write-raw": write_raw,
+    "read-raw": read_raw,
+}
+
+if __name__ == "__main__":
+    end, url, run_id, records, per_call = sys.argv[1:]
+    asyncio.run(ENDS[end](url, run_id, int(records), int(per_call)))

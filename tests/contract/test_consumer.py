@@ -1,0 +1,514 @@
+"""Streams as queues: a result exists exactly when its input is acknowledged; only the holder publishes."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from common import streams
+from common.broker import Broker
+from common.errors import LeaseLostError
+from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.messages import DeadLetter, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
+from common.streams import Consumer, Delivery, Entry, Garbled
+from tests.trajectories import make_trajectory
+from tests.waiting import wait_until
+
+LEASE_S = 3600.0
+"""Far longer than any test: leases end because a test ages them, never because it is slow."""
+
+
+def make_consumer(
+    broker: Broker, keys: Keys, name: str = "a", lease_s: float = LEASE_S
+) -> Consumer[Trajectory]:
+    return Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, name, Trajectory, lease_s=lease_s, dead_key=keys.dead
+    )
+
+
+def make_rollout(broker: Broker, keys: Keys, name: str = "a") -> Consumer[Ticket]:
+    return Consumer(broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=LEASE_S, dead_key=keys.dead)
+
+
+def make_ticket(number: int = 0, group_size: int = 4) -> Ticket:
+    return Ticket(
+        prompt_ids=[1, 2],
+        ticket=number,
+        step=0,
+        min_version=0,
+        group_size=group_size,
+        sampling=SamplingParams(max_tokens=8),
+    )
+
+
+def make_score(ticket: int) -> Score:
+    return Score(ticket=ticket, index=0, status=ScoreStatus.OK, value=float(ticket))
+
+
+def make_letter(entry: Garbled, worker: str = "a") -> DeadLetter:
+    fields = {name.decode(): value for name, value in entry.fields.items()}
+    return DeadLetter(
+        origin="trajectories", entry_id=entry.entry_id, fields=fields, error=entry.error, worker=worker
+    )
+
+
+async def publish(broker: Broker, keys: Keys, count: int) -> list[str]:
+    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    return await streams.append(
+        broker, keys.trajectories(), *(make_trajectory(number) for number in range(count))
+    )
+
+
+async def fetched(consumer: Consumer[Trajectory], count: int) -> list[Delivery[Trajectory]]:
+    deliveries = [delivery for delivery in await consumer.fetch(count, 0) if isinstance(delivery, Delivery)]
+    assert len(deliveries) == count
+    return deliveries
+
+
+async def fall_silent(broker: Broker, keys: Keys, consumer: str, ids: Sequence[str]) -> None:
+    """Let two leases pass in which `consumer` says nothing about these entries."""
+    args = ("IDLE", int(2000 * LEASE_S), "JUSTID")
+    await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, consumer, 0, *ids, *args)
+
+
+async def scored(broker: Broker, keys: Keys) -> list[int]:
+    read = await streams.read_range(broker, keys.scores(), Score)
+    return [entry.message.ticket for entry in read if isinstance(entry, Entry)]
+
+
+async def pending(broker: Broker, keys: Keys) -> list[str]:
+    return await streams.pending_ids(broker, keys.trajectories(), REWARD_GROUP, "-", "+", 1000)
+
+
+async def test_a_result_exists_exactly_when_its_input_is_acknowledged(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 5)
+    consumer = make_consumer(broker, keys)
+    held = await fetched(consumer, 5)
+    assert [delivery.message.ticket for delivery in held] == [0, 1, 2, 3, 4]
+    assert await pending(broker, keys) == ids
+    assert (
+        await consumer.complete([(held[1], make_score(1)), (held[3], make_score(3))], keys.scores())
+        == [True] * 2
+    )
+    assert await scored(broker, keys) == [1, 3]
+    assert await pending(broker, keys) == [ids[0], ids[2], ids[4]]
+    assert await consumer.complete([(held[0], None)], keys.scores()) == [True]
+    assert await scored(broker, keys) == [1, 3]
+    assert await pending(broker, keys) == [ids[2], ids[4]]
+    assert list(consumer.held) == [ids[2], ids[4]]
+
+
+async def test_results_complete_in_any_order_with_others_held_in_between(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 40)
+    consumer = make_consumer(broker, keys)
+    held = await fetched(consumer, 40)
+    chosen = random.Random(3).sample(range(40), 17)
+    done = await consumer.complete([(held[n], make_score(n)) for n in chosen], keys.scores())
+    assert done == [True] * 17
+    assert await scored(broker, keys) == chosen
+    assert len(await pending(broker, keys)) == 23
+
+
+async def test_more_results_than_one_call_takes_are_all_completed(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1100)
+    consumer = make_consumer(broker, keys)
+    held = await fetched(consumer, 1100)
+    done = await consumer.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
+    assert done == [True] * 1100
+    assert await scored(broker, keys) == list(range(1100))
+    assert await pending(broker, keys) == []
+    assert await consumer.complete([], keys.scores()) == []
+
+
+async def test_an_input_completed_twice_is_published_once(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys)
+    first, second = await fetched(consumer, 2)
+    both = [(first, make_score(0)), (second, make_score(1)), (first, make_score(0))]
+    assert await consumer.complete(both, keys.scores()) == [True, True, False]
+    # As after a reply that was lost: the script has run, and the call is repeated.
+    assert await consumer.complete(both[:1], keys.scores()) == [False]
+    assert await scored(broker, keys) == [0, 1]
+
+
+async def test_a_lost_lease_cannot_publish(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 3)
+    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    held = await fetched(slow, 3)
+    await fall_silent(broker, keys, "slow", ids[1:2])
+    (taken,) = await fetched(rival, 1)
+    assert taken.entry_id == ids[1]
+    done = await slow.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
+    assert done == [True, False, True]
+    assert [delivery.lost.is_set() for delivery in held] == [False, True, False]
+    assert await scored(broker, keys) == [0, 2]
+    assert await rival.complete([(taken, make_score(1))], keys.scores()) == [True]
+    assert await scored(broker, keys) == [0, 2, 1]
+
+
+async def test_a_rival_gets_what_fell_silent_first_and_each_attempt_is_counted(
+    broker: Broker, keys: Keys
+) -> None:
+    ids = await publish(broker, keys, 2)
+    names = ["a", "b", "c"]
+    (first,) = await fetched(make_consumer(broker, keys, "a"), 1)
+    assert first.attempts == 1
+    for attempt in (1, 2):
+        await fall_silent(broker, keys, names[attempt - 1], ids[:1])
+        (taken,) = await fetched(make_consumer(broker, keys, names[attempt]), 1)
+        assert (taken.entry_id, taken.attempts) == (ids[0], attempt + 1)
+    assert taken.message == first.message
+    (fresh,) = await fetched(make_consumer(broker, keys, "d"), 1)
+    assert (fresh.entry_id, fresh.attempts) == (ids[1], 1)
+
+
+async def test_a_lease_that_is_still_held_is_not_taken_over(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    await fetched(make_consumer(broker, keys, "a"), 1)
+    assert await make_consumer(broker, keys, "b").fetch(10, 0) == []
+
+
+async def test_renewal_keeps_the_lease_of_slow_work(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 2)
+    slow = make_consumer(broker, keys, "slow")
+    held = await fetched(slow, 2)
+    await slow.complete([(held[0], None)], keys.scores())
+    await fall_silent(broker, keys, "slow", ids[1:])
+    await slow.renew()
+    assert await make_consumer(broker, keys, "rival").fetch(10, 0) == []
+    assert await slow.complete([(held[1], make_score(1))], keys.scores()) == [True]
+
+
+async def test_renewal_does_not_count_as_an_attempt(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 1)
+    slow = make_consumer(broker, keys, "slow")
+    await fetched(slow, 1)
+    for _ in range(5):
+        await slow.renew()
+    await fall_silent(broker, keys, "slow", ids)
+    (taken,) = await fetched(make_consumer(broker, keys, "rival"), 1)
+    assert taken.attempts == 2
+
+
+async def test_renewal_tells_a_worker_that_its_lease_is_lost(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 2)
+    slow = make_consumer(broker, keys, "slow")
+    held = await fetched(slow, 2)
+    await fall_silent(broker, keys, "slow", ids[:1])
+    await fetched(make_consumer(broker, keys, "rival"), 1)
+    await slow.renew()
+    assert [delivery.lost.is_set() for delivery in held] == [True, False]
+    assert list(slow.held) == ids[1:]
+
+
+async def test_leases_are_renewed_in_the_background(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 1)
+    consumer = make_consumer(broker, keys, lease_s=0.2)
+
+    async def idle_ms() -> int:
+        ((_, _, idle, _),) = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 1)
+        return int(idle)
+
+    async with consumer:
+        await consumer.fetch(1, 0)
+        await fall_silent(broker, keys, "a", ids)
+
+        async def is_renewed() -> bool:
+            return await idle_ms() < 1000 * LEASE_S
+
+        await wait_until(is_renewed)
+
+
+async def test_all_that_a_dead_consumer_held_is_taken_over_once(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 300)
+    dead, living = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "living")
+    await fetched(dead, 150)
+    await fetched(living, 150)
+    abandoned = [entry_id for number, entry_id in enumerate(ids[:150]) if number % 3]
+    await fall_silent(broker, keys, "dead", abandoned)
+    rival = make_consumer(broker, keys, "rival")
+    taken: list[str] = []
+    while deliveries := await rival.fetch(7, 0):
+        taken += [delivery.entry_id for delivery in deliveries]
+    assert taken == abandoned
+
+
+async def test_what_is_handed_back_is_there_for_others_at_once_and_not_counted(
+    broker: Broker, keys: Keys
+) -> None:
+    ids = await publish(broker, keys, 3)
+    leaving = make_consumer(broker, keys, "leaving")
+    held = await fetched(leaving, 3)
+    await leaving.hand_back(held[:2])
+    assert list(leaving.held) == ids[2:]
+    taken = await fetched(make_consumer(broker, keys, "next"), 2)
+    assert [(delivery.entry_id, delivery.attempts) for delivery in taken] == [(ids[0], 1), (ids[1], 1)]
+    await leaving.hand_back([])
+
+
+async def test_what_another_holds_cannot_be_handed_back(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 1)
+    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    held = await fetched(slow, 1)
+    await fall_silent(broker, keys, "slow", ids)
+    (taken,) = await fetched(rival, 1)
+    await slow.hand_back(held)
+    assert await make_consumer(broker, keys, "third").fetch(10, 0) == []
+    assert await rival.complete([(taken, make_score(0))], keys.scores()) == [True]
+
+
+async def test_a_consumer_that_leaves_hands_back_and_is_forgotten_when_nothing_is_left(
+    broker: Broker, keys: Keys
+) -> None:
+    await publish(broker, keys, 1)
+    leaving, staying = make_consumer(broker, keys, "leaving"), make_consumer(broker, keys, "staying")
+    await fetched(leaving, 1)
+    await leaving.leave()
+    (taken,) = await fetched(staying, 1)
+    await staying.complete([(taken, None)], keys.scores())
+    for consumer in (leaving, staying):
+        await consumer.leave()
+    status = await streams.group_status(broker, keys.trajectories(), REWARD_GROUP)
+    assert status is not None
+    assert (status.pending, status.consumers) == (0, 0)
+
+
+async def test_an_entry_that_cannot_be_decoded_is_buried_with_its_bytes(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    payload = b"\x80\x04\x95pickled"
+    await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", payload)
+    consumer = make_consumer(broker, keys)
+    good, garbled = await consumer.fetch(10, 0)
+    assert isinstance(good, Delivery)
+    assert isinstance(garbled, Garbled)
+    assert await consumer.bury(garbled, make_letter(garbled))
+    (entry,) = await streams.read_range(broker, keys.dead, DeadLetter)
+    assert isinstance(entry, Entry)
+    assert entry.message.fields == {"v": b"1.0", "p": payload}
+    assert entry.message.entry_id == garbled.entry_id
+    assert await pending(broker, keys) == [good.entry_id]
+    assert not await consumer.bury(garbled, make_letter(garbled))
+    assert await streams.length(broker, keys.dead) == 1
+
+
+async def test_an_entry_of_a_newer_major_schema_is_not_lost_either(broker: Broker, keys: Keys) -> None:
+    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await broker.execute("XADD", keys.trajectories(), "*", "v", "2.0", "p", b"\x80")
+    consumer = make_consumer(broker, keys)
+    (garbled,) = await consumer.fetch(10, 0)
+    assert isinstance(garbled, Garbled)
+    assert "update the older side" in garbled.error
+
+
+async def test_an_entry_above_the_size_limit_is_not_decoded(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    consumer = make_consumer(broker, keys)
+    consumer.max_bytes = 50
+    (garbled,) = await consumer.fetch(10, 0)
+    assert isinstance(garbled, Garbled)
+    assert "exceed the limit of 50" in garbled.error
+
+
+async def test_a_garbled_entry_of_a_dead_consumer_is_buried_by_the_next_only(
+    broker: Broker, keys: Keys
+) -> None:
+    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", b"torn")
+    dead, rival = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "rival")
+    (found,) = await dead.fetch(10, 0)
+    assert isinstance(found, Garbled)
+    await fall_silent(broker, keys, "dead", [found.entry_id])
+    (taken,) = await rival.fetch(10, 0)
+    assert isinstance(taken, Garbled)
+    assert not await dead.bury(found, make_letter(found, "dead"))
+    assert await rival.bury(taken, make_letter(taken, "rival"))
+    assert await streams.length(broker, keys.dead) == 1
+
+
+async def test_entries_trimmed_while_they_were_held_do_not_stay_pending(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 4)
+    await fetched(make_consumer(broker, keys, "dead"), 4)
+    await fall_silent(broker, keys, "dead", ids)
+    await streams.trim_before(broker, keys.trajectories(), ids[3])
+    (left,) = await make_consumer(broker, keys, "rival").fetch(10, 0)
+    assert left.entry_id == ids[3]
+    assert await pending(broker, keys) == ids[3:]
+
+
+async def test_a_group_that_vanished_is_created_again(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys)
+    async with consumer:
+        held = await fetched(consumer, 1)
+        await broker.execute("XGROUP", "DESTROY", keys.trajectories(), REWARD_GROUP)
+        await consumer.renew()
+        assert held[0].lost.is_set()
+        assert await consumer.complete([(held[0], make_score(0))], keys.scores()) == [False]
+        await consumer.hand_back(held)
+        await consumer.leave()
+        assert await consumer.fetch(10, 0) == []
+        again = await fetched(consumer, 2)
+        assert [delivery.entry_id for delivery in again] == ids
+    assert await scored(broker, keys) == []
+
+
+async def test_a_stream_that_vanished_is_created_again(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    rollout, consumer = make_rollout(broker, keys), make_consumer(broker, keys)
+    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket())])
+    (ticket,) = await rollout.fetch(1, 0)
+    assert isinstance(ticket, Delivery)
+    (held,) = await fetched(consumer, 1)
+    await broker.execute("DEL", keys.trajectories(), keys.prompts())
+    assert await consumer.complete([(held, make_score(0))], keys.scores()) == [False]
+    with pytest.raises(LeaseLostError):
+        await rollout.publish_sample(
+            ticket, keys.trajectories(), keys.progress(0), make_trajectory(group_size=4)
+        )
+    await rollout.leave()
+    assert await consumer.fetch(1, 0) == []
+    await publish(broker, keys, 1)
+    await fetched(consumer, 1)
+
+
+async def test_a_waiting_consumer_is_woken_by_the_next_message(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 0)
+    waiting = asyncio.create_task(make_consumer(broker, keys).fetch(10, 5.0))
+    await streams.append(broker, keys.trajectories(), make_trajectory(7))
+    (delivery,) = await waiting
+    assert isinstance(delivery, Delivery)
+    assert delivery.message.ticket == 7
+
+
+async def test_scripts_work_after_the_server_forgot_them(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys)
+    first, second = await fetched(consumer, 2)
+    assert await consumer.complete([(first, make_score(0))], keys.scores()) == [True]
+    await broker.execute("SCRIPT", "FLUSH")
+    assert await consumer.complete([(second, make_score(1))], keys.scores()) == [True]
+    assert await scored(broker, keys) == [0, 1]
+
+
+async def take_ticket(
+    broker: Broker, keys: Keys, name: str = "a"
+) -> tuple[Consumer[Ticket], Delivery[Ticket]]:
+    consumer = make_rollout(broker, keys, name)
+    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
+    (delivery,) = await consumer.fetch(1, 0)
+    assert isinstance(delivery, Delivery)
+    return consumer, delivery
+
+
+async def samples_of(broker: Broker, keys: Keys) -> list[int]:
+    read = await streams.read_range(broker, keys.trajectories(), Trajectory)
+    return [entry.message.index for entry in read if isinstance(entry, Entry)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
+    broker: Broker, keys: Keys, seed: int
+) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=16))])
+    consumer, delivery = await take_ticket(broker, keys)
+    order = random.Random(seed).sample(range(16), 16)
+
+    async def publish_one(index: int) -> bool:
+        sample = make_trajectory(0, index, group_size=16)
+        return await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+
+    complete = await asyncio.gather(*(publish_one(index) for index in order))
+    assert sum(complete) == 1
+    assert sorted(await samples_of(broker, keys)) == list(range(16))
+    assert await streams.pending_ids(broker, keys.prompts(), ROLLOUT_GROUP, "-", "+", 10) == []
+    assert await broker.execute("EXISTS", keys.progress(0)) == 0
+    assert consumer.held == {}
+
+
+async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
+    broker: Broker, keys: Keys
+) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    consumer, delivery = await take_ticket(broker, keys)
+    first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
+    for sample, is_last in ((first, False), (first, False), (second, True)):
+        result = await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+        assert result == is_last
+    assert await samples_of(broker, keys) == [0, 1]
+    with pytest.raises(LeaseLostError):
+        await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), second)
+    assert await samples_of(broker, keys) == [0, 1]
+
+
+async def test_the_version_of_a_group_in_flight_does_not_count_as_a_sample(
+    broker: Broker, keys: Keys
+) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    consumer, delivery = await take_ticket(broker, keys)
+    await broker.execute("HSET", keys.progress(0), "version", 3)
+    sample = make_trajectory(0, 0, group_size=2)
+    assert not await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+    sample = make_trajectory(0, 1, group_size=2)
+    assert await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+
+
+async def test_who_takes_over_a_half_done_group_adds_only_what_is_missing(broker: Broker, keys: Keys) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=4))])
+    slow, delivery = await take_ticket(broker, keys, "slow")
+    samples = [make_trajectory(0, index, group_size=4) for index in range(4)]
+    out = (keys.trajectories(), keys.progress(0))
+    for index in (2, 0):
+        await slow.publish_sample(delivery, *out, samples[index])
+    await slow.hand_back([delivery])
+    rival, taken = await take_ticket(broker, keys, "rival")
+    with pytest.raises(LeaseLostError, match="held by another worker"):
+        await slow.publish_sample(delivery, *out, samples[1])
+    assert sorted(await broker.execute("HKEYS", keys.progress(0))) == [b"0", b"2"]
+    assert [await rival.publish_sample(taken, *out, samples[index]) for index in (0, 1, 3)] == [
+        False,
+        False,
+        True,
+    ]
+    assert await samples_of(broker, keys) == [2, 0, 1, 3]
+
+
+async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(
+    broker: Broker, keys: Keys
+) -> None:
+    await publish(broker, keys, 2)
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    consumer = make_consumer(broker, keys)
+    rollout, ticket = await take_ticket(broker, keys)
+    held = await fetched(consumer, 2)
+    sample = make_trajectory(0, 1, group_size=2)
+    try:
+        await broker.execute("CONFIG", "SET", "maxmemory", 1)
+        numbered = [(number, make_ticket(number)) for number in range(1, 4)]
+        work = [
+            asyncio.create_task(
+                consumer.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
+            ),
+            asyncio.create_task(
+                rollout.publish_sample(ticket, keys.trajectories(), keys.progress(0), sample)
+            ),
+            asyncio.create_task(streams.append_numbered(broker, keys.prompts(), numbered)),
+            asyncio.create_task(streams.append(broker, keys.commits, make_score(5))),
+        ]
+        refused = "errorstat_OOM"  # counted by the server since 6.2
+        before = broker.waited_s
+
+        async def is_waiting() -> bool:
+            return broker.waited_s > before and refused in await broker.info("errorstats")
+
+        await wait_until(is_waiting)
+        assert not any(task.done() for task in work)
+    finally:
+        await broker.execute("CONFIG", "SET", "maxmemory", 0)
+    assert await asyncio.gather(*work[:3]) == [[True, True], False, 3]
+    assert len(await work[3]) == 1  # type: ignore[arg-type]
+    assert await scored(broker, keys) == [0, 1]
+    assert await pending(broker, keys) == []
+    assert await streams.length(broker, keys.prompts()) == 4
+    assert await samples_of(broker, keys) == [0, 0, 1]

@@ -1,0 +1,84 @@
+"""Addresses and answers of Redis, as far as they can be judged without one."""
+
+import pytest
+from redis import exceptions as redis_errors
+
+from common import broker as broker_module
+from common.broker import Broker, redis_url
+from common.errors import BrokerError
+
+OOM = redis_errors.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
+
+
+class FailingRedis:
+    """Answers with each of some errors, then with OK."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.calls = 0
+
+    async def execute_command(self, *command: object) -> bytes:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return b"OK"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(broker_module, "LONGEST_PAUSE_S", 0.0)
+
+
+def test_without_an_address_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    with pytest.raises(BrokerError, match="TIDEMILL_REDIS_URL is not set") as caught:
+        redis_url()
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "", "redis"])
+async def test_an_address_of_the_wrong_form_is_a_broker_error(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    with pytest.raises(BrokerError, match="TIDEMILL_REDIS_URL"):
+        await Broker.connect(url)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.ConnectionError("Connection reset"),
+        redis_errors.TimeoutError(),
+        redis_errors.BusyLoadingError("Redis is loading the dataset in memory"),
+        redis_errors.ReadOnlyError("You can't write against a read only replica."),
+        redis_errors.ResponseError("MISCONF Errors writing to the AOF file"),
+        redis_errors.ResponseError("MASTERDOWN Link with MASTER is down"),
+        redis_errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+        OOM,
+        ConnectionRefusedError("refused"),
+        TimeoutError(),
+    ],
+)
+async def test_what_passes_is_waited_out(error: Exception) -> None:
+    redis = FailingRedis(error, error, error)
+    assert await Broker(redis).execute("SET", "a", 1) == b"OK"  # type: ignore[arg-type]
+    assert redis.calls == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.AuthenticationError("Authentication required."),
+        redis_errors.NoPermissionError("this user has no permissions"),
+        redis_errors.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"),
+        redis_errors.DataError("Invalid input"),
+        ValueError("a mistake in the program"),
+    ],
+)
+async def test_what_does_not_pass_is_raised_at_once(error: Exception) -> None:
+    redis = FailingRedis(error)
+    with pytest.raises(type(error)):
+        await Broker(redis).execute("SET", "a", 1)  # type: ignore[arg-type]
+    assert redis.calls == 1
