@@ -21,7 +21,7 @@ from common.errors import BrokerError
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
 REWRITE_MIN_SIZE = "512mb"
-"""Streams are written and trimmed all the time: at Redis's 64 MB it would copy its memory every few seconds."""
+"""Streams are written and trimmed all the time: at 64 MB Redis would copy its memory every few seconds."""
 
 
 class EmbeddedRedis:
