@@ -18,8 +18,8 @@ from common.messages import Message
 
 START = "0-0"
 
-BYTES_IN_ONE_TRANSACTION = 1 << 20
-"""Payload bytes after which a transaction is closed: Redis serves nobody else for about a millisecond."""
+BYTES_IN_ONE_TRANSACTION = 256 << 10
+"""Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
 ENTRY_OVERHEAD_BYTES = 1 << 10
 """What an entry counts besides its payload; bounds the number of small ones in a transaction."""
 
