@@ -8,7 +8,9 @@ be safe to repeat; `common.streams` sees to that.
 
 import asyncio
 import os
+import random
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import resources
@@ -24,7 +26,7 @@ from redis.backoff import NoBackoff
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from common import metrics
-from common.errors import BrokerError
+from common.errors import BrokerError, UnreachableError
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +34,7 @@ URL_VARIABLE = "TIDEMILL_REDIS_URL"
 USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
 PASSWORD_VARIABLE = "TIDEMILL_REDIS_PASSWORD"  # the variable's name, not a password
 CA_VARIABLE = "TIDEMILL_REDIS_CA"
+WAIT_VARIABLE = "TIDEMILL_REDIS_WAIT_S"
 
 MIN_SERVER = (6, 2)
 CONNECT_TIMEOUT_S = 5.0
@@ -81,21 +84,37 @@ class Broker:
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":
-        """Connect, check version and settings, and fail at once with a reason.
+        """Connect, check version and settings, and fail with a reason.
+
+        At once, unless TIDEMILL_REDIS_WAIT_S grants an unreachable server some time: a worker that is
+        started again during an outage of Redis should wait for it, a person who mistyped should not.
 
         Raises:
             BrokerError: unreachable, wrong credentials, older than 6.2, or set to evict keys.
         """
         url = url or redis_url()
+        deadline = time.monotonic() + float(os.environ.get(WAIT_VARIABLE, "0"))
+        while True:
+            try:
+                return await cls._connect(url)
+            except UnreachableError as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("waiting for Redis", error=str(error))
+                await asyncio.sleep(LONGEST_PAUSE_S * random.random())
+
+    @classmethod
+    async def _connect(cls, url: str) -> "Broker":
+        """One attempt."""
         broker = cls(_client(url))
         try:
             info = _parse_info(await _answered(lambda: broker.redis.execute_command("INFO")))
         except redis_errors.RedisError as error:
             await broker.close()
-            raise BrokerError(_explain(error, url)) from None
+            raise _explain(error, url) from None
         except (OSError, ValueError) as error:
             await broker.close()
-            raise BrokerError(
+            raise UnreachableError(
                 f"cannot reach Redis at {_public(url)}: {str(error) or 'it does not answer'}"
             ) from None
         try:
@@ -266,18 +285,21 @@ def _check_server(info: dict[str, str], url: str) -> None:
         )
 
 
-def _explain(error: Exception, url: str) -> str:
+def _explain(error: Exception, url: str) -> BrokerError:
+    """The error of a first contact, in words."""
     text = str(error).rstrip(".")
     if isinstance(error.__cause__, _FINAL):
         error = error.__cause__  # what the server answered to the greeting; around it is a ConnectionError
     if isinstance(error, redis_errors.AuthenticationError):
-        return (
+        return BrokerError(
             f"Redis at {_public(url)} refused the credentials ({text}). Set {PASSWORD_VARIABLE} (and "
             f"{USERNAME_VARIABLE} for an ACL user), or put them into {URL_VARIABLE}."
         )
     if isinstance(error, redis_errors.NoPermissionError):
-        return f"the Redis user for {_public(url)} lacks a permission: {text}"
-    return f"cannot reach Redis at {_public(url)}: {text}. Is it running, and is {URL_VARIABLE} right?"
+        return BrokerError(f"the Redis user for {_public(url)} lacks a permission: {text}")
+    return UnreachableError(
+        f"cannot reach Redis at {_public(url)}: {text}. Is it running, and is {URL_VARIABLE} right?"
+    )
 
 
 def _public(url: str) -> str:

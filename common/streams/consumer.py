@@ -69,6 +69,7 @@ class Consumer(Generic[M]):
         self.held: dict[str, Delivery[M]] = {}
         self._cursor = START
         self._next_reclaim = 0.0
+        self._waited_s = broker.waited_s
         self._renewal: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Consumer[M]":
@@ -87,6 +88,8 @@ class Consumer(Generic[M]):
 
         A `Garbled` is held too: give it to `bury`.
         """
+        if self._renewal is not None and self._renewal.done():
+            self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
             if taken := await self._reclaim(count):
                 return taken
@@ -215,7 +218,15 @@ class Consumer(Generic[M]):
             log.warning("lease lost, another worker took over", stream=self.label, entry=entry_id)
 
     async def _reclaim(self, count: int) -> list[Delivery[M] | Garbled]:
-        """Take over messages whose holder has been silent for a lease, a few times a lease."""
+        """Take over messages whose holder has been silent for a lease, a few times a lease.
+
+        While Redis was away nobody could renew, so all leases look expired when it is back: everybody
+        gets one lease to renew before anything is taken.
+        """
+        if self.broker.waited_s != self._waited_s:
+            self._waited_s = self.broker.waited_s
+            await self.renew()
+            self._next_reclaim = time.monotonic() + self.lease_s
         if time.monotonic() < self._next_reclaim:
             return []
         args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor]

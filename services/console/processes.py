@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.broker import URL_VARIABLE
+from common.broker import URL_VARIABLE, WAIT_VARIABLE
 from common.config import RunConfig
 from common.service import RUNS_DIR_VARIABLE
 from services.console.guard import Guard
@@ -65,7 +65,14 @@ def _spec(config: RunConfig, role: str, index: int, port: int, threads: int) -> 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:
     """What every service needs to know besides its arguments."""
-    return {**os.environ, URL_VARIABLE: redis_url, RUNS_DIR_VARIABLE: str(runs), "PYTHONUNBUFFERED": "1"}
+    return {
+        # A process that dies while Redis is away must not end the run for a mistake in the address.
+        WAIT_VARIABLE: "300",
+        **os.environ,
+        URL_VARIABLE: redis_url,
+        RUNS_DIR_VARIABLE: str(runs),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 class ServiceProcess:

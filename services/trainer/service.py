@@ -4,6 +4,7 @@ import asyncio
 
 import structlog
 
+from common.files import locked
 from common.presence import Heartbeat
 from common.service import ServiceContext
 from services.trainer.checkpoint import CheckpointStore
@@ -24,9 +25,23 @@ from services.trainer.weights import WeightStore
 
 log = structlog.get_logger(__name__)
 
+ANOTHER_TRAINER = (
+    "another trainer works in the folder of run {}. One run has one trainer: stop the other one first, or "
+    "give this one a run id of its own."
+)
+
 
 async def serve(context: ServiceContext) -> None:
-    """Run the trainer to its last step, or until the context says stop."""
+    """Run the trainer to its last step, or until the context says stop.
+
+    Raises:
+        LockedError: another trainer works in this run's folder.
+    """
+    with locked(context.run_dir / "trainer.lock", ANOTHER_TRAINER.format(context.keys.run_id)):
+        await _train(context)
+
+
+async def _train(context: ServiceContext) -> None:
     context.activity.enter("load", "model and data")
     prompts, evaluator = await asyncio.to_thread(_load_data, context)
     thread = PolicyThread()

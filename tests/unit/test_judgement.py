@@ -7,6 +7,7 @@ import pytest
 
 from common.config import RunConfig
 from services.trainer.judgement import (
+    BAD_NUMBERS,
     FAILED_SCORE,
     FEW_SCORES,
     STALE,
@@ -165,3 +166,16 @@ def test_the_same_group_always_has_the_same_outcome_whatever_order_its_parts_cam
     first, second = trained(judge(config_of(), group)), trained(judge(config_of(), turned))
     assert [s.key for s in first.samples] == [s.key for s in second.samples]
     assert [s.advantage for s in first.samples] == [s.advantage for s in second.samples]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_group_with_a_logprob_that_is_no_number_is_refused_and_not_a_crash(number):
+    group = group_of(1.0, 0.0, 0.0, 1.0)
+    bad = group.trajectories[2]
+    logprobs = np.full(bad.num_tokens, number, dtype=np.float32)
+    group.trajectories[2] = bad.model_copy(update={"logprobs": logprobs})
+    assert refused(judge(config_of(), group)).reason == BAD_NUMBERS
+
+
+def test_rewards_whose_advantages_overflow_are_refused_and_not_a_crash():
+    assert refused(judge(config_of(), group_of(1e308, 1e308, -1e308, -1e308))).reason == BAD_NUMBERS

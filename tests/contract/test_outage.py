@@ -1,0 +1,100 @@
+"""What one outage, or one mistake of an operator, must not do to a run."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.broker import Broker
+from common.embedded import EmbeddedRedis
+from common.errors import UnreachableError
+from common.files import LockedError, locked
+from common.keys import REWARD_GROUP, Keys
+from common.messages import Trajectory
+from common.streams import Consumer, append, ensure_group
+from tests.trajectories import make_trajectory
+
+LEASE_S = 0.4
+
+
+def make_consumer(broker: Broker, keys: Keys, name: str) -> Consumer[Trajectory]:
+    return Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, name, Trajectory, lease_s=LEASE_S, dead_key=keys.dead
+    )
+
+
+def test_two_servers_never_write_the_same_data(tmp_path: Path) -> None:
+    first = EmbeddedRedis(tmp_path / "redis")
+    first.start()
+    try:
+        with pytest.raises(LockedError, match="another Redis serves"):
+            EmbeddedRedis(tmp_path / "redis").start()
+    finally:
+        first.stop()
+    again = EmbeddedRedis(tmp_path / "redis")
+    again.start()
+    again.stop()
+
+
+def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    server.kill()
+    server.start()
+    server.stop()
+
+
+def test_a_lock_is_free_again_after_its_holder_failed(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), locked(tmp_path / "lock", "taken"):
+        with pytest.raises(LockedError, match="taken"), locked(tmp_path / "lock", "taken"):
+            raise AssertionError("two held it")
+        raise ZeroDivisionError
+    with locked(tmp_path / "lock", "taken"):
+        pass
+
+
+async def test_a_worker_may_be_told_to_wait_for_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    with pytest.raises(UnreachableError):
+        await Broker.connect(server.url)
+    monkeypatch.setenv("TIDEMILL_REDIS_WAIT_S", "60")
+    connecting = asyncio.create_task(Broker.connect(server.url))
+    await asyncio.to_thread(server.start)
+    try:
+        broker = await connecting
+        await broker.close()
+    finally:
+        server.stop()
+
+
+async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker: Broker, keys: Keys) -> None:
+    """All leases look expired then: each worker first gets one lease to renew its own."""
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
+    held = await healthy.fetch(3, 0)
+    ids = [delivery.entry_id for delivery in held]
+    args = ("IDLE", int(5000 * LEASE_S), "JUSTID")
+    await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, "healthy", 0, *ids, *args)
+    broker.waited_s += 1.0
+    assert await rival.fetch(3, 0) == []
+    assert await healthy.fetch(3, 0) == []
+    assert set(healthy.held) == set(ids)
+
+
+async def test_a_consumer_whose_renewal_died_says_so(broker: Broker, keys: Keys) -> None:
+    consumer = make_consumer(broker, keys, "a")
+
+    async def fail() -> None:
+        raise PermissionError("no XCLAIM for this user")
+
+    async with consumer:
+        assert consumer._renewal is not None
+        consumer._renewal.cancel()
+        consumer._renewal = asyncio.create_task(fail())
+        await asyncio.wait({consumer._renewal})
+        with pytest.raises(PermissionError, match="no XCLAIM"):
+            await consumer.fetch(1, 0)
+        consumer._renewal = None
