@@ -23,6 +23,8 @@ PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
 VOCABULARY = 151_936
 LEASE_S = 60.0
 BLOCK_S = 1.0
+CALLS_IN_FLIGHT = 2
+"""One call travels while the next one is encoded, or the last one decoded, as in the services."""
 CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
 
 
@@ -63,11 +65,16 @@ def trajectories(count: int) -> list[Trajectory]:
 
 
 async def write_stream(url: str, run_id: str, records: int, per_call: int) -> None:
-    """Append all records, `per_call` at a time."""
+    """Append all records, `per_call` at a time, from a few tasks at once as a worker does."""
     broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
+    calls = iter(range(0, records, per_call))
+
+    async def write() -> None:
+        for first in calls:
+            await append(broker, key, *batch[first : first + per_call])
+
     watch = Stopwatch()
-    for first in range(0, records, per_call):
-        await append(broker, key, *batch[first : first + per_call])
+    await asyncio.gather(*(write() for _ in range(CALLS_IN_FLIGHT)))
     watch.stop()
     await broker.close()
 
@@ -80,15 +87,28 @@ async def read_stream(url: str, run_id: str, records: int, per_call: int) -> Non
     )
     seen: set[TrajectoryKey] = set()
     acknowledged = 0
-    async with consumer:
-        watch = Stopwatch()
+
+    async def read() -> None:
+        nonlocal acknowledged
         while acknowledged < records:
             deliveries = await consumer.fetch(per_call, BLOCK_S)
             done = [(delivery, None) for delivery in deliveries if not isinstance(delivery, Garbled)]
             if done:
-                acknowledged += sum(await consumer.complete(done, keys.scores()))
+                completed = await consumer.complete(done, keys.scores())
+                acknowledged += sum(completed)
                 seen.update(delivery.message.key for delivery, _ in done)
+            if acknowledged >= records:
+                finished.set()
+
+    finished = asyncio.Event()
+    async with consumer:
+        watch = Stopwatch()
+        readers = [asyncio.create_task(read()) for _ in range(CALLS_IN_FLIGHT)]
+        await finished.wait()
         watch.stop()
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
     assert len(seen) == records, f"{records} records were written, {len(seen)} arrived"
     await broker.close()
 
