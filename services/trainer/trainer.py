@@ -146,6 +146,7 @@ class Trainer:
         if step == 0:
             # The first step waits for engines to start: that is warming up, not idling.
             self.context.activity.reset()
+            self._totals = {}
         return make_commit(step, result, dropped, numbers, manifest.digest, started_at)
 
     def _stage_times(self) -> dict[str, float]:
