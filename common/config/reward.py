@@ -14,7 +14,7 @@ class RewardConfig(Section):
     """A built-in (`gsm8k`, `math`, `exact_match`) or `path.py:name`, or `package.module:name`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the function."""
-    workers: int = Field(1, ge=1, le=1024)
+    workers: int = Field(1, ge=0, le=1024)
     """Reward processes that `tidemill up` starts on this machine."""
     max_in_flight: int = Field(256, ge=1, le=65536)
     """Trajectories one worker scores at once; a published score frees a slot."""

@@ -72,7 +72,7 @@ class RolloutConfig(Section):
 
     engine: Literal["vllm", "transformers", "simulated"] = "vllm"
     """What generates: vLLM, plain transformers (no GPU library needed), or delays."""
-    workers: int = Field(1, ge=1, le=1024)
+    workers: int = Field(1, ge=0, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
     """An engine that has work and finishes no completion for this long is started anew, in seconds."""

@@ -9,6 +9,7 @@ import time
 import structlog
 
 from common import codec, metrics
+from common.errors import ConfigError
 from common.messages import DeadLetter
 from common.service import ServiceContext
 from common.streams import append
@@ -20,6 +21,8 @@ from services.trainer.selection import select_groups
 
 log = structlog.get_logger(__name__)
 
+LEAST_GIVE_UP, STEPS_GIVE_UP = 256, 8
+"""This many groups, or steps' worth of them, replaced in a row end the run: none will ever be trained."""
 QUIET_S = 2.0
 """After this long without news, what Redis holds is compared with what it should hold."""
 
@@ -46,6 +49,7 @@ class Collector:
         self.scheduler, self.intake, self.judge = scheduler, intake, judge
         self.reconciler = reconciler
         self.dropped: list[Dropped] = []
+        self._dropped_in_a_row = 0
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
         """Wait until at least one group is there for `step` (all of them, unless `start_early`).
@@ -90,9 +94,19 @@ class Collector:
         dropped, self.dropped = self.dropped, []
         return dropped
 
-    async def drop(self, ticket: int, reason: str, step: int) -> None:
-        """Replace a whole group while `step` is in progress; the reason goes into the next commit."""
+    async def drop(self, ticket: int, reason: str, step: int, detail: str = "") -> None:
+        """Replace a whole group while `step` is in progress; the reason goes into the next commit.
+
+        Raises:
+            ConfigError: so many groups in a row could not be trained that none ever will be.
+        """
         self.dropped.append((ticket, -1, reason))
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row > max(LEAST_GIVE_UP, STEPS_GIVE_UP * self.trainer.groups_per_step):
+            raise ConfigError(
+                f"{self._dropped_in_a_row} groups in a row could not be trained, the last one because of "
+                f"{reason!r} {detail}. Fix its cause, then resume the run."
+            )
         metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
         self.intake.close(ticket)
         await self.scheduler.replace(ticket, step)
@@ -120,13 +134,14 @@ class Collector:
             self.intake.complete.remove(ticket)
             self.intake.dead.pop(ticket, None)
             group.is_taken = True
+            self._dropped_in_a_row = 0
             taken.append(verdict)
 
     async def _refuse(self, refusal: Refusal, step: int) -> None:
         log.info("group replaced", ticket=refusal.ticket, reason=refusal.reason, detail=refusal.detail)
         if refusal.reason == STALE:
             await self._report_stale(self.intake.groups[refusal.ticket].complete(), refusal.detail)
-        await self.drop(refusal.ticket, refusal.reason, step)
+        await self.drop(refusal.ticket, refusal.reason, step, refusal.detail)
 
     async def _report_stale(self, group: CompleteGroup, detail: str) -> None:
         """A violation of the staleness bound is counted and kept for the operator; never trained on."""

@@ -70,7 +70,9 @@ class Judge:
         if failed and self.reward.on_failure == "drop_group":
             return Refusal(group.ticket, FAILED_SCORE, group.scores[failed[0]].error)
         if len(rewards) < self.reward.min_group_size:
-            return Refusal(group.ticket, FEW_SCORES, f"{len(rewards)} of {len(group.scores)} scored")
+            reasons = {score.error for score in group.scores.values() if score.error}
+            detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
+            return Refusal(group.ticket, FEW_SCORES, detail)
         try:
             return self._with_advantages(group, rewards, left_out)
         except ValueError as error:
