@@ -155,6 +155,10 @@ class ScoreStatus(StrEnum):
     TIMEOUT = "timeout"
 
 
+OnFailure = Literal["", "drop_sample", "drop_group"]
+"""What a failed score asks for; empty leaves it to the run's `reward.on_failure`."""
+
+
 class Score(Message):
     """The reward of one trajectory."""
 
@@ -166,6 +170,7 @@ class Score(Message):
     components: dict[str, float | None] = Field(default_factory=dict)
     detail: dict[str, Any] = Field(default_factory=dict)
     error: str = ""
+    on_failure: OnFailure = ""
     attempts: int = Field(1, ge=1)
     worker: str = ""
     latency_s: float = Field(0.0, ge=0.0)

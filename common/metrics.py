@@ -44,6 +44,9 @@ SCORE_SECONDS = Histogram(
     "tidemill_score_seconds", "Time to score one trajectory", ["lane"], buckets=_LATENCY_S
 )
 SCORE_RETRIES = Counter("tidemill_score_retries_total", "Reward attempts repeated after a failure")
+REWARD_FAILURES = Counter(
+    "tidemill_reward_failures_total", "Rewards that failed for good, by name and kind", ["reward", "kind"]
+)
 SCORES_IN_FLIGHT = Gauge("tidemill_scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
 SCORING_PROCESSES_KILLED = Counter(
     "tidemill_scoring_processes_killed_total", "Processes of plain reward functions killed or found dead"

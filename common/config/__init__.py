@@ -1,10 +1,14 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from common.config.data import DataConfig, ModelConfig
+from common.config.judge import JudgeConfig
 from common.config.loading import load_config, override_config, parse_config
+from common.config.named_reward import NamedRewardConfig, RewardCacheConfig
 from common.config.reward import RewardConfig
+from common.config.reward_model import RewardModelConfig
 from common.config.rollout import RolloutConfig, SamplingConfig
 from common.config.run import ExpectConfig, RunConfig, StreamsConfig
+from common.config.sandbox import SandboxConfig
 from common.config.trainer import AlgorithmConfig, EvaluationConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
@@ -12,12 +16,17 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "ExpectConfig",
+    "JudgeConfig",
     "ModelConfig",
+    "NamedRewardConfig",
     "OptimizerConfig",
+    "RewardCacheConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "StreamsConfig",
     "TrainerConfig",
     "load_config",

@@ -105,8 +105,12 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
         data["train"] = resolve(data.get("train"))
         if isinstance(data.get("eval"), dict):
             data["eval"] = {name: resolve(value) for name, value in data["eval"].items()}
-    if isinstance(reward, dict) and "function" in reward:
-        reward["function"] = resolve(reward["function"])
+    if isinstance(reward, dict):
+        named = reward.get("rewards")
+        for section in (reward, *(named.values() if isinstance(named, dict) else ())):
+            for name in ("function", "group", "tokenizer"):
+                if isinstance(section, dict) and name in section:
+                    section[name] = resolve(section[name])
 
 
 def _explain(item: Any) -> str:

@@ -1,35 +1,38 @@
-"""The `reward` section: how trajectories are scored, and what a failure means."""
+"""The `reward` section: how trajectories are scored, and what a failure means.
 
-from typing import Any, Literal
+`function` is the short way to one reward; `rewards` names several, of any kind. Either way `named` has them
+all, complete.
+"""
+
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.section import Section
+from common.config.named_reward import FunctionConfig, NamedRewardConfig, RewardCacheConfig, RewardLimits
+
+DEFAULT_FUNCTION = "gsm8k"
 
 
-class RewardConfig(Section):
+class RewardConfig(RewardLimits, FunctionConfig):
     """How the reward service turns trajectories into scores."""
 
-    function: str = "gsm8k"
-    """A built-in (`gsm8k`, `math`, `exact_match`) or `path.py:name`, or `package.module:name`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the function."""
+    function: str | None = None
+    """A built-in (`gsm8k`, the default, `math`, `exact_match`), `path.py:name`, or `package.module:name`."""
+    rewards: dict[str, NamedRewardConfig] = Field(default_factory=dict, max_length=64)
+    """Several rewards by name, in place of `function`; the reward is their weighted sum."""
+    group: str | None = None
+    """What is done to the rewards of a training group when all are there: `rank`, `normalise`,
+    `replace_failures_by_mean`, or `path.py:name`."""
+    group_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the group function."""
+    cache: RewardCacheConfig = RewardCacheConfig()
+    """Bounds of the cache in Redis."""
     workers: int = Field(1, ge=0, le=1024)
     """Reward processes that `tidemill up` starts on this machine."""
     max_in_flight: int = Field(256, ge=1, le=65536)
     """Trajectories one worker scores at once; a published score frees a slot."""
     processes: int = Field(2, ge=1, le=256)
     """Processes that run plain (not async) functions, so that they never block the loop."""
-    timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
-    """Longest time for one attempt, in seconds."""
-    max_attempts: int = Field(3, ge=1, le=100)
-    """Attempts before a score counts as failed; backoff in between."""
-    backoff_s: float = Field(0.5, ge=0.0, le=600.0)
-    """First pause between attempts, in seconds; doubles, with jitter."""
-    on_failure: Literal["drop_sample", "drop_group", "value"] = "drop_sample"
-    """What a failed score means to its group. Never a silent zero."""
-    failure_value: float | None = None
-    """The reward of a failed sample where `on_failure` is `value`."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: a group with fewer scored samples is replaced."""
     drain_s: float = Field(8.0, ge=0.0, le=3600.0)
@@ -39,6 +42,57 @@ class RewardConfig(Section):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
 
+    @property
+    def named(self) -> dict[str, NamedRewardConfig]:
+        """Every reward of the run by name; `function` goes by its own name, under this section's limits."""
+        if self.rewards:
+            return self.rewards
+        shared = {
+            name: getattr(self, name)
+            for name in NamedRewardConfig.model_fields
+            if name in RewardConfig.model_fields and name != "cache"
+        }
+        assert self.function is not None  # `_fill` sees to it
+        return {self.function.rpartition(":")[2]: NamedRewardConfig(**shared)}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, tree: Any) -> Any:
+        """The default function where none is named, and this section's limits where a reward has none."""
+        if not isinstance(tree, dict):
+            return tree
+        rewards = tree.get("rewards")
+        if not rewards:
+            return tree if tree.get("function") else {**tree, "function": DEFAULT_FUNCTION}
+        if not isinstance(rewards, dict):
+            return tree
+        limits = {name: tree[name] for name in RewardLimits.model_fields if name in tree}
+        return {**tree, "rewards": {name: _with_limits(reward, limits) for name, reward in rewards.items()}}
+
+    @field_validator("rewards")
+    @classmethod
+    def _names_are_short(cls, rewards: dict[str, NamedRewardConfig]) -> dict[str, NamedRewardConfig]:
+        for name in rewards:
+            if not name.replace("_", "").replace("-", "").isalnum() or len(name) > 64:
+                raise ValueError(
+                    f"a reward is called {name!r}; expected at most 64 letters, digits, '_' and '-'"
+                )
+        return rewards
+
+    @model_validator(mode="after")
+    def _is_one_way(self) -> "RewardConfig":
+        if self.rewards and self.function:
+            raise ValueError("give either function, for one reward, or rewards, for several by name")
+        if self.rewards:
+            for name in FunctionConfig.model_fields:
+                if getattr(self, name) != FunctionConfig.model_fields[name].get_default(
+                    call_default_factory=True
+                ):
+                    raise ValueError(f"{name} belongs to one of the rewards: rewards.<name>.{name}")
+        if self.group_kwargs and not self.group:
+            raise ValueError("group_kwargs are given, but no group function")
+        return self
+
     @field_validator("delay_s")
     @classmethod
     def _delay_is_a_range(cls, delay_s: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -46,11 +100,10 @@ class RewardConfig(Section):
             raise ValueError("delay_s must be two numbers [shortest, longest] from 0 to 3600")
         return delay_s
 
-    @model_validator(mode="after")
-    def _failure_value_fits(self) -> "RewardConfig":
-        if (self.on_failure == "value") != (self.failure_value is not None):
-            raise ValueError(
-                "failure_value and on_failure: value belong together; give both, or neither "
-                f"(on_failure is {self.on_failure}, failure_value is {self.failure_value})"
-            )
-        return self
+
+def _with_limits(reward: Any, limits: dict[str, Any]) -> Any:
+    if not isinstance(reward, dict):
+        return reward
+    if "on_failure" in reward or "failure_value" in reward:
+        limits = {name: value for name, value in limits.items() if "fail" not in name}
+    return {**limits, **reward}

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.config import RunConfig
+from common.config import RewardConfig, RunConfig
 from services.console.preflight import Findings
 
 ENTRY_BYTES = 500
@@ -45,8 +45,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("rollout", f"{rollout.workers} worker{plural} with the {rollout.engine} engine"),
         (
             "reward",
-            f"{reward.function}, {reward.workers} worker{'' if reward.workers == 1 else 's'}, "
-            f"{reward.timeout_s:g} s and {reward.max_attempts} attempts each; then {reward.on_failure}",
+            f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}",
         ),
         ("redis", _redis(findings)),
     ]
@@ -106,6 +105,21 @@ def _staleness(bound: int) -> str:
     if bound == 1:
         return "at most 1 step: rollout writes the next step's groups while the trainer works on this one"
     return f"at most {bound} steps: asynchronous, rollout may be up to {bound} steps ahead of the trainer"
+
+
+def _rewards(config: RewardConfig) -> str:
+    """Each reward with its limits, and how they come together."""
+    texts = []
+    for name, reward in config.named.items():
+        what = name if reward.function in (None, name) else f"{name} = {reward.function}"
+        weight = f"{reward.weight:g} x " if config.rewards else ""
+        policy = reward.on_failure if reward.failure_value is None else f"{reward.failure_value:g}"
+        texts.append(
+            f"{weight}{what} ({reward.kind}, {reward.timeout_s:g} s and {reward.max_attempts} attempts each; "
+            f"then {policy})"
+        )
+    after = f", then {config.group} over each group" if config.group else ""
+    return " + ".join(texts) + after
 
 
 def _redis(findings: Findings) -> str:

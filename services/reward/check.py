@@ -1,4 +1,4 @@
-"""`python -m services.reward.check '{"function": ..., "kwargs": {...}}'`: can this reward be loaded?
+"""`python -m services.reward.check '{"function": ..., ...}'`: can the rewards of this section be loaded?
 
 Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
 runs whatever stands in it.
@@ -7,15 +7,16 @@ runs whatever stands in it.
 import json
 import sys
 
+from common.config import RewardConfig
 from common.errors import ConfigError
-from services.reward.functions import load_function
+from services.reward.rewards import check_reward
 
 
 def main(argument: str) -> int:
-    """Load the reward function; returns the exit code."""
-    wanted = json.loads(argument)
+    """Check every reward of the section given as JSON; returns the exit code."""
     try:
-        load_function(wanted["function"], wanted.get("kwargs", {}))
+        for name, reward in RewardConfig.model_validate(json.loads(argument)).named.items():
+            check_reward(name, reward)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code

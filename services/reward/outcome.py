@@ -31,20 +31,35 @@ Detail = dict[str, Any]
 class AttemptError(RewardError):
     """One attempt that gave no value.
 
-    `is_timeout` says that the limit of time ran out; `is_final` that trying again cannot help.
+    `is_timeout` says that the limit of time ran out, `is_final` that trying again cannot help. `kind` is a
+    word for the sort of failure, such as `http_429`, for counts: few and fixed. `retry_after_s` is what a
+    server asked for: the next attempt waits at least that long.
     """
 
-    def __init__(self, message: str, *, is_timeout: bool = False, is_final: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_timeout: bool = False,
+        is_final: bool = False,
+        kind: str = "",
+        retry_after_s: float = 0.0,
+    ) -> None:
         super().__init__(message)
         self.is_timeout = is_timeout
         self.is_final = is_final
+        self.kind = kind or ("timeout" if is_timeout else "error")
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The reward of one sample, with the numbers and notes that came with it."""
+    """The reward of one sample, with the numbers and notes that came with it.
 
-    value: float
+    A value of None means that the reward does not apply to the sample, which is no failure.
+    """
+
+    value: float | None
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
 

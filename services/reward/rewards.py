@@ -1,16 +1,19 @@
 """What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
 
-A function is one kind. Judges, reward models, weighted sums and caches are others: each implements
-`Reward`, wraps other rewards where it has to, and is chosen in `make_reward`.
+Functions, judges, reward models and sandboxes are its kinds; each implements `Reward`, and `make_reward`
+chooses. Attempts, backoff, concurrency, cache and failure policy stand around all of them alike, in
+`named.py`: a kind makes one attempt and says what came of it.
 """
 
 from typing import Protocol
 
-from common.config import RewardConfig
+from common.config import NamedRewardConfig
+from common.errors import ConfigError
 from services.reward.execution import execution_of
 from services.reward.functions import RewardFunction, load_function
 from services.reward.outcome import Outcome
 from services.reward.sample import Sample
+from services.reward.services import RewardServices
 
 
 class Reward(Protocol):
@@ -20,7 +23,11 @@ class Reward(Protocol):
     """Samples it makes sense to hold at once; None where only memory sets a limit."""
 
     async def score(self, sample: Sample) -> Outcome:
-        """One attempt, within the reward's own limit of time. Whoever calls decides on retries."""
+        """One attempt, within the reward's own limit of time. Whoever calls decides on retries.
+
+        Raises:
+            AttemptError: it gave no value. Anything else that is raised is taken for one.
+        """
 
     async def close(self) -> None:
         """Free what it holds."""
@@ -43,10 +50,25 @@ class FunctionReward:
         await self._execution.close()
 
 
-def make_reward(config: RewardConfig) -> Reward:
-    """The reward of a run.
+def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) -> Reward:
+    """The reward called `name`.
 
     Raises:
         ConfigError: it cannot be loaded or called as configured.
     """
-    return FunctionReward(load_function(config.function, config.kwargs), config.timeout_s, config.processes)
+    if config.function is not None:
+        function = load_function(config.function, config.kwargs)
+        return FunctionReward(function, config.timeout_s, services.config.reward.processes)
+    raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
+
+
+def check_reward(name: str, config: NamedRewardConfig) -> None:
+    """Find what is wrong with a reward without a run: what `tidemill check` asks for each of them.
+
+    Raises:
+        ConfigError: it cannot be loaded or called as configured.
+    """
+    if config.function is not None:
+        load_function(config.function, config.kwargs)
+        return
+    raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")

@@ -1,4 +1,4 @@
-"""One completion as reward functions see it. Imported by scoring processes too, so it stays light."""
+"""One completion as rewards see it. Imported by scoring processes too, so it stays light."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -6,10 +6,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from common.messages import Lane, Trajectory, TrajectoryKey
 
+PROMPT = "prompt"
+"""Where `extra_info` keeps the prompt of a dataset row that is a list of chat messages."""
+
+ChatMessages = list[dict[str, Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What there is to score."""
+    """What there is to score.
+
+    `prompt_text` is what the model read, chat template included; `messages` is the dataset row's chat, or
+    None where the row is plain text. Token ids are those of the policy's tokenizer.
+    """
 
     key: "TrajectoryKey"
     is_evaluation: bool
@@ -17,6 +26,10 @@ class Sample:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    prompt_text: str = ""
+    prompt_ids: Any = ()
+    completion_ids: Any = ()
+    group_size: int = 1
 
     @classmethod
     def from_trajectory(cls, trajectory: "Trajectory", lane: "Lane") -> "Sample":
@@ -28,13 +41,26 @@ class Sample:
             trajectory.text,
             trajectory.ground_truth,
             trajectory.extra,
+            trajectory.prompt_text,
+            trajectory.prompt_ids,
+            trajectory.completion_ids,
+            trajectory.group_size,
         )
 
+    @property
+    def messages(self) -> ChatMessages | None:
+        """The prompt as the dataset's chat messages, where it is a chat."""
+        prompt = self.extra_info.get(PROMPT)
+        return prompt if isinstance(prompt, list) else None
+
     def fields(self) -> dict[str, Any]:
-        """The arguments of `compute_score`, by name; the dict is the caller's own."""
+        """The arguments of `compute_score`, by name; the dicts are the caller's own.
+
+        `extra_info` says under `is_evaluation` whether the score is for training or for evaluation.
+        """
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
             "ground_truth": self.ground_truth,
-            "extra_info": dict(self.extra_info),
+            "extra_info": {**self.extra_info, "is_evaluation": self.is_evaluation},
         }

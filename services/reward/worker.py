@@ -13,9 +13,10 @@ from common.keys import REWARD_GROUP
 from common.messages import DeadLetter, Lane, Score, Trajectory
 from common.service import ServiceContext
 from common.streams import Consumer, Delivery, Garbled
+from services.reward.hybrid import make_hybrid
 from services.reward.publisher import Publisher
-from services.reward.rewards import make_reward
 from services.reward.scorer import Scorer
+from services.reward.services import RewardServices
 from services.reward.tally import Tally
 
 log = structlog.get_logger(__name__)
@@ -27,7 +28,8 @@ BLOCK_S = 0.5
 async def serve(context: ServiceContext) -> None:
     """Score the trajectories of a run until asked to stop."""
     config = context.config.reward
-    reward = make_reward(config)
+    services = RewardServices.of(context)
+    reward = make_hybrid(config, services)
     slots = min(config.max_in_flight, reward.slots or config.max_in_flight)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     tally = Tally(context.activity)
@@ -38,6 +40,7 @@ async def serve(context: ServiceContext) -> None:
                 lanes.create_task(RewardLane(context, lane, scorer, tally, slots).run(), name=f"lane {lane}")
     finally:
         await reward.close()
+        await services.close()
 
 
 class RewardLane:

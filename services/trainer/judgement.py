@@ -67,8 +67,10 @@ class Judge:
             return Refusal(group.ticket, STALE, detail)
         rewards, left_out = self._rewards(group.scores)
         failed = [index for index, reason in left_out if reason == FAILED_SCORE]
-        if failed and self.reward.on_failure == "drop_group":
-            return Refusal(group.ticket, FAILED_SCORE, group.scores[failed[0]].error)
+        for index in failed:
+            # A reward of its own policy says so in the score; the others leave it to the run's.
+            if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
+                return Refusal(group.ticket, FAILED_SCORE, group.scores[index].error)
         if len(rewards) < self.reward.min_group_size:
             reasons = {score.error for score in group.scores.values() if score.error}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
@@ -104,7 +106,7 @@ class Judge:
             score = scores[index]
             if score.status is ScoreStatus.OK and score.value is not None:
                 rewards[index] = score.value
-            elif self.reward.on_failure == "value" and self.reward.failure_value is not None:
+            elif not score.on_failure and self.reward.failure_value is not None:
                 rewards[index] = self.reward.failure_value
             else:
                 left_out.append((index, FAILED_SCORE))

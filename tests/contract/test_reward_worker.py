@@ -22,6 +22,7 @@ from services.reward.sample import Sample
 from services.reward.scorer import Scorer
 from services.reward.tally import Tally
 from services.reward.worker import RewardLane, serve
+from tests.rewards import scorer_of
 from tests.trajectories import make_config, make_trajectory
 from tests.waiting import wait_until
 
@@ -90,7 +91,7 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
     def start(scored_by: Any, name: str = "w1", lane: Lane = Lane.TRAIN, **sections: Any) -> Any:
         config = make_config(**sections)
         context = make_context(broker, keys, config, name)
-        scorer = Scorer(scored_by, config.reward, name, seed=0)
+        scorer = scorer_of(scored_by, config.reward, name)
         worker = RewardLane(context, lane, scorer, Tally(context.activity), config.reward.max_in_flight)
         return running(worker.run(), context)
 
@@ -238,7 +239,7 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
         async def score(self, sample: Sample) -> Outcome:
             return Outcome(1.0) if sample.is_evaluation else await held.score(sample)
 
-    scorer = Scorer(TrainingHangs(), config.reward, "w1", seed=0)
+    scorer = scorer_of(TrainingHangs(), config.reward)
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
     lanes = [RewardLane(context, lane, scorer, tally, config.reward.max_in_flight).run() for lane in Lane]
     async with running(asyncio.gather(*lanes), context):  # type: ignore[arg-type]

@@ -40,7 +40,13 @@ def test_a_function_in_a_file_gets_the_sample_by_keyword(write: Any) -> None:
     function = load_function(reference, {"threshold": 0.5})
     outcome = function.score(sample(extra_info={"row": 3}))
     assert not function.call.is_async
-    assert outcome.detail["seen"] == ["src", "text", "truth", {"row": 3}, {"threshold": 0.5}]
+    assert outcome.detail["seen"] == [
+        "src",
+        "text",
+        "truth",
+        {"row": 3, "is_evaluation": False},
+        {"threshold": 0.5},
+    ]
 
 
 def test_extra_info_may_be_left_out(write: Any) -> None:

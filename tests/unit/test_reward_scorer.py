@@ -12,8 +12,8 @@ from services.reward.functions import RewardFunction
 from services.reward.outcome import AttemptError, Outcome
 from services.reward.rewards import FunctionReward
 from services.reward.sample import Sample
-from services.reward.scorer import Scorer
 from services.reward.signature import recognise
+from tests.rewards import scorer_of
 from tests.trajectories import make_trajectory
 
 
@@ -34,7 +34,7 @@ class ScriptedReward:
 
 
 async def score(reward: Any, lane: Lane = Lane.TRAIN, **config: Any) -> Score:
-    scorer = Scorer(reward, RewardConfig(**({"backoff_s": 0.0} | config)), worker="w1", seed=0)
+    scorer = scorer_of(reward, RewardConfig(**({"backoff_s": 0.0} | config)))
     return await scorer.score(make_trajectory(3, 2), lane)
 
 
@@ -91,9 +91,8 @@ async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
 
     monkeypatch.setattr("services.reward.scorer.asyncio.sleep", note)
     for worker in ("one", "two"):
-        scorer = Scorer(
-            ScriptedReward(*[Outcome(1.0)] * 3), RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7
-        )
+        reward = ScriptedReward(*[Outcome(1.0)] * 3)
+        scorer = scorer_of(reward, RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7)
         for index in range(3):
             await scorer.score(make_trajectory(5, index), Lane.TRAIN)
     assert slept[:3] == slept[3:]

@@ -1,0 +1,40 @@
+"""What one named reward came to for one sample, after all attempts: a part of the sample's score."""
+
+from dataclasses import dataclass, field
+
+from common.messages import ScoreStatus
+from services.reward.outcome import AttemptError, Detail, Outcome
+
+
+@dataclass(slots=True)
+class Part:
+    """Only `ok` may have a value; `ok` without one means that the reward does not apply to the sample.
+
+    `kind` says in a word how a failure failed, for counts: `timeout`, `error`, `http_429`, ...
+    """
+
+    status: ScoreStatus = ScoreStatus.OK
+    value: float | None = None
+    error: str = ""
+    kind: str = ""
+    attempts: int = 1
+    components: dict[str, float | None] = field(default_factory=dict)
+    detail: Detail = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the reward said something, if only that it does not apply."""
+        return self.status is ScoreStatus.OK
+
+    @classmethod
+    def of(cls, outcome: Outcome, attempts: int) -> "Part":
+        """The part that an attempt which succeeded makes."""
+        return cls(
+            value=outcome.value, attempts=attempts, components=outcome.components, detail=outcome.detail
+        )
+
+    @classmethod
+    def failed(cls, error: AttemptError, attempts: int) -> "Part":
+        """The part that remains when the last attempt failed."""
+        status = ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED
+        return cls(status, None, str(error), error.kind, attempts)

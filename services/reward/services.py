@@ -1,0 +1,42 @@
+"""What rewards may use beside their own config: the run's Redis, an HTTP client, addresses of routers."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from common.broker import Broker
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.keys import Keys
+from common.service import ServiceContext
+
+RouterAddress = Callable[[str], Awaitable[str]]
+
+
+async def no_router(name: str) -> str:
+    """The address book of a worker without routers."""
+    raise ConfigError(f"no router is called {name!r} in this worker; name a judge of reward.rewards")
+
+
+@dataclass(slots=True)
+class RewardServices:
+    """Shared by all rewards of one worker; whoever makes it closes it."""
+
+    config: RunConfig
+    broker: Broker
+    keys: Keys
+    worker: str
+    router_address: RouterAddress = no_router
+    """Gives `host:port` of the router of a judge by its name; functions get it as `reward_router_address`."""
+    http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=None))
+    """Without limits of its own: every reward has its own. Its connections are shared."""
+
+    @classmethod
+    def of(cls, context: ServiceContext) -> "RewardServices":
+        """Those of a running worker."""
+        return cls(context.config, context.broker, context.keys, context.name)
+
+    async def close(self) -> None:
+        """Close the client's connections."""
+        await self.http.aclose()
