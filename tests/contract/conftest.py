@@ -1,0 +1,52 @@
+"""What the tests of the whole trainer share: contexts of a trainer process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.broker import Broker
+from common.config import RunConfig
+from common.keys import Keys
+from common.service import ServiceContext
+from tests.models import tiny_model
+from tests.training import make_context
+from tests.whole_trainer import GROUPS, SIZE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..., ServiceContext]:
+    """The context of a trainer process; all of a test share streams and run folder."""
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(f'{{"prompt": "w{i}", "ground_truth": "{i}"}}\n' for i in range(9)))
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text('{"prompt": "w1", "ground_truth": "1"}\n{"prompt": "w2", "ground_truth": "2"}\n')
+    run_dir = tmp_path / "run"
+
+    def make(steps: int = 6, has_eval: bool = False, trims: bool = False, **trainer: Any) -> ServiceContext:
+        tree = {
+            "model": {"path": str(model), "max_model_len": 64},
+            "data": {"train": str(data), "max_prompt_tokens": 8},
+            "rollout": {"engine": "simulated", "sampling": {"max_tokens": 8}},
+            "trainer": {
+                "policy": "simulated",
+                "steps": steps,
+                "groups_per_step": GROUPS,
+                "group_size": SIZE,
+                "checkpoint_every": 4,
+                "tensorboard": False,
+                **trainer,
+            },
+            "streams": {"trim": trims},
+        }
+        if has_eval:
+            tree["data"]["eval"] = {"held": str(held_out)}
+        return make_context(broker, keys, RunConfig.model_validate(tree), run_dir)
+
+    return make
