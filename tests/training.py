@@ -18,9 +18,10 @@ from common.streams import Consumer, Delivery, Entry, append, id_order, last_id,
 from services.trainer.intake import Intake
 from services.trainer.judgement import CompleteGroup, Judge
 from services.trainer.policy import Policy
+from services.trainer.policy_thread import PolicyThread
 from services.trainer.prompts import Prompt, PromptSource
 from services.trainer.scheduler import Outstanding, Scheduler
-from services.trainer.step import PolicyThread, StepRunner
+from services.trainer.step import StepRunner
 from tests.trajectories import make_config, make_trajectory
 
 

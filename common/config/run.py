@@ -62,6 +62,11 @@ class RunConfig(Section):
             )
         if self.trainer.group_size < 2 and self.trainer.algorithm.filter_zero_variance:
             raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
+        if self.trainer.groups_per_step % self.trainer.mini_batches:
+            raise ValueError(
+                f"trainer.mini_batches ({self.trainer.mini_batches}) must divide trainer.groups_per_step "
+                f"({self.trainer.groups_per_step}): every update takes the same number of groups"
+            )
         self._algorithm_fits()
         return self
 

@@ -15,12 +15,12 @@ class AlgorithmConfig(Section):
     scale_advantages: Literal["group", "none"] = "group"
     """Divide by the group's standard deviation (GRPO), or not (Dr. GRPO)."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
-    """The ratio is clipped at 1 - clip_low. Only with `old_logprobs: rollout`: with `recompute` there is one
-    update a step, the ratio is 1, and nothing is to be clipped."""
+    """The ratio is clipped at 1 - clip_low. With `old_logprobs: recompute` only where a step has several
+    `mini_batches`: before its first update the ratio is 1, and nothing is to be clipped."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
     """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """What the ratio compares with: the policy at the start of the update, with `importance_cap` correcting
+    """What the ratio compares with: the policy at the start of the step, with `importance_cap` correcting
     for staleness (decoupled, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
     importance_cap: float | None = Field(2.0, gt=0.0, le=1000.0)
     """Truncated importance weight of each token against the rollout logprobs; null turns it off. Only with
@@ -45,7 +45,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0.0, le=1e6)
     """Gradients are scaled down to this global norm."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; within a step the rate moves with every update."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after warm-up."""
 
@@ -74,6 +74,8 @@ class SimulatedPolicyConfig(Section):
 
     group_s: float = Field(0.0, ge=0.0, le=3600.0)
     """Time to train on one group, in seconds."""
+    prepare_s: float = Field(0.0, ge=0.0, le=3600.0)
+    """Time of the forward passes over one group that several updates a step need before it is trained."""
     update_s: float = Field(0.0, ge=0.0, le=3600.0)
     """Time of one optimizer update, in seconds."""
 
@@ -85,6 +87,8 @@ class TrainerConfig(Section):
     """Steps of the run."""
     groups_per_step: int = Field(32, ge=1, le=65536)
     """B: groups in one step."""
+    mini_batches: int = Field(1, ge=1, le=1024)
+    """Optimizer updates in one step, each over its share of the groups; divides `groups_per_step`."""
     group_size: int = Field(8, ge=1, le=4096)
     """Completions of each group (verl's `rollout.n`, TRL's `num_generations`)."""
     max_staleness: int = Field(1, ge=0, le=1024)

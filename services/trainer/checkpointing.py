@@ -14,9 +14,9 @@ from services.trainer.checkpoint import CheckpointStore, TrainerState
 from services.trainer.collector import Dropped
 from services.trainer.intake import SCORES, TRAJECTORIES, Intake
 from services.trainer.policy import Policy
+from services.trainer.policy_thread import PolicyThread
 from services.trainer.recorder import Recorder
 from services.trainer.scheduler import Scheduler
-from services.trainer.step import PolicyThread
 from services.trainer.storage import until_stored
 
 log = structlog.get_logger(__name__)

@@ -15,6 +15,7 @@ from common.service import ServiceContext
 from common.streams import append
 from services.trainer.intake import Intake
 from services.trainer.judgement import STALE, CompleteGroup, Judge, Refusal, TrainableGroup
+from services.trainer.preparation import Preparer
 from services.trainer.reconciler import Reconciler
 from services.trainer.scheduler import Scheduler
 from services.trainer.selection import select_groups
@@ -44,10 +45,11 @@ class Collector:
         intake: Intake,
         judge: Judge,
         reconciler: Reconciler,
+        preparer: Preparer | None = None,
     ) -> None:
         self.context, self.trainer = context, context.config.trainer
         self.scheduler, self.intake, self.judge = scheduler, intake, judge
-        self.reconciler = reconciler
+        self.reconciler, self.preparer = reconciler, preparer
         self.dropped: list[Dropped] = []
         self._dropped_in_a_row = 0
 
@@ -73,6 +75,8 @@ class Collector:
                 await self._take(ticket, step, taken)
             if taken and (self.trainer.start_early or len(taken) == places):
                 return taken
+            if await self.prepare_waiting(step, places - len(taken)):
+                continue
             with self.context.activity.during(*self._waiting_for(step)):
                 has_news = await self.context.unless_stopping(self.intake.wait(QUIET_S))
             if has_news is None:
@@ -81,6 +85,13 @@ class Collector:
                 quiet_since = time.monotonic()
             else:
                 await self._look_for_losses(step, time.monotonic() - quiet_since)
+
+    async def prepare_waiting(self, step: int, places: int) -> bool:
+        """Prepare one group that waits for its scores; False where there is none."""
+        if self.preparer is None or not self.preparer.is_needed:
+            return False
+        with self.context.activity.during("prepare"):
+            return await self.preparer.prepare_waiting(self.intake.groups.values(), step, places)
 
     def settle(self, groups: list[TrainableGroup]) -> None:
         """The groups are committed: they are outstanding no more."""

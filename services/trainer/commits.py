@@ -34,7 +34,7 @@ def make_commit(
     return Commit(
         step=step,
         version=step + 1,
-        mini_batches=(tuple(batch.keys for batch in result.micro_batches),),
+        mini_batches=tuple(tuple(batch.keys for batch in mini.micro_batches) for mini in result.mini_batches),
         groups=tuple(group.ticket for group in result.groups),
         dropped=(*dropped, *left_out),
         advantages=advantages,

@@ -18,6 +18,7 @@ from common.keys import Keys
 from common.messages import DeadLetter, Message, Score, Trajectory
 from common.streams import START, Entry, Garbled, OffsetReader, id_before, id_order
 from services.trainer.judgement import CompleteGroup
+from services.trainer.samples import Prepared
 from services.trainer.scheduler import Outstanding
 
 log = structlog.get_logger(__name__)
@@ -43,6 +44,8 @@ class PendingGroup:
     started_version: int = -1
     is_taken: bool = False
     """Whether the step in progress trains on it."""
+    prepared: Prepared | None = None
+    """What has been computed of the trajectories while they waited for their scores."""
 
     @property
     def is_complete(self) -> bool:
@@ -63,6 +66,7 @@ class PendingGroup:
             self.step,
             {index: entry.message for index, entry in self.trajectories.items()},
             {index: entry.message for index, entry in self.scores.items()},
+            self.prepared,
         )
 
 
@@ -149,6 +153,7 @@ class Intake:
             group.trajectories.clear()
             group.scores.clear()
             group.started_version = -1
+            group.prepared = None
         self.complete.clear()
 
     def positions(self) -> dict[str, str]:

@@ -5,14 +5,14 @@ replaced. Nothing is left out silently, and nothing too old is ever trained on.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from common.config import RunConfig
 from common.messages import Score, ScoreStatus, Trajectory
 from services.trainer.advantages import group_advantages
-from services.trainer.samples import Sample
+from services.trainer.samples import Prepared, Sample
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS = "bad_numbers"
@@ -26,6 +26,7 @@ class CompleteGroup:
     step: int
     trajectories: dict[int, Trajectory]
     scores: dict[int, Score]
+    prepared: Prepared | None = None
 
     @property
     def min_version(self) -> int:
@@ -93,7 +94,7 @@ class Judge:
             return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}")
         advantages = group_advantages(values, self.algorithm.scale_advantages)
         samples = [
-            self._sample(group.trajectories[index], value, float(advantage))
+            self._sample(group, index, value, float(advantage))
             for (index, value), advantage in zip(rewards.items(), advantages, strict=True)
         ]
         return TrainableGroup(group.ticket, samples, values, left_out, group)
@@ -112,16 +113,33 @@ class Judge:
                 left_out.append((index, FAILED_SCORE))
         return rewards, left_out
 
-    def _sample(self, trajectory: Trajectory, reward: float, advantage: float) -> Sample:
+    def _sample(self, group: CompleteGroup, index: int, reward: float, advantage: float) -> Sample:
+        trajectory = group.trajectories[index]
         mask = trajectory.mask
         if self.algorithm.mask_truncated and trajectory.finish == "length":
             mask = np.zeros_like(mask)
-        return Sample(
-            key=trajectory.key,
-            prompt_ids=trajectory.prompt_ids,
-            completion_ids=trajectory.completion_ids,
-            rollout_logprobs=trajectory.logprobs,
+        proximal = group.prepared.proximal_logprobs.get(index) if group.prepared else None
+        return replace(
+            unscored_sample(trajectory),
             mask=mask,
             advantage=advantage,
             reward=reward,
+            proximal_logprobs=proximal,
         )
+
+
+def unscored_sample(trajectory: Trajectory) -> Sample:
+    """The tokens of a trajectory, for what does not depend on its reward.
+
+    Raises:
+        ValueError: a logprob is not finite, or the prompt is empty.
+    """
+    return Sample(
+        key=trajectory.key,
+        prompt_ids=trajectory.prompt_ids,
+        completion_ids=trajectory.completion_ids,
+        rollout_logprobs=trajectory.logprobs,
+        mask=trajectory.mask,
+        advantage=0.0,
+        reward=0.0,
+    )

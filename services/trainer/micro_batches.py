@@ -6,7 +6,7 @@ exactly, because sums of floats, and so the weights, depend on it bit by bit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import TidemillError
 from common.messages import TrajectoryKey
@@ -36,6 +36,14 @@ class MicroBatch:
     def num_trained(self) -> int:
         """Tokens that carry loss."""
         return sum(sample.num_trained for sample in self.samples)
+
+
+def unprepared(batch: MicroBatch) -> MicroBatch:
+    """The batch as it is trained before the weights of the step have moved.
+
+    Its proximal policy is the current one whether it was prepared or not: the bits must not depend on that.
+    """
+    return MicroBatch(tuple(replace(sample, proximal_logprobs=None) for sample in batch.samples))
 
 
 def form_micro_batches(samples: Iterable[Sample], max_tokens: int) -> list[MicroBatch]:

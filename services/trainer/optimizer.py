@@ -30,14 +30,14 @@ def build_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Ada
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
-    """The rate of update number `update` (from 0) of `num_updates`.
+def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_per_step: int = 1) -> float:
+    """The rate of update number `update` (from 0) of a run; it moves with every update.
 
-    Warm-up over W steps is lr * (n + 1) / (W + 1), never 0, so that no update is wasted. Then `constant`,
-    or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine` lr * (1 + cos(pi x)) / 2.
+    With W updates in the warm-up steps, warm-up is lr * (n + 1) / (W + 1), never 0, so that no update is
+    wasted. Then `constant`, or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine` lr * (1 + cos(pi x)) / 2.
     Past the end x stays 1.
     """
-    warmup = config.warmup_steps
+    warmup, num_updates = config.warmup_steps * updates_per_step, num_steps * updates_per_step
     if update < warmup:
         return config.lr * (update + 1) / (warmup + 1)
     progress = min(1.0, (update - warmup) / max(1, num_updates - warmup))

@@ -1,7 +1,8 @@
 """What the trainer needs of the thing it trains, whichever library stands behind it.
 
-A step is: `accumulate` each micro-batch, then `update` once with the step's denominator. Gradients
-accumulate unnormalised, so micro-batches may arrive one by one, before the size of the step is known.
+A mini-batch is: `accumulate` each micro-batch, then `update` once with their denominator; a step has one
+mini-batch or several. Gradients accumulate unnormalised, so micro-batches may arrive one by one, before the
+size of the mini-batch is known.
 
 Guarantees of every policy: the same micro-batches in the same order, from the same state, give the same
 digest; `zero` undoes every `accumulate` since the last update; a skipped update leaves the weights as
@@ -132,6 +133,18 @@ class Policy(Protocol):
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of every completion token under the current weights, [T] for each sample."""
+        ...
+
+    def proximal_logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
+        """As `logprobs`, at the sampling temperature, under the weights that are held, else the current."""
+        ...
+
+    def hold_weights(self) -> None:
+        """Keep a copy of the current weights for `proximal_logprobs`, until `release_weights`."""
+        ...
+
+    def release_weights(self) -> None:
+        """Let go of the copy, if there is one."""
         ...
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:

@@ -19,10 +19,11 @@ from services.trainer.commits import read_commits
 from services.trainer.intake import Intake
 from services.trainer.judgement import CompleteGroup
 from services.trainer.policy import Policy
+from services.trainer.policy_thread import PolicyThread
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.scheduler import Scheduler
-from services.trainer.step import PolicyThread, StepRunner
+from services.trainer.step import StepRunner
 from services.trainer.storage import until_stored
 
 log = structlog.get_logger(__name__)

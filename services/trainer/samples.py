@@ -31,6 +31,8 @@ class Sample:
     mask: Bits
     advantage: float
     reward: float
+    proximal_logprobs: Float32 | None = None
+    """[T], under the weights at the start of the step; None where those are the current weights."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -45,6 +47,11 @@ class Sample:
             raise ValueError(
                 f"trajectory {self.key}: reward {self.reward} and advantage {self.advantage} must be finite"
             )
+        proximal = self.proximal_logprobs
+        if proximal is not None and len(proximal) != num_tokens:
+            raise ValueError(
+                f"trajectory {self.key}: {len(proximal)} proximal logprobs for {num_tokens} tokens"
+            )
         if not np.isfinite(self.rollout_logprobs).all():
             raise ValueError(f"trajectory {self.key}: rollout logprobs must be finite")
 
@@ -57,3 +64,11 @@ class Sample:
     def num_trained(self) -> int:
         """Completion tokens that carry loss."""
         return int(np.count_nonzero(self.mask))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was computed of a group's trajectories before they were judged, by index, for one step."""
+
+    step: int
+    proximal_logprobs: dict[int, Float32]

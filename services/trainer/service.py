@@ -14,12 +14,13 @@ from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
 from services.trainer.judgement import Judge
 from services.trainer.policy import Policy
+from services.trainer.policy_thread import PolicyThread
 from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.recovery import Replayer, restore_checkpoint
 from services.trainer.scheduler import Scheduler
-from services.trainer.step import PolicyThread, StepRunner
+from services.trainer.step import StepRunner
 from services.trainer.trainer import Trainer
 from services.trainer.weights import WeightStore
 
@@ -53,7 +54,7 @@ async def _train(context: ServiceContext) -> None:
     judge = Judge(context.config)
     runner = StepRunner(context, policy, thread, judge)
     reconciler = Reconciler(context.broker, context.keys, scheduler, context.config.trainer.checkpoint_every)
-    collector = Collector(context, scheduler, intake, judge, reconciler)
+    collector = Collector(context, scheduler, intake, judge, reconciler, runner.preparer)
     replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler)
     commits = await replayer.adopt(version, dropped)
     version += len(commits)

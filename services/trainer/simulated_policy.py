@@ -68,6 +68,17 @@ class SimulatedPolicy:
         """The rollout's own logprobs: a simulated trainer agrees with every engine."""
         return [sample.rollout_logprobs for sample in samples]
 
+    def proximal_logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
+        """Take `prepare_s` for each `group_size` samples."""
+        time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
+        return self.logprobs(samples)
+
+    def hold_weights(self) -> None:
+        """There are none."""
+
+    def release_weights(self) -> None:
+        """There are none."""
+
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """One tensor with the digest and the number of updates, to tell versions apart."""
         values = [self._num_updates, *self._chain]

@@ -1,57 +1,67 @@
-"""One step: train on groups as they complete, then update once.
+"""One step: train on groups as they complete, in one or several mini-batches with an optimizer update each.
 
-Gradients accumulate unnormalised and are divided once at the end, so the result does not depend on the
-order in which groups arrived or on how they were split, up to rounding; the exact composition goes into
-the commit, and replaying it gives the same weights bit by bit.
+Gradients accumulate unnormalised and are divided once at the end of a mini-batch, so its result does not
+depend on the order in which its groups arrived or on how they were split, up to rounding. Which groups a
+mini-batch has is the order in which they arrived; it goes into the commit with the exact micro-batches, and
+replaying that gives the same weights bit by bit.
+
+With several updates the weights move within the step. The policy of PPO's ratio stays the one at the start
+of the step (`preparation.py`); samples of the first mini-batch need nothing for that: their ratio is 1.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+
+import structlog
 
 from common.errors import TidemillError
 from common.messages import Commit
 from common.service import ServiceContext
 from services.trainer.collector import Collector, StoppedError
 from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
-from services.trainer.micro_batches import MicroBatch, form_micro_batches, rebuild
+from services.trainer.micro_batches import MicroBatch, form_micro_batches, rebuild, unprepared
 from services.trainer.policy import MicroBatchMetrics, Policy, UpdateResult
+from services.trainer.policy_thread import PolicyThread
+from services.trainer.preparation import Preparer
 from services.trainer.samples import Sample
 
-T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 MIN_FILL = 0.5
-"""A micro-batch filled less than this waits for more groups, unless the step has no more to come."""
+"""A micro-batch filled less than this waits for more groups, unless its mini-batch has no more to come."""
 
 
-class PolicyThread:
-    """Runs the policy's calls one at a time in a thread, so that streams keep flowing meanwhile."""
+@dataclass(slots=True)
+class MiniBatch:
+    """What one optimizer update was made of: micro-batches in order of training."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="policy")
-
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Run one call to its end, also when the caller is cancelled."""
-        return await asyncio.shield(
-            asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-        )
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    sums: MicroBatchMetrics = field(default_factory=MicroBatchMetrics)
+    update: UpdateResult | None = None
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did: groups in order of entry, micro-batches in order of training."""
+    """What one step did: groups in order of entry, mini-batches in order of training."""
 
     groups: list[TrainableGroup] = field(default_factory=list)
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    sums: MicroBatchMetrics = field(default_factory=MicroBatchMetrics)
-    update: UpdateResult | None = None
+    mini_batches: list[MiniBatch] = field(default_factory=list)
 
     @property
     def samples(self) -> list[Sample]:
         """Every sample of the step."""
         return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def sums(self) -> MicroBatchMetrics:
+        """Over all mini-batches."""
+        return sum((mini.sums for mini in self.mini_batches), MicroBatchMetrics())
+
+    @property
+    def updates(self) -> list[UpdateResult]:
+        """One for each mini-batch."""
+        return [mini.update for mini in self.mini_batches if mini.update is not None]
 
 
 class StepRunner:
@@ -60,48 +70,108 @@ class StepRunner:
     def __init__(self, context: ServiceContext, policy: Policy, thread: PolicyThread, judge: Judge) -> None:
         self.context, self.trainer, self.activity = context, context.config.trainer, context.activity
         self.policy, self.thread, self.judge = policy, thread, judge
+        self.preparer = Preparer(self.trainer, policy, thread)
+        self.has_begun = False
+        """Whether the weights are those within a step: after its first update, before its last."""
 
     async def run(self, step: int, collector: Collector) -> StepResult:
-        """Collect and train the groups of `step`, and update the weights.
+        """Collect and train the groups of `step`, with `mini_batches` updates of the weights.
 
         Raises:
-            StoppedError: the service must stop; nothing of the step is kept.
+            StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
         """
         result = StepResult()
-        waiting: list[Sample] = []
-        while len(result.groups) < self.trainer.groups_per_step:
-            places = self.trainer.groups_per_step - len(result.groups)
-            groups = await collector.take(step, places)
-            result.groups += groups
-            waiting += [sample for group in groups for sample in group.samples]
-            is_last = len(result.groups) == self.trainer.groups_per_step
-            batches = form_micro_batches(waiting, self.trainer.micro_batch_tokens)
-            waiting = [] if is_last else self._hold_back(batches)
-            await self._accumulate(batches, result)
-        await self._update(result)
+        arrived: deque[TrainableGroup] = deque()
+        for number in range(self.trainer.mini_batches):
+            mini = MiniBatch()
+            result.mini_batches.append(mini)
+            await self._collect(step, mini, result, arrived, collector)
+            if number == 0 and self.preparer.is_needed:
+                await self._prepare_rest(step, result, arrived, collector)
+            await self._update(mini)
+        await self._finish()
         return result
 
     async def replay(self, commit: Commit, groups: dict[int, CompleteGroup]) -> StepResult:
         """Train a committed step again from the streams' records, with the recorded composition.
 
         Raises:
-            StoppedError: the service must stop.
+            StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
             TidemillError: what was trained then cannot be trained now: the config has changed.
         """
         result = StepResult()
+        later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         for ticket in commit.groups:
-            verdict = self.judge.judge(groups[ticket], commit.step)
-            if not isinstance(verdict, TrainableGroup):
-                raise TidemillError(
-                    f"ticket {ticket} was trained at step {commit.step}, but cannot be trained again: "
-                    f"{verdict.reason} ({verdict.detail}). Resume with the config the step was trained with."
-                )
-            result.groups.append(verdict)
+            if ticket in later:
+                with self.activity.during("prepare"):
+                    await self.preparer.prepare(groups[ticket], commit.step)
+            result.groups.append(self._judge_again(groups[ticket], commit.step))
         by_key = {sample.key: sample for sample in result.samples}
-        (mini_batch,) = commit.mini_batches  # one optimizer update a step
-        await self._accumulate(rebuild(mini_batch, by_key), result)
-        await self._update(result)
+        for number, composition in enumerate(commit.mini_batches):
+            mini = MiniBatch()
+            result.mini_batches.append(mini)
+            batches = rebuild(composition, by_key)
+            await self._accumulate(batches if number else [unprepared(b) for b in batches], mini)
+            await self._update(mini)
+        await self._finish()
         return result
+
+    def _judge_again(self, group: CompleteGroup, step: int) -> TrainableGroup:
+        verdict = self.judge.judge(group, step)
+        if isinstance(verdict, TrainableGroup):
+            return verdict
+        raise TidemillError(
+            f"ticket {group.ticket} was trained at step {step}, but cannot be trained again: "
+            f"{verdict.reason} ({verdict.detail}). Resume with the config the step was trained with."
+        )
+
+    async def _collect(
+        self,
+        step: int,
+        mini: MiniBatch,
+        result: StepResult,
+        arrived: deque[TrainableGroup],
+        collector: Collector,
+    ) -> None:
+        """Fill one mini-batch with the next groups to arrive, training them as they come.
+
+        `arrived` are groups of the step that no mini-batch has yet.
+        """
+        places = self.trainer.groups_per_step // self.trainer.mini_batches
+        is_first = len(result.mini_batches) == 1
+        waiting: list[Sample] = []
+        while places:
+            if not arrived:
+                arrived += await collector.take(step, self.trainer.groups_per_step - len(result.groups))
+            groups = [arrived.popleft() for _ in range(min(places, len(arrived)))]
+            if not is_first:
+                groups = [await self._prepared(group, step) for group in groups]
+            result.groups += groups
+            places -= len(groups)
+            waiting += [sample for group in groups for sample in group.samples]
+            batches = form_micro_batches(waiting, self.trainer.micro_batch_tokens)
+            waiting = self._hold_back(batches) if places else []
+            await self._accumulate([unprepared(b) for b in batches] if is_first else batches, mini)
+
+    async def _prepare_rest(
+        self, step: int, result: StepResult, arrived: deque[TrainableGroup], collector: Collector
+    ) -> None:
+        """Before the weights move: what has arrived is prepared; for what has not, they are kept."""
+        for number, group in enumerate(arrived):
+            arrived[number] = await self._prepared(group, step)
+        missing = self.trainer.groups_per_step - len(result.groups) - len(arrived)
+        if missing:
+            while not self.context.stopping.is_set() and await collector.prepare_waiting(step, missing):
+                pass
+            await self.thread.call(self.policy.hold_weights)
+
+    async def _prepared(self, group: TrainableGroup, step: int) -> TrainableGroup:
+        """The group with what its samples need to be trained after the weights have moved."""
+        if self.preparer.is_ready(group.source, step) or group.source is None:
+            return group
+        with self.activity.during("prepare"):
+            await self.preparer.prepare(group.source, step)
+        return self._judge_again(group.source, step)
 
     def _hold_back(self, batches: list[MicroBatch]) -> list[Sample]:
         """Take the last micro-batch away while it is nearly empty: more groups are on their way."""
@@ -109,14 +179,22 @@ class StepRunner:
             return list(batches.pop().samples)
         return []
 
-    async def _accumulate(self, batches: Sequence[MicroBatch], result: StepResult) -> None:
+    async def _accumulate(self, batches: Sequence[MicroBatch], mini: MiniBatch) -> None:
         with self.activity.during("train"):
             for batch in batches:
                 if self.context.stopping.is_set():
                     raise StoppedError
-                result.sums += await self.thread.call(self.policy.accumulate, batch)
-                result.micro_batches.append(batch)
+                sums = await self.thread.call(self.policy.accumulate, batch)
+                mini.sums += sums
+                mini.micro_batches.append(batch)
 
-    async def _update(self, result: StepResult) -> None:
+    async def _update(self, mini: MiniBatch) -> None:
+        self.has_begun = True
         with self.activity.during("update"):
-            result.update = await self.thread.call(self.policy.update, result.sums.denominator)
+            mini.update = await self.thread.call(self.policy.update, mini.sums.denominator)
+        if mini.update.skipped:
+            log.warning("update skipped, the weights are as they were", reason=mini.update.reason)
+
+    async def _finish(self) -> None:
+        await self.thread.call(self.policy.release_weights)
+        self.has_begun = False

@@ -61,9 +61,8 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def _policy_metrics(result: StepResult) -> dict[str, float]:
-    sums, update = result.sums, result.update
+    sums, updates = result.sums, result.updates
     tokens = max(sums.tokens, 1)
-    assert update is not None
     return {
         "loss": sums.loss_sum / sums.denominator if sums.denominator else 0.0,
         "entropy": sums.entropy_sum / tokens,
@@ -75,10 +74,11 @@ def _policy_metrics(result: StepResult) -> dict[str, float]:
         "importance/capped_ratio": sums.weights_capped / tokens,
         "logprob_gap/mean": sums.mismatch_sum / tokens,
         "logprob_gap/max": sums.mismatch_max,
-        "grad_norm": update.grad_norm,
-        "learning_rate": update.lr,
-        "update_skipped": float(update.skipped),
-        "micro_batches": float(len(result.micro_batches)),
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "learning_rate": updates[-1].lr,
+        "update_skipped": float(np.mean([update.skipped for update in updates])),
+        "mini_batches": float(len(result.mini_batches)),
+        "micro_batches": float(sum(len(mini.micro_batches) for mini in result.mini_batches)),
     }
 
 

@@ -26,10 +26,11 @@ from services.trainer.commits import append_commit, make_commit
 from services.trainer.evaluation import EvaluationResult, Evaluator
 from services.trainer.intake import Intake
 from services.trainer.policy import Policy
+from services.trainer.policy_thread import PolicyThread
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.scheduler import Scheduler
-from services.trainer.step import PolicyThread, StepResult, StepRunner
+from services.trainer.step import StepResult, StepRunner
 from services.trainer.step_metrics import step_metrics
 from services.trainer.storage import until_stored
 from services.trainer.weights import WeightStore
@@ -94,12 +95,15 @@ class Trainer:
         await self._announce(manifest)
 
     async def _stop(self) -> None:
-        """Leave a state to resume from; without a checkpoint, the commits hold every step."""
+        """Leave a state to resume from; without a checkpoint, the commits hold every step.
+
+        Weights within a step belong to no version: they are not saved.
+        """
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.wait({self._evaluation})
         await self.thread.call(self.policy.zero)
-        if self._trained_version == self.version:
+        if self._trained_version == self.version and not self.runner.has_begun:
             with contextlib.suppress(StoppedError):
                 await self._save()
         log.info("stopped; the run can be resumed", version=self.version)

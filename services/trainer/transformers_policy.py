@@ -82,6 +82,7 @@ class TransformersPolicy:
         self._parameters = list(model.named_parameters())
         self._optimizer = build_optimizer(self._parameters, config.optimizer)
         self._num_updates = 0
+        self._held: dict[str, Tensor] | None = None
         self._scorer = TokenScorer(model, dtype)
         is_recurrent = bool(getattr(model, "_is_stateful", False))
         self.layout = choose_layout(config.packing, model.device, model.config, is_recurrent)
@@ -121,13 +122,25 @@ class TransformersPolicy:
             ]
         )
         rollout_N, advantages_N, weights_N = torch.from_numpy(per_token).to(device, logprobs_N.dtype)
-        terms = policy_loss(logprobs_N, rollout_N, advantages_N, weights_N, algorithm)
+        terms = policy_loss(
+            logprobs_N, rollout_N, advantages_N, weights_N, algorithm, self._proximal(samples, logprobs_N)
+        )
         terms.loss.backward()
         return terms, entropies_N.sum()
 
+    def _proximal(self, samples: Sequence[Sample], logprobs_N: Tensor) -> Tensor | None:
+        """The proximal logprobs of a tile's trained tokens [N]; None where they are the current ones."""
+        given = [s.proximal_logprobs[s.mask] for s in samples if s.proximal_logprobs is not None]
+        if not given:
+            return None
+        assert len(given) == len(samples), "a micro-batch is prepared as a whole or not at all"
+        return torch.from_numpy(np.concatenate(given)).to(logprobs_N)
+
     def update(self, denominator: float) -> UpdateResult:
         """One AdamW step, or none where the gradients are not finite or there is nothing to divide by."""
-        lr = learning_rate(self._config.optimizer, self._num_updates, self._config.steps)
+        lr = learning_rate(
+            self._config.optimizer, self._num_updates, self._config.steps, self._config.mini_batches
+        )
         # Counted also where it is skipped: the rate follows the steps of the run.
         self._num_updates += 1
         # Masked sequences count in some denominators, so the denominator alone does not tell.
@@ -147,6 +160,30 @@ class TransformersPolicy:
     def zero(self) -> None:
         """Discard accumulated gradients."""
         self._optimizer.zero_grad(set_to_none=True)
+
+    def hold_weights(self) -> None:
+        """Copy the weights, in master precision on their device."""
+        self._held = {name: tensor.clone() for name, tensor in model_tensors(self._model).items()}
+
+    def release_weights(self) -> None:
+        """Free the copy."""
+        self._held = None
+
+    def proximal_logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
+        """Under the held weights, which take the place of the current ones for the length of the call."""
+        if self._held is None:
+            return self.logprobs(samples, self._temperature)
+        current = model_tensors(self._model)
+        saved = {name: tensor.clone() for name, tensor in current.items()}
+        with torch.no_grad():
+            for name, tensor in current.items():
+                tensor.copy_(self._held[name])
+        try:
+            return self.logprobs(samples, self._temperature)
+        finally:
+            with torch.no_grad():
+                for name, tensor in current.items():
+                    tensor.copy_(saved[name])
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:

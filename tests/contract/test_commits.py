@@ -12,7 +12,7 @@ from common.streams import entry_id_of, last_id
 from services.trainer.commits import SecondTrainerError, append_commit, make_commit, read_commits
 from services.trainer.judgement import TrainableGroup
 from services.trainer.micro_batches import form_micro_batches
-from services.trainer.step import StepResult
+from services.trainer.step import MiniBatch, StepResult
 from tests.models import make_samples
 from tests.training import commits_of
 
@@ -94,11 +94,13 @@ def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
         TrainableGroup(0, samples[:4], [1.0, 0.0, 0.0, 1.0]),
     ]
     batches = form_micro_batches(samples, 40)
-    result = StepResult(groups, batches)
+    result = StepResult(groups, [MiniBatch(batches[:1]), MiniBatch(batches[1:])])
     commit = make_commit(4, result, [(9, -1, "stale")], {"reward": 0.5}, "ab" * 16, started_at=3.0)
     assert (commit.step, commit.version, commit.groups) == (4, 5, (1, 0))
     assert commit.dropped == ((9, -1, "stale"), (1, 2, "failed_score"))
-    assert commit.mini_batches == (tuple(batch.keys for batch in batches),)
+    first, second = commit.mini_batches
+    assert (*first, *second) == tuple(batch.keys for batch in batches)
+    assert len(first) == 1
     assert sorted(commit.trained_keys) == [sample.key for sample in samples]
     assert commit.advantages == {
         "1": [s.advantage for s in samples[4:]],

@@ -1,7 +1,6 @@
 """The numbers of a step, computed by hand."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from common.messages import Trajectory
 from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
 from services.trainer.policy import MicroBatchMetrics, UpdateResult
-from services.trainer.step import StepResult
+from services.trainer.step import MiniBatch, StepResult
 from services.trainer.step_metrics import step_metrics
 from tests.training import make_score, trainer_config
 from tests.trajectories import make_trajectory
@@ -64,7 +63,7 @@ def step_of_two_groups() -> StepResult:
         mismatch_sum=1.8,
         mismatch_max=0.7,
     )
-    return StepResult([first, second], [], sums, UpdateResult(grad_norm=0.25, lr=1e-3))
+    return StepResult([first, second], [MiniBatch([], sums, UpdateResult(grad_norm=0.25, lr=1e-3))])
 
 
 def test_rewards_are_those_that_were_trained_on():
@@ -128,7 +127,7 @@ def test_a_step_with_nothing_to_train_has_finite_numbers():
     empty = [sample_of(0, index, 0, ((4, 0),)) for index in range(2)]
     group = group_of(empty, [make_score(0, 0, 1.0), make_score(0, 1, 1.0)])
     update = UpdateResult(0.0, 1e-3, skipped=True, reason="nothing")
-    numbers = step_metrics(4, StepResult([group], [], MicroBatchMetrics(), update), 0, 1.0)
+    numbers = step_metrics(4, StepResult([group], [MiniBatch([], MicroBatchMetrics(), update)]), 0, 1.0)
     assert all(math.isfinite(value) for value in numbers.values())
     assert (numbers["loss"], numbers["update_skipped"], numbers["staleness/max"]) == (0.0, 1.0, 0.0)
 
@@ -137,5 +136,5 @@ def test_every_number_is_a_plain_float():
     numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
     assert {type(value) for value in numbers.values()} == {float}
     result = step_of_two_groups()
-    result.update = replace(result.update, grad_norm=math.nan) if result.update else None
+    result.mini_batches[0].update = UpdateResult(grad_norm=math.nan, lr=1e-3)
     assert math.isnan(step_metrics(4, result, 0, 1.0)["grad_norm"])
