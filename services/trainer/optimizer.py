@@ -34,8 +34,8 @@ def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_
     """The rate of update number `update` (from 0) of a run; it moves with every update.
 
     With W updates in the warm-up steps, warm-up is lr * (n + 1) / (W + 1), never 0, so that no update is
-    wasted. Then `constant`, or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine` lr * (1 + cos(pi x)) / 2.
-    Past the end x stays 1.
+    wasted. Then `constant`, or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine`
+    lr * (1 + cos(pi x)) / 2. Past the end x stays 1.
     """
     warmup, num_updates = config.warmup_steps * updates_per_step, num_steps * updates_per_step
     if update < warmup:
