@@ -85,6 +85,18 @@ class Keys:
         """Hash: heartbeat of every process, by name."""
         return self._key("workers")
 
+    def replicas(self, reward: str) -> str:
+        """Sorted set: addresses of the servers that registered for a reward, by when they last spoke."""
+        return self._key(f"replicas:{reward}")
+
+    def limits(self, reward: str) -> str:
+        """Hash: what is left of the rates that a reward's servers allow."""
+        return self._key(f"limits:{reward}")
+
+    def requests(self, reward: str) -> str:
+        """Sorted set: requests in flight to a reward's servers, by when their lease ends."""
+        return self._key(f"requests:{reward}")
+
     def name_of(self, key: str) -> str:
         """The part of a key after the run's prefix, such as `prompts:eval`."""
         return key.removeprefix(self._key(""))

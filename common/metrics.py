@@ -52,6 +52,35 @@ SCORING_PROCESSES_KILLED = Counter(
     "tidemill_scoring_processes_killed_total", "Processes of plain reward functions killed or found dead"
 )
 
+REMOTE_SECONDS = Histogram(
+    "tidemill_remote_seconds",
+    "Time of one answered request to a judge or reward model",
+    ["reward"],
+    buckets=_LATENCY_S,
+)
+REMOTE_TOKENS = Counter(
+    "tidemill_remote_tokens_total", "Tokens that judges and reward models charged", ["reward", "kind"]
+)
+REMOTE_ERRORS = Counter(
+    "tidemill_remote_errors_total", "Requests to judges and reward models that failed", ["reward", "kind"]
+)
+REMOTE_FAILOVERS = Counter(
+    "tidemill_remote_failovers_total", "Requests repeated at another replica at once", ["reward"]
+)
+REMOTE_HEDGES = Counter(
+    "tidemill_remote_hedges_total", "Second requests sent because the first was slow", ["reward", "winner"]
+)
+LIMITER_WAIT_SECONDS = Histogram(
+    "tidemill_limiter_wait_seconds",
+    "Time that requests waited for the run's limits",
+    ["reward", "lane"],
+    buckets=_LATENCY_S,
+)
+REPLICAS = Gauge("tidemill_replicas", "Replicas that this worker knows, by state", ["reward", "state"])
+REPLICA_IN_FLIGHT = Gauge(
+    "tidemill_replica_in_flight", "Requests of this worker at one replica", ["reward", "replica"]
+)
+
 TICKETS_ISSUED = Counter(
     "tidemill_tickets_issued_total", "Tickets issued, regular and replacements", ["kind"]
 )

@@ -1,0 +1,79 @@
+-- Admit requests under the limits of a run: concurrency, requests and tokens per minute. Time is the server's.
+-- KEYS: hash of what is left, sorted set of requests in flight by the end of their lease.
+-- ARGV: lane (eval or train), lease in ms, concurrency, requests per minute, tokens per minute, burst in ms,
+-- share kept for evaluation, then (request id, tokens) pairs in order.  A limit of 0 is none.
+-- Returns how many of the first pairs are admitted, and milliseconds after which to ask for the next one; -1
+-- where that depends on a request that ends.  Asking twice for the same request draws once.
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local is_eval = ARGV[1] == 'eval'
+local lease_ms, concurrency = tonumber(ARGV[2]), tonumber(ARGV[3])
+local burst_ms, share = tonumber(ARGV[6]), tonumber(ARGV[7])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+
+-- While evaluation waits, whatever becomes free is for it.
+local eval_until = tonumber(redis.call('HGET', KEYS[1], 'eval_until') or 0)
+if not is_eval and eval_until > now then
+  return {0, eval_until - now}
+end
+
+local places = concurrency
+if concurrency > 0 and not is_eval then
+  places = math.max(1, concurrency - math.ceil(concurrency * share))
+end
+
+-- Buckets: `level` is left of `capacity`, filled at `per_ms`; training leaves `floor` to evaluation.
+local function bucket(name, per_minute, largest)
+  if per_minute <= 0 then
+    return nil
+  end
+  local per_ms = per_minute / 60000
+  local capacity = math.max(per_ms * burst_ms, largest)
+  local found = redis.call('HMGET', KEYS[1], name, name .. '_at')
+  local level = found[1] and tonumber(found[1]) + (now - tonumber(found[2])) * per_ms or capacity
+  return {name = name, per_ms = per_ms, capacity = capacity, level = math.min(level, capacity),
+    floor = is_eval and 0 or capacity * share}
+end
+local requests = bucket('requests', tonumber(ARGV[4]), 1)
+local tokens = bucket('tokens', tonumber(ARGV[5]), 0)
+
+-- What a bucket must hold before `cost` is drawn: a full one always will do, and may go below zero then.
+local function missing_ms(found, cost)
+  if not found then
+    return 0
+  end
+  local missing = math.min(cost + found.floor, found.capacity) - found.level
+  return missing <= 1e-6 and 0 or math.max(1, math.ceil(missing / found.per_ms))
+end
+
+local in_flight = redis.call('ZCARD', KEYS[2])
+local admitted, wait_ms = 0, 0
+for i = 8, #ARGV, 2 do
+  local id, cost = ARGV[i], tonumber(ARGV[i + 1])
+  if not redis.call('ZSCORE', KEYS[2], id) then
+    wait_ms = math.max(missing_ms(requests, 1), missing_ms(tokens, cost))
+    if wait_ms == 0 and concurrency > 0 and in_flight >= places then
+      wait_ms = -1
+    end
+    if wait_ms ~= 0 then
+      break
+    end
+    redis.call('ZADD', KEYS[2], now + lease_ms, id)
+    in_flight = in_flight + 1
+    if requests then requests.level = requests.level - 1 end
+    if tokens then tokens.level = tokens.level - cost end
+  end
+  admitted = admitted + 1
+end
+for _, found in pairs({requests, tokens}) do
+  redis.call('HSET', KEYS[1], found.name, tostring(found.level), found.name .. '_at', now)
+end
+if is_eval then
+  if wait_ms == 0 then
+    redis.call('HDEL', KEYS[1], 'eval_until')
+  else
+    -- Outlives the time until evaluation asks again, and ends by itself when it never does.
+    redis.call('HSET', KEYS[1], 'eval_until', now + math.min(math.max(wait_ms, 0) + 500, 5000))
+  end
+end
+return {admitted, wait_ms}

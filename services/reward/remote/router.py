@@ -1,0 +1,206 @@
+"""Spreads requests over replicas: the least loaded one that is healthy gets the next.
+
+Guarantees: a replica that is down, whose breaker is open, or that asked for a pause gets nothing; replicas
+join and leave while requests are under way; when none can be used, requests wait for `patience_s` at most.
+Health is active (GET /health; a server without that path counts as healthy when it answers at all) and
+passive (what became of requests).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+
+import httpx
+import structlog
+
+from common import metrics
+from common.config.remote import RoutingConfig
+from services.reward.remote.faults import FaultKind, RemoteFault
+from services.reward.remote.replica import Replica
+from services.reward.remote.replica_registry import ReplicaRegistry
+
+log = structlog.get_logger(__name__)
+
+STATES = ("up", "down", "open", "paused")
+DEFAULT_PAUSE_S = 1.0
+"""For a replica that says it is asked too often, and not when to come back."""
+
+
+class Router:
+    """The replicas of one reward, as one worker sees them. An async context, or `start` and `close`."""
+
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        config: RoutingConfig,
+        http: httpx.AsyncClient,
+        registry: ReplicaRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.config = name, config
+        self._static, self._http, self._registry, self._clock = tuple(urls), http, registry, clock
+        self._replicas = {url: Replica(url, config, clock) for url in urls}
+        self._turns = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Router":
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Begin to watch the replicas; called by the first request where nobody does before."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._look_for_ever(), name=f"router {self.name}")
+
+    async def close(self) -> None:
+        """Stop watching."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All known replicas."""
+        return list(self._replicas.values())
+
+    def has_another(self, avoid: Collection[str]) -> bool:
+        """Whether a replica outside `avoid` can be used now."""
+        return any(replica.is_usable and replica.url not in avoid for replica in self.replicas)
+
+    @contextlib.asynccontextmanager
+    async def lease(self, avoid: Collection[str] = ()) -> AsyncIterator[Replica]:
+        """The replica for one request, outside `avoid` if there is any; its end says how the replica did.
+
+        Raises:
+            RemoteFault: no replica came up within `patience_s`.
+        """
+        replica = await self._choose(avoid)
+        self._count(replica, +1)
+        replica.breaker.begin()
+        try:
+            yield replica
+        except RemoteFault as fault:
+            self._blame(replica, fault)
+            raise
+        except BaseException:
+            replica.breaker.abandoned()
+            raise
+        else:
+            replica.breaker.succeeded()
+        finally:
+            self._count(replica, -1)
+            self._wake()
+
+    def states(self) -> Counter[str]:
+        """How many replicas are in which state."""
+        return Counter(replica.state for replica in self.replicas)
+
+    async def look(self) -> None:
+        """Learn which replicas there are, and how they are."""
+        if self._registry is not None:
+            self._adopt(await self._registry.urls())
+        await asyncio.gather(*(self._examine(replica) for replica in self.replicas))
+        states = self.states()
+        for state in STATES:
+            metrics.REPLICAS.labels(self.name, state).set(states[state])
+        self._wake()
+
+    async def _choose(self, avoid: Collection[str]) -> Replica:
+        self.start()
+        deadline = self._clock() + self.config.patience_s
+        while True:
+            self._raise_failure()
+            usable = [replica for replica in self.replicas if replica.is_usable]
+            others = [replica for replica in usable if replica.url not in avoid]
+            if chosen := min(others or usable, key=lambda replica: replica.rank, default=None):
+                chosen.last_used = next(self._turns)
+                return chosen
+            left_s = deadline - self._clock()
+            if left_s <= 0:
+                raise RemoteFault(FaultKind.NO_REPLICA, self._why_none())
+            await self._until_changed(left_s)
+
+    async def _until_changed(self, limit_s: float) -> None:
+        """Wait until something may have become usable."""
+        changed = self._changed
+        times_s = [replica.usable_in_s for replica in self.replicas if replica.usable_in_s > 0]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(limit_s, *times_s, self.config.health_interval_s)):
+                await changed.wait()
+
+    def _wake(self) -> None:
+        """Let everybody look again who waits; later waiters wait for the next change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _count(self, replica: Replica, change: int) -> None:
+        replica.in_flight += change
+        metrics.REPLICA_IN_FLIGHT.labels(self.name, replica.origin).set(replica.in_flight)
+
+    def _blame(self, replica: Replica, fault: RemoteFault) -> None:
+        if fault.is_replicas:
+            was_closed = replica.breaker.is_closed
+            replica.breaker.failed()
+            if was_closed and not replica.breaker.is_closed:
+                log.warning(
+                    "a replica fails and is left alone for a while",
+                    reward=self.name,
+                    replica=replica.origin,
+                    error=str(fault),
+                )
+        elif fault.fault is FaultKind.RATE_LIMITED:
+            replica.breaker.abandoned()
+            replica.pause(fault.retry_after_s or DEFAULT_PAUSE_S)
+        else:
+            replica.breaker.succeeded()  # it answered; that the answer is of no use is not its health
+
+    def _adopt(self, registered: Sequence[str]) -> None:
+        wanted = dict.fromkeys((*self._static, *registered))
+        for url in wanted:
+            if url not in self._replicas:
+                log.info("a replica joined", reward=self.name, replica=url)
+                self._replicas[url] = Replica(url, self.config, self._clock)
+        for url in set(self._replicas) - set(wanted):
+            log.info("a replica left", reward=self.name, replica=url)
+            gone = self._replicas.pop(url)
+            gone.has_left = True
+            metrics.REPLICA_IN_FLIGHT.remove(self.name, gone.origin)
+
+    async def _examine(self, replica: Replica) -> None:
+        was_healthy = replica.is_healthy
+        try:
+            answer = await self._http.get(f"{replica.origin}/health", timeout=self.config.health_timeout_s)
+            replica.is_healthy = answer.status_code < 500
+        except (httpx.HTTPError, httpx.InvalidURL):
+            replica.is_healthy = False
+        if was_healthy != replica.is_healthy:
+            log.info(
+                "a replica is " + ("up" if replica.is_healthy else "down"),
+                reward=self.name,
+                replica=replica.origin,
+            )
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(self.config.health_interval_s)
+
+    def _raise_failure(self) -> None:
+        """The watch never ends by itself; an error nobody expected is for those that depend on it."""
+        if self._watch is not None and self._watch.done() and not self._watch.cancelled():
+            self._watch.result()
+
+    def _why_none(self) -> str:
+        known = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
+        return (
+            f"no replica of {self.name} could be used within {self.config.patience_s:g} s "
+            f"(routing.patience_s): {known or 'none is configured or registered'}"
+        )
