@@ -29,7 +29,9 @@ class RewardServices:
     worker: str
     router_address: RouterAddress = no_router
     """Gives `host:port` of the router of a judge by its name; functions get it as `reward_router_address`."""
-    http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=None))
+    http: httpx.AsyncClient = field(
+        default_factory=lambda: httpx.AsyncClient(timeout=None, limits=httpx.Limits())
+    )
     """Without limits of its own: every reward has its own. Its connections are shared."""
 
     @classmethod
