@@ -3,6 +3,7 @@
 from prometheus_client import Counter, Gauge, Histogram
 
 _LATENCY_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 ACTIVITY_SECONDS = Counter(
     "tidemill_activity_seconds_total", "Time spent in each state, working or waiting", ["role", "state"]
@@ -80,6 +81,31 @@ REPLICAS = Gauge("tidemill_replicas", "Replicas that this worker knows, by state
 REPLICA_IN_FLIGHT = Gauge(
     "tidemill_replica_in_flight", "Requests of this worker at one replica", ["reward", "replica"]
 )
+
+REWARD_MODEL_REQUESTS = Counter(
+    "tidemill_reward_model_requests_total", "Requests the reward model server answered", ["path", "status"]
+)
+REWARD_MODEL_QUEUED_ROWS = Gauge("tidemill_reward_model_queued_rows", "Sequences that wait for a batch")
+REWARD_MODEL_WAIT_SECONDS = Histogram(
+    "tidemill_reward_model_wait_seconds", "Time a sequence waited for its batch", buckets=_SHORT_S
+)
+REWARD_MODEL_BATCH_SECONDS = Histogram(
+    "tidemill_reward_model_batch_seconds", "Time to compute one batch", buckets=_SHORT_S
+)
+REWARD_MODEL_BATCH_ROWS = Histogram(
+    "tidemill_reward_model_batch_rows", "Sequences in one batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
+)
+REWARD_MODEL_TOKENS = Counter("tidemill_reward_model_tokens_total", "Tokens computed", ["kind"])
+REWARD_MODEL_BATCH_ERRORS = Counter(
+    "tidemill_reward_model_batch_errors_total", "Sequences that could not be computed"
+)
+DEVICE_TURN_WAIT_SECONDS = Histogram(
+    "tidemill_device_turn_wait_seconds", "Time this process waited for a shared device", buckets=_LATENCY_S
+)
+SANDBOX_SECONDS = Histogram(
+    "tidemill_sandbox_seconds", "Time from asking for a sandboxed run to its verdict", buckets=_LATENCY_S
+)
+SANDBOX_JOBS = Counter("tidemill_sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
 
 TICKETS_ISSUED = Counter(
     "tidemill_tickets_issued_total", "Tickets issued, regular and replacements", ["kind"]

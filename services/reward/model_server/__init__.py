@@ -1,0 +1,1 @@
+"""A server for discriminative reward models on transformers, interchangeable with vLLM's pooling API."""

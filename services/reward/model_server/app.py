@@ -1,0 +1,180 @@
+"""The HTTP side: vLLM's /classify, /pooling, /health, /v1/models, /sleep and /wake_up, and /metrics.
+
+A request is answered in full or refused with a reason; what passes (full queue, asleep, ending) is 429 or 503
+with Retry-After, what can never work is 400.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from common import metrics
+from common.turns import TurnGate
+from services.reward.model_server.activation import activate
+from services.reward.model_server.batcher import Batcher, BusyError, ComputeError
+from services.reward.model_server.inputs import InputError, Inputs
+from services.reward.model_server.protocol import ScoringRequest, classification, failure, pooling
+from services.reward.model_server.scoring_model import ScoringModel
+
+SHORT_RETRY_S = 1
+MAX_PROBLEMS = 5
+INLINE_CHARS = 2000
+"""Shorter text is tokenised on the loop: a thread would cost more."""
+
+
+class ScoringApp:
+    """Handlers around one model."""
+
+    def __init__(
+        self, name: str, model: ScoringModel, inputs: Inputs, batcher: Batcher, gate: TurnGate | None
+    ) -> None:
+        self.name, self.model, self.inputs, self.batcher, self.gate = name, model, inputs, batcher, gate
+        self.is_asleep, self.failure = False, ""
+        self._changing = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """All paths."""
+        return [
+            Route("/classify", self.classify, methods=["POST"]),
+            Route("/pooling", self.pool, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/healthz", self.health),
+            Route("/v1/models", self.models),
+            Route("/metrics", self.metrics),
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake_up, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping),
+        ]
+
+    async def classify(self, http: Request) -> Response:
+        """Scores of whole sequences."""
+        if self.model.kind == "token":
+            return _refusal(400, "this model scores tokens; ask /pooling for them")
+        return await self._answer(http, classify=True)
+
+    async def pool(self, http: Request) -> Response:
+        """Scores of sequences, or of every token, whichever the model has."""
+        return await self._answer(http, classify=False)
+
+    async def health(self, _: Request) -> Response:
+        """200 while requests would be worked on."""
+        if self.failure:
+            return PlainTextResponse(self.failure, 500)
+        return Response(status_code=503 if self.batcher.is_closed else 200)
+
+    async def models(self, _: Request) -> Response:
+        """The one model there is."""
+        card = {
+            "id": self.name,
+            "object": "model",
+            "owned_by": "tidemill",
+            "max_model_len": self.inputs.max_len,
+            "kind": self.model.kind,
+            "num_labels": self.model.num_labels,
+        }
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def metrics(self, _: Request) -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    async def sleep(self, _: Request) -> Response:
+        """Finish what is queued, then give the device's memory back; weights stay in the CPU's."""
+        return await self._change(asleep=True)
+
+    async def wake_up(self, _: Request) -> Response:
+        """Move the weights back and go on."""
+        return await self._change(asleep=False)
+
+    async def is_sleeping(self, _: Request) -> Response:
+        """Whether the weights are off the device."""
+        is_sleeping = self.is_asleep or (self.gate is not None and not self.gate.is_open)
+        return JSONResponse({"is_sleeping": is_sleeping})
+
+    async def _change(self, asleep: bool) -> Response:
+        if self.gate is not None:
+            return _refusal(400, "this server takes turns on its device by itself (--share-device)")
+        async with self._changing:
+            if asleep != self.is_asleep:
+                self.is_asleep = True  # also while it wakes: nothing new until the weights are there
+                await self.batcher.drained()
+                await self.batcher.alone(self.model.offload if asleep else self.model.restore)
+                self.is_asleep = asleep
+        return JSONResponse({"status": "sleeping" if asleep else "awake"})
+
+    async def _answer(self, http: Request, classify: bool) -> Response:
+        response = await self._scored(http, classify)
+        metrics.REWARD_MODEL_REQUESTS.labels(http.url.path, response.status_code).inc()
+        return response
+
+    async def _scored(self, http: Request, classify: bool) -> Response:
+        try:
+            request = ScoringRequest.model_validate_json(await http.body())
+            self._check(request)
+            rows = await self._rows(request)
+            async with self._device():
+                scores = await self.batcher.score(rows, request.priority)
+        except ValidationError as error:
+            return _refusal(400, _explain(error))
+        except InputError as error:
+            return _refusal(400, str(error))
+        except BusyError as error:
+            return _refusal(error.status, str(error), error.retry_after_s)
+        except ComputeError as error:
+            return _refusal(500, str(error))
+        if request.use_activation is not False:
+            scores = [activate(score, self.model.config) for score in scores]
+        num_tokens = sum(map(len, rows))
+        lists: list[Any] = [score.tolist() for score in scores]
+        if classify:
+            return JSONResponse(classification(request, self.name, self.model.labels, lists, num_tokens))
+        return JSONResponse(pooling(request, self.name, lists, num_tokens))
+
+    def _check(self, request: ScoringRequest) -> None:
+        if request.model and request.model != self.name:
+            raise InputError(f"this server has the model {self.name!r}, not {request.model!r}")
+        wanted = "token_classify" if self.model.kind == "token" else "classify"
+        if request.task not in (None, wanted):
+            raise InputError(f"task {request.task!r} is not what this model does; it does {wanted!r}")
+
+    async def _rows(self, request: ScoringRequest) -> list[list[int]]:
+        given = request.input
+        is_quick = (isinstance(given, str) and len(given) < INLINE_CHARS) or (
+            isinstance(given, list) and not isinstance(given[0], str)
+        )
+        return self.inputs.rows(request) if is_quick else await asyncio.to_thread(self.inputs.rows, request)
+
+    @contextlib.asynccontextmanager
+    async def _device(self) -> AsyncIterator[None]:
+        if self.is_asleep:
+            raise BusyError("the model is asleep; POST /wake_up wakes it", SHORT_RETRY_S, status=503)
+        if self.gate is None:
+            yield
+        else:
+            async with self.gate.use():
+                yield
+
+
+def _refusal(status: int, message: str, retry_after_s: float | None = None) -> Response:
+    kind = {400: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}.get(
+        status, "InternalServerError"
+    )
+    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return JSONResponse(failure(message, kind, status), status, headers=headers)
+
+
+def _explain(error: ValidationError) -> str:
+    """All problems of a body in one line."""
+    problems = []
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        field = ".".join(str(part) for part in item["loc"]) or "body"
+        problems.append(f"{field}: {item['msg'].removeprefix('Value error, ')}")
+    return "; ".join(problems[:MAX_PROBLEMS])

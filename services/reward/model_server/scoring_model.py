@@ -1,0 +1,179 @@
+"""A reward model of transformers: token ids in, scores in float32 out.
+
+Guarantees: the head computes in float32 whatever the trunk's precision; a row's scores do not depend on the
+rows beside it (padding stands behind a row and is masked); a decoder's sequence score is that of its last
+token, by length and not by looking for the padding id, so that a final EOS that doubles as padding counts.
+
+Shapes: B rows, T tokens, H hidden, N labels.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from common.errors import ConfigError
+from services.reward.model_server.options import Dtype, Head
+
+HEADS = {
+    "sequence": ("ForSequenceClassification", AutoModelForSequenceClassification),
+    "token": ("ForTokenClassification", AutoModelForTokenClassification),
+}
+NO_LIMIT_TOKENS = 1 << 24
+
+
+class ScoringModel:
+    """One model on one device. Not safe for threads: one of them computes."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        head: Head = "auto",
+        dtype: Dtype = "auto",
+        device: str = "auto",
+        is_offloaded: bool = False,
+    ) -> None:
+        """Load the model; with `is_offloaded` into the CPU's memory, until `restore`.
+
+        Raises:
+            ConfigError: there is no such model, it is no reward model, or the device cannot hold it.
+        """
+        with _explained(path):
+            config = AutoConfig.from_pretrained(path)
+        self.kind = _kind_of(config, head, path)
+        self.device = torch.device(_device(device))
+        with _explained(path):
+            loaded, info = HEADS[self.kind][1].from_pretrained(
+                path, dtype=_dtype(dtype, self.device), output_loading_info=True
+            )
+            self._model: Any = loaded.eval()
+        if info["missing_keys"]:
+            missing = ", ".join(sorted(info["missing_keys"])[:4])
+            raise ConfigError(
+                f"{path} has no weights for {missing}: it is not a trained "
+                f"{self.kind} reward model. Give a model saved with its head, or another --head."
+            )
+        self.config = self._model.config
+        self.num_labels: int = self.config.num_labels
+        self.labels: dict[int, str] = dict(self.config.id2label or {})
+        self.vocab_size: int = self.config.get_text_config().vocab_size
+        self._pad_id = _pad_id(self.config)
+        self._compute_head_in_float32()
+        if not is_offloaded:
+            self.restore()
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest input the positions allow; very large where they set no limit."""
+        text = self.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or NO_LIMIT_TOKENS
+        # RoBERTa and its kin count positions from behind the padding id.
+        is_offset = "roberta" in text.model_type or text.model_type in ("camembert", "longformer")
+        return int(positions) - (self._pad_id + 1 if is_offset else 0)
+
+    @torch.inference_mode()
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Raw scores without activation, in the order of `rows`: [N] of a sequence, [T, N] of its tokens."""
+        lengths = [len(row) for row in rows]
+        longest = max(lengths)
+        ids_BT = torch.full((len(rows), longest), self._pad_id, dtype=torch.long)
+        for ids_T, row in zip(ids_BT, rows, strict=True):
+            ids_T[: len(row)] = torch.as_tensor(row, dtype=torch.long)
+        mask_BT = None
+        if min(lengths) < longest:  # without padding, attention is faster without a mask
+            mask_BT = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long().to(self.device)
+        ids_BT = ids_BT.to(self.device, non_blocking=True)
+        if self.kind == "token":
+            scores_BTN = self._model(input_ids=ids_BT, attention_mask=mask_BT).logits.float().cpu()
+            return [scores_TN[:length] for scores_TN, length in zip(scores_BTN, lengths, strict=True)]
+        return list(self._score_sequences(ids_BT, mask_BT, lengths).float().cpu())
+
+    def offload(self) -> None:
+        """Move the weights to the CPU's memory and give the device's back."""
+        self._model.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Move the weights to the device.
+
+        Raises:
+            ConfigError: they do not fit, or there is no such device.
+        """
+        try:
+            self._model.to(self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"cannot move the reward model to {self.device}: {error}") from None
+
+    def _score_sequences(self, ids_BT: Tensor, mask_BT: Tensor | None, lengths: list[int]) -> Tensor:
+        if not self._pools_last:
+            scores_BN: Tensor = self._model(input_ids=ids_BT, attention_mask=mask_BT).logits
+            return scores_BN
+        hidden_BTH = self._model.base_model(
+            input_ids=ids_BT, attention_mask=mask_BT, use_cache=False
+        ).last_hidden_state
+        last_B = torch.tensor(lengths, device=self.device) - 1
+        scored: Tensor = self._model.score(hidden_BTH[torch.arange(len(lengths), device=self.device), last_B])
+        return scored
+
+    def _compute_head_in_float32(self) -> None:
+        """Everything above the trunk gets float32 weights and inputs."""
+        trunk = self._model.base_model_prefix
+        for name, module in self._model.named_children():
+            if name != trunk:
+                module.float()
+                module.register_forward_pre_hook(_to_float32)
+        is_causal = not getattr(self.config, "is_encoder_decoder", False) and hasattr(self._model, "score")
+        # Decoders have one linear layer called `score` and take the last token; encoders pool as they like.
+        self._pools_last = is_causal and isinstance(self._model.score, nn.Linear)
+
+
+def _to_float32(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.float() if isinstance(value, Tensor) else value for value in inputs)
+
+
+def _kind_of(config: Any, head: Head, path: str) -> Literal["sequence", "token"]:
+    if head != "auto":
+        return head
+    named = " ".join(config.architectures or ["none"])
+    if HEADS["token"][0] in named:
+        return "token"
+    if HEADS["sequence"][0] in named:
+        return "sequence"
+    raise ConfigError(
+        f"{path} is a {named}; expected ...ForSequenceClassification or ...ForTokenClassification. "
+        "Say --head sequence or --head token if transformers can load it as such."
+    )
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(name: Dtype, device: torch.device) -> Any:
+    if name == "auto":  # as it was saved, where that is fast
+        return "float32" if device.type == "cpu" else "auto"
+    return name
+
+
+def _pad_id(config: Any) -> int:
+    """Any valid id will do: what stands there is masked."""
+    pad_id = config.get_text_config().pad_token_id
+    return pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        what = "does not exist" if path.startswith((".", "/")) and not Path(path).exists() else str(error)
+        raise ConfigError(f"cannot load the reward model {path}: {what}") from None

@@ -1,0 +1,138 @@
+"""Wires model, batches and HTTP together, and ends them in order.
+
+SIGTERM: no new request is taken (503), what was accepted is finished within `--drain-s`, exit code 0. The
+process also ends when computing stops for a reason nobody expected, so that whoever supervises it notices.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import structlog
+import torch
+import uvicorn
+from starlette.applications import Starlette
+
+from common.errors import ConfigError
+from common.turns import DeviceTurn, TurnGate, turn_files
+from services.reward.model_server.app import ScoringApp
+from services.reward.model_server.batcher import Batcher
+from services.reward.model_server.batching import BatchLimits
+from services.reward.model_server.inputs import Inputs
+from services.reward.model_server.options import ServerOptions, template_of
+from services.reward.model_server.scoring_model import ScoringModel
+
+log = structlog.get_logger(__name__)
+
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_ending`: it has more to end than HTTP."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_server(options: ServerOptions) -> int:
+    """Load the model and serve it; returns the exit code.
+
+    Raises:
+        ConfigError: model or port cannot be used.
+    """
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    template = template_of(options)
+    with _listening(options) as listener:  # before the model loads: a port in use is said at once
+        model = ScoringModel(
+            options.model,
+            head=options.head,
+            dtype=options.dtype,
+            device=options.device,
+            is_offloaded=options.share_device,
+        )
+        max_len = min(options.max_model_len or model.context_tokens, model.context_tokens)
+        inputs = Inputs(options.model, model.vocab_size, max_len, template)
+        return asyncio.run(_serve(options, model, inputs, listener))
+
+
+async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, listener: socket.socket) -> int:
+    limits = BatchLimits(options.max_batch_tokens, options.max_batch_rows, options.max_padding)
+    batcher = Batcher(model, limits, flush_s=options.flush_ms / 1e3, max_queued_rows=options.max_queued_rows)
+    gate = None
+    if options.share_device:
+        gate = TurnGate(
+            DeviceTurn(turn_files()),
+            wake=lambda: batcher.alone(model.restore),
+            sleep=lambda: batcher.alone(model.offload),
+            turn_s=options.turn_s,
+        )
+    app = ScoringApp(options.served_model_name or options.model, model, inputs, batcher, gate)
+    server = _Server(
+        uvicorn.Config(
+            Starlette(routes=list(app.routes())),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=max(1, round(options.drain_s)),
+        )
+    )
+    running = [batcher.start()] + ([gate.start()] if gate else [])
+    host, port = listener.getsockname()[:2]
+    log.info(
+        "serving", model=options.model, kind=model.kind, device=str(model.device), url=f"http://{host}:{port}"
+    )
+    async with _ending(server, batcher, app, running):
+        await server.serve(sockets=[listener])
+    if app.failure:
+        log.error("computing stopped", error=app.failure)
+        return 1
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _ending(
+    server: uvicorn.Server, batcher: Batcher, app: ScoringApp, running: "list[asyncio.Task[None]]"
+) -> AsyncIterator[None]:
+    """End the server on a signal or when a task of its own dies; then finish the batches."""
+
+    def stop() -> None:
+        if batcher.is_closed:
+            server.force_exit = True
+        batcher.is_closed = True
+        server.should_exit = True
+
+    def died(task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()):
+            app.failure = f"{task.get_name()}: {type(error).__name__}: {error}"
+            server.should_exit = server.force_exit = True
+
+    for task in running:
+        task.add_done_callback(died)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(batcher.close(), 1.0)
+        if app.gate is not None:
+            await app.gate.close()
+
+
+@contextlib.contextmanager
+def _listening(options: ServerOptions) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}. Give another --port, or 0."
+        ) from None
+    with listener:
+        yield listener
