@@ -48,12 +48,21 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 def tiny_model(path: Path, seed: int = 0, **changes: Any) -> Path:
     """Write a tiny Llama and its tokenizer into a folder."""
     tiny_llama(seed, **changes).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: Path, chat_template: str | None = None) -> None:
+    """The tokenizer of `PIECES`."""
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=backend,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template=chat_template,
     ).save_pretrained(path)
-    return path
 
 
 def make_samples(count: int, seed: int = 0, max_prompt: int = 9, max_completion: int = 14) -> list[Sample]:

@@ -1,5 +1,9 @@
 """Tiny reward models, made here: a decoder with one score or several, a token scorer, an encoder."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from transformers import (
 )
 
 from tests.models import PIECES, write_tokenizer
+from tests.runs import REPO
 
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 SHAPE: dict[str, Any] = {
@@ -23,7 +28,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.3,
+    "initializer_range": 0.15,
     "pad_token_id": 0,
 }
 
@@ -55,3 +60,19 @@ def _saved(path: Path, seed: int, kind: Any, config: Any) -> Path:
     model.eval().save_pretrained(path)
     write_tokenizer(path, chat_template=CHAT_TEMPLATE)
     return path
+
+
+def start_server(path: Path, log: Path, *arguments: str, **variables: str) -> "subprocess.Popen[bytes]":
+    """Start `python -m services.reward.model_server` on a free port; see `server_url` for where."""
+    command = [sys.executable, "-m", "services.reward.model_server", "--model", str(path), "--port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*command, *arguments], cwd=REPO, env=environment, stdout=output, stderr=output
+        )
+
+
+def server_url(log: Path) -> str:
+    """Where a server listens; empty until it does."""
+    found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace"))
+    return found[0] if found else ""

@@ -5,7 +5,7 @@ import sys
 
 from common.errors import TidemillError
 from common.logs import configure_logs
-from services.reward.model_server.options import parse_options
+from services.reward.model_server.options import check_model, parse_options, template_of
 
 
 def main() -> int:
@@ -14,10 +14,12 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     options = parse_options()
     configure_logs("reward-model", f"reward-model:{options.port}")
-    from services.reward.model_server.server import run_server
-
     try:
-        return run_server(options)
+        check_model(options)
+        template = template_of(options)
+        from services.reward.model_server.server import run_server
+
+        return run_server(options, template)
     except TidemillError as error:
         print(f"tidemill reward model: {error}", file=sys.stderr)
         return error.exit_code

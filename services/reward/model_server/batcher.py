@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common import metrics
 from common.errors import RewardError
-from services.reward.model_server.batching import BatchLimits, Row, select_batch
+from services.reward.model_server.batching import BatchLimits, Row, Waiting, select_batch
 from services.reward.model_server.scoring_model import ScoringModel
 
 T = TypeVar("T")
@@ -24,6 +24,8 @@ T = TypeVar("T")
 RATE_WEIGHT = 0.2
 """Of the newest observation in the moving averages of arrivals and speed."""
 LONGEST_RETRY_S = 30.0
+WINDOW = 4
+"""Rows of like length are looked for among this many times the rows of a batch, the oldest ones."""
 
 
 class BusyError(RewardError):
@@ -46,7 +48,7 @@ class Batcher:
     ) -> None:
         self._model, self._limits = model, limits
         self._flush_s, self._max_queued_rows = flush_s, max_queued_rows
-        self._waiting: set[Row] = set()
+        self._waiting = Waiting()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -82,7 +84,8 @@ class Batcher:
         try:
             return list(await asyncio.gather(*(future for _, future in made)))
         finally:
-            self._waiting.difference_update(row for row, _ in made)  # a client that left wants no scores
+            for row, _ in made:  # a client that left wants no scores
+                self._waiting.discard(row)
             metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self._waiting))
 
     async def alone(self, work: Callable[[], T]) -> T:
@@ -131,8 +134,9 @@ class Batcher:
         while True:
             await self._arrived.wait()
             await self._gather_company()
-            batch = select_batch(self._waiting, self._limits)
-            self._waiting.difference_update(batch)
+            batch = select_batch(self._waiting.first(WINDOW * self._limits.max_rows), self._limits)
+            for row in batch:
+                self._waiting.discard(row)
             if batch:
                 await self._compute(batch)
             if not self._waiting:
@@ -143,10 +147,11 @@ class Batcher:
         """Wait for more rows where more are to be expected, within the flush time of the oldest."""
         await asyncio.sleep(0)  # requests that came in the same turn of the loop belong together
         while self._waiting and not self.is_closed:
-            oldest = min(row.arrived for row in self._waiting)
-            left_s = oldest + self._flush_s - time.monotonic()
-            tokens = sum(len(row.token_ids) for row in self._waiting)
-            is_full = tokens >= self._limits.max_tokens or len(self._waiting) >= self._limits.max_rows
+            left_s = self._waiting.oldest_arrival + self._flush_s - time.monotonic()
+            is_full = (
+                self._waiting.num_tokens >= self._limits.max_tokens
+                or len(self._waiting) >= self._limits.max_rows
+            )
             is_quiet = time.monotonic() - self._last_arrival > 2 * self._gap_s
             if left_s <= 0 or is_full or is_quiet or self._gap_s >= self._flush_s:
                 return
@@ -185,5 +190,7 @@ class Batcher:
         metrics.REWARD_MODEL_TOKENS.labels("padding").inc(padded - tokens)
 
     def _retry_after_s(self) -> float:
-        tokens = sum(len(row.token_ids) for row in self._waiting)
-        return min(LONGEST_RETRY_S, max(1.0, tokens / self._tokens_per_s if self._tokens_per_s else 1.0))
+        return min(
+            LONGEST_RETRY_S,
+            max(1.0, self._waiting.num_tokens / self._tokens_per_s if self._tokens_per_s else 1.0),
+        )

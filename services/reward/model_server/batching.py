@@ -5,6 +5,7 @@ length; the padded size of a batch is at most the budget, unless a single row is
 the given share of a batch.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,43 @@ class BatchLimits:
     max_tokens: int
     max_rows: int
     max_padding: float
+
+
+class Waiting:
+    """The rows that wait, by priority and then by age; every operation is cheap however many there are."""
+
+    def __init__(self) -> None:
+        self._by_priority: dict[int, dict[Row, None]] = {}
+        self._count, self.num_tokens = 0, 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, row: Row) -> None:
+        """Put a row at the end of its priority."""
+        self._by_priority.setdefault(row.priority, {})[row] = None
+        self._count += 1
+        self.num_tokens += len(row.token_ids)
+
+    def discard(self, row: Row) -> None:
+        """Take a row out, if it is there."""
+        rows = self._by_priority.get(row.priority, {})
+        if row in rows:
+            del rows[row]
+            self._count -= 1
+            self.num_tokens -= len(row.token_ids)
+            if not rows:
+                del self._by_priority[row.priority]
+
+    @property
+    def oldest_arrival(self) -> float:
+        """When the row that waits longest arrived."""
+        return min(next(iter(rows)).arrived for rows in self._by_priority.values())
+
+    def first(self, count: int) -> list[Row]:
+        """The next rows in the order in which they are served."""
+        ordered = (row for priority in sorted(self._by_priority) for row in self._by_priority[priority])
+        return list(itertools.islice(ordered, count))
 
 
 def select_batch(waiting: Iterable[Row], limits: BatchLimits) -> list[Row]:

@@ -21,7 +21,7 @@ from services.reward.model_server.app import ScoringApp
 from services.reward.model_server.batcher import Batcher
 from services.reward.model_server.batching import BatchLimits
 from services.reward.model_server.inputs import Inputs
-from services.reward.model_server.options import ServerOptions, template_of
+from services.reward.model_server.options import ServerOptions
 from services.reward.model_server.scoring_model import ScoringModel
 
 log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run_server(options: ServerOptions) -> int:
+def run_server(options: ServerOptions, template: str | None) -> int:
     """Load the model and serve it; returns the exit code.
 
     Raises:
@@ -45,7 +45,6 @@ def run_server(options: ServerOptions) -> int:
     """
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    template = template_of(options)
     with _listening(options) as listener:  # before the model loads: a port in use is said at once
         model = ScoringModel(
             options.model,
