@@ -168,7 +168,7 @@ def main() -> None:
         help="arrival rates, in multiples of what one at a time can serve",
     )
     parser.add_argument("--seconds", type=float, default=4.0, help="how long requests arrive at each rate")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
+    parser.add_argument("--hidden", type=int, default=64, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--flush-ms", type=float, default=5.0, help="longest wait for company")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
