@@ -15,33 +15,31 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-import hiredis
 import structlog
 from redis import exceptions as redis_errors
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from common import metrics
 from common.errors import BrokerError, UnreachableError
+from common.redis_client import (
+    CA_VARIABLE,
+    PASSWORD_VARIABLE,
+    URL_VARIABLE,
+    USERNAME_VARIABLE,
+    make_client,
+    public_address,
+)
 
 log = structlog.get_logger(__name__)
 
-URL_VARIABLE = "TIDEMILL_REDIS_URL"
-USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
-PASSWORD_VARIABLE = "TIDEMILL_REDIS_PASSWORD"  # the variable's name, not a password
-CA_VARIABLE = "TIDEMILL_REDIS_CA"
 WAIT_VARIABLE = "TIDEMILL_REDIS_WAIT_S"
 
 MIN_SERVER = (6, 2)
-CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
 """Longer than any blocking read of ours, so that it only fires when the server is gone."""
 MAX_BLOCK_S = 5.0
-MAX_CONNECTIONS = 32
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
 
 T = TypeVar("T")
@@ -55,9 +53,12 @@ _PASSING = (
     redis_errors.TryAgainError,
     redis_errors.ClusterDownError,
     redis_errors.MasterDownError,
+    redis_errors.NoScriptError,
     OSError,
 )
-_PASSING_PREFIXES = ("OOM", "MISCONF", "LOADING", "MASTERDOWN", "READONLY", "BUSY ")
+_DEMOTED = ("READONLY", "MASTERDOWN", "UNBLOCKED")
+"""The server is a replica now: its master is another one, which new connections will find."""
+_PASSING_PREFIXES = ("OOM", "MISCONF", "LOADING", "BUSY ", "NOREPLICAS", *_DEMOTED)
 _SCRIPT_ERROR = re.compile(r"Error running script \(call to .*@user_script: ?\d+: -?(.*)", re.DOTALL)
 """How Redis 6.2 wraps the error of a command inside a script; 7.0 passes it on as it is."""
 _FINAL = (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError)
@@ -68,8 +69,9 @@ def redis_url() -> str:
     url = os.environ.get(URL_VARIABLE, "")
     if not url:
         raise BrokerError(
-            f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 "
-            "(rediss:// for TLS), or start the whole run with `tidemill up`, which brings its own Redis."
+            f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 (rediss:// "
+            "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch), or start the "
+            "whole run with `tidemill up`, which brings its own Redis."
         )
     return url
 
@@ -106,7 +108,7 @@ class Broker:
     @classmethod
     async def _connect(cls, url: str) -> "Broker":
         """One attempt."""
-        broker = cls(_client(url))
+        broker = cls(make_client(url))
         try:
             info = _parse_info(await _answered(lambda: broker.redis.execute_command("INFO")))
         except redis_errors.RedisError as error:
@@ -115,7 +117,7 @@ class Broker:
         except (OSError, ValueError) as error:
             await broker.close()
             raise UnreachableError(
-                f"cannot reach Redis at {_public(url)}: {str(error) or 'it does not answer'}"
+                f"cannot reach Redis at {public_address(url)}: {str(error) or 'it does not answer'}"
             ) from None
         try:
             _check_server(info, url)
@@ -137,7 +139,9 @@ class Broker:
                 pipe.execute_command(*command)
             replies = await pipe.execute(raise_on_error=False)
             for reply in replies:
-                if isinstance(reply, Exception) and _is_passing(reply):
+                if isinstance(reply, redis_errors.NoPermissionError) or (
+                    isinstance(reply, Exception) and _is_passing(reply)
+                ):
                     raise reply
             return replies
 
@@ -153,8 +157,9 @@ class Broker:
                 self._loaded.add(name)
             try:
                 return await self.redis.execute_command("EVALSHA", sha, len(keys), *keys, *args)
-            except redis_errors.NoScriptError:
-                return await self.redis.execute_command("EVAL", source, len(keys), *keys, *args)
+            except redis_errors.NoScriptError:  # another server than the one that was given the script
+                self._loaded.discard(name)
+                raise
             except redis_errors.ResponseError as error:
                 if match := _SCRIPT_ERROR.match(str(error)):
                     raise redis_errors.ResponseError(match[1]) from None
@@ -174,17 +179,29 @@ class Broker:
         """Repeat `send` while its error is one that passes."""
         try:
             return await _answered(send)
+        except redis_errors.NoPermissionError as error:
+            raise BrokerError(f"the Redis user of this process lacks a permission: {error}") from None
         except Exception as error:
             if not _is_passing(error):
                 raise
+            await self._leave_replica(error)
         async for attempt in AsyncRetrying(
             retry=retry_if_exception(_is_passing),
             wait=wait_random_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S),
             before_sleep=self._say_waiting,
         ):
             with attempt:
-                result = await _answered(send)
+                try:
+                    result = await _answered(send)
+                except redis_errors.RedisError as error:
+                    await self._leave_replica(error)
+                    raise
         return result
+
+    async def _leave_replica(self, error: Exception) -> None:
+        """Drop the idle connections to a server that is the master no more: new ones ask for its address."""
+        if str(error).startswith(_DEMOTED) or isinstance(error, redis_errors.ReadOnlyError):
+            await self.redis.connection_pool.disconnect(inuse_connections=False)
 
     def _say_waiting(self, state: RetryCallState) -> None:
         pause_s = state.next_action.sleep if state.next_action else 0.0
@@ -213,42 +230,6 @@ async def _answered(send: Callable[[], Awaitable[T]]) -> T:
             raise asyncio.CancelledError
 
 
-class _PackedInC:
-    """Connections that pack commands with hiredis, as redis-py does for synchronous ones only."""
-
-    def pack_command(self, *args: Any) -> list[bytes]:
-        name, *rest = args
-        return [hiredis.pack_command((*name.split(), *rest))]
-
-
-def _client(url: str) -> Redis:
-    options: dict[str, Any] = {
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": None,
-        "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),
-        "health_check_interval": 0,
-    }
-    for option, variable in (("username", USERNAME_VARIABLE), ("password", PASSWORD_VARIABLE)):
-        if os.environ.get(variable):
-            options[option] = os.environ[variable]
-    if url.startswith("rediss://") and os.environ.get(CA_VARIABLE):
-        options["ssl_ca_certs"] = os.environ[CA_VARIABLE]
-    try:
-        # Callers beyond the limit queue for a connection instead of failing: one worker may publish
-        # hundreds of samples at once.
-        pool = BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
-    except ValueError:  # its text may hold a part of the password
-        raise BrokerError(
-            f"{URL_VARIABLE} is not an address of Redis. Expected redis://host:6379/0, rediss:// for TLS, or "
-            f"unix:///path; put the password into {PASSWORD_VARIABLE}, or percent-encode it."
-        ) from None
-    pool.connection_class = type("Connection", (_PackedInC, pool.connection_class), {})
-    redis = Redis(connection_pool=pool)
-    redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
-    return redis
-
-
 @cache
 def _script(name: str) -> tuple[str, str]:
     """Source and SHA1 of a script."""
@@ -275,34 +256,39 @@ def _parse_info(reply: bytes | str) -> dict[str, str]:
 
 def _check_server(info: dict[str, str], url: str) -> None:
     version = tuple(int(part) for part in info["redis_version"].split(".")[:2])
+    where = f"Redis at {public_address(url)}"
     if version < MIN_SERVER:
-        raise BrokerError(f"Redis at {_public(url)} is {info['redis_version']}; 6.2 or newer is needed")
+        raise BrokerError(f"{where} is {info['redis_version']}; 6.2 or newer is needed")
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise BrokerError(
-            f"Redis at {_public(url)} has maxmemory-policy {policy} and may delete entries that are still "
-            "needed. Set `maxmemory-policy noeviction` (CONFIG SET and redis.conf)."
+            f"{where} has maxmemory-policy {policy} and may delete entries that are still needed. "
+            "Set `maxmemory-policy noeviction` (CONFIG SET and redis.conf)."
+        )
+    if info.get("role", "master") != "master":
+        raise UnreachableError(  # a failover in progress passes
+            f"{where} is a replica of {info.get('master_host')}:{info.get('master_port')} and takes no "
+            "writes. Give the master's address, or redis+sentinel:// with those of its Sentinels."
         )
 
 
 def _explain(error: Exception, url: str) -> BrokerError:
     """The error of a first contact, in words."""
-    text = str(error).rstrip(".")
+    text, where = str(error).rstrip("."), public_address(url)
     if isinstance(error.__cause__, _FINAL):
         error = error.__cause__  # what the server answered to the greeting; around it is a ConnectionError
     if isinstance(error, redis_errors.AuthenticationError):
         return BrokerError(
-            f"Redis at {_public(url)} refused the credentials ({text}). Set {PASSWORD_VARIABLE} (and "
+            f"Redis at {where} refused the credentials ({text}). Set {PASSWORD_VARIABLE} (and "
             f"{USERNAME_VARIABLE} for an ACL user), or put them into {URL_VARIABLE}."
         )
     if isinstance(error, redis_errors.NoPermissionError):
-        return BrokerError(f"the Redis user for {_public(url)} lacks a permission: {text}")
+        return BrokerError(f"the Redis user for {where} lacks a permission: {text}")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return BrokerError(
+            f"Redis at {where} has a certificate that cannot be trusted ({text}). Set {CA_VARIABLE} to the "
+            "PEM file of the authority that signed it, and use the host name that it was made for."
+        )
     return UnreachableError(
-        f"cannot reach Redis at {_public(url)}: {text}. Is it running, and is {URL_VARIABLE} right?"
+        f"cannot reach Redis at {where}: {text}. Is it running, and is {URL_VARIABLE} right?"
     )
-
-
-def _public(url: str) -> str:
-    """The address without its credentials, which may stand before the host or behind a question mark."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

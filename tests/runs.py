@@ -21,10 +21,19 @@ REPO = Path(__file__).resolve().parent.parent
 class ServiceRun:
     """One run: its Redis, its folder, and the service processes that the test starts."""
 
-    def __init__(self, folder: Path, config: RunConfig, run_id: str = "test") -> None:
+    def __init__(self, folder: Path, config: RunConfig, run_id: str = "test", url: str = "") -> None:
+        """`url` is a server that the test has started; empty starts one of the run's own."""
         self.folder, self.config, self.keys = folder, config, Keys(run_id)
         self.redis = EmbeddedRedis(folder / "redis")
+        self._url = url
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.variables: dict[str, dict[str, str]] = {}
+        """Further environment variables of each role's processes."""
+
+    @property
+    def url(self) -> str:
+        """Address of the run's Redis."""
+        return self._url or self.redis.url
 
     @property
     def run_dir(self) -> Path:
@@ -32,8 +41,9 @@ class ServiceRun:
         return self.folder / self.keys.run_id
 
     async def __aenter__(self) -> "ServiceRun":
-        self.redis.start()
-        self.broker = await Broker.connect(self.redis.url)
+        if not self._url:
+            self.redis.start()
+        self.broker = await Broker.connect(self.url)
         await publish_config(self.broker, self.keys, self.config)
         return self
 
@@ -55,9 +65,10 @@ class ServiceRun:
         command = [sys.executable, "-m", f"services.{role}", "--run", self.keys.run_id, "--name", name]
         command += [part for override in overrides for part in ("--set", override)]
         variables = {
-            "TIDEMILL_REDIS_URL": self.redis.url,
+            "TIDEMILL_REDIS_URL": self.url,
             "TIDEMILL_RUNS_DIR": str(self.folder),
             "OMP_NUM_THREADS": "1",
+            **self.variables.get(role, {}),
         }
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(

@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from common.broker import URL_VARIABLE, Broker
+from common.broker import Broker
 from common.errors import BrokerError, ConfigError, TidemillError
+from common.redis_client import URL_VARIABLE
 from services.console.console_log import log_nothing
 from services.console.render import dashboard
 from services.console.report import nearest, print_report, read_report

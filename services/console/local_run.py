@@ -12,11 +12,12 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from common.broker import URL_VARIABLE, Broker, redis_url
+from common.broker import Broker, redis_url
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import Commit
+from common.redis_client import URL_VARIABLE
 from common.run_state import FAILED, publish_config, read_state, update_state
 from common.streams import read_newest
 from services.console.console_log import log_to_file

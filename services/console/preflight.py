@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.broker import URL_VARIABLE, Broker
+from common.broker import Broker
 from common.config import RunConfig, load_config
 from common.dataset import Row, read_dataset
 from common.errors import TidemillError
+from common.redis_client import URL_VARIABLE
 from common.rewards import check_reward
 from services.console.model_folder import ModelFacts, inspect_model
 from services.console.prompt_lengths import check_lengths

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.broker import URL_VARIABLE, WAIT_VARIABLE
+from common.broker import WAIT_VARIABLE
 from common.config import RunConfig
+from common.redis_client import URL_VARIABLE
 from common.service import RUNS_DIR_VARIABLE
 from services.console.guard import Guard
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from common.broker import URL_VARIABLE
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.files import write_atomically
+from common.redis_client import URL_VARIABLE
 from common.service import runs_dir
 
 LATEST = "latest"

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.broker import URL_VARIABLE, Broker
+from common.broker import Broker
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.keys import Keys
+from common.redis_client import URL_VARIABLE
 from common.run_state import run_exists
 from common.service import METRICS_HOST_VARIABLE
 from services.console.local_run import LocalRun

@@ -15,7 +15,12 @@ class FailingRedis:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
-        self.calls = 0
+        self.calls = self.disconnects = 0
+        self.connection_pool = self
+
+    async def disconnect(self, inuse_connections: bool) -> None:
+        assert not inuse_connections
+        self.disconnects += 1
 
     async def execute_command(self, *command: object) -> bytes:
         self.calls += 1
@@ -52,9 +57,8 @@ async def test_an_address_of_the_wrong_form_is_a_broker_error(
         redis_errors.ConnectionError("Connection reset"),
         redis_errors.TimeoutError(),
         redis_errors.BusyLoadingError("Redis is loading the dataset in memory"),
-        redis_errors.ReadOnlyError("You can't write against a read only replica."),
+        redis_errors.ResponseError("NOREPLICAS Not enough good replicas to write."),
         redis_errors.ResponseError("MISCONF Errors writing to the AOF file"),
-        redis_errors.ResponseError("MASTERDOWN Link with MASTER is down"),
         redis_errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
         OOM,
         ConnectionRefusedError("refused"),
@@ -71,7 +75,6 @@ async def test_what_passes_is_waited_out(error: Exception) -> None:
     "error",
     [
         redis_errors.AuthenticationError("Authentication required."),
-        redis_errors.NoPermissionError("this user has no permissions"),
         redis_errors.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"),
         redis_errors.DataError("Invalid input"),
         ValueError("a mistake in the program"),
@@ -81,4 +84,27 @@ async def test_what_does_not_pass_is_raised_at_once(error: Exception) -> None:
     redis = FailingRedis(error)
     with pytest.raises(type(error)):
         await Broker(redis).execute("SET", "a", 1)  # type: ignore[arg-type]
+    assert redis.calls == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.ReadOnlyError("You can't write against a read only replica."),
+        redis_errors.ResponseError("READONLY You can't write against a read only replica. script: 4f2"),
+        redis_errors.ResponseError("MASTERDOWN Link with MASTER is down"),
+        redis_errors.ResponseError("UNBLOCKED force unblock from blocking operation, instance state changed"),
+    ],
+)
+async def test_a_server_that_is_the_master_no_more_is_left(error: Exception) -> None:
+    redis = FailingRedis(error, error)
+    assert await Broker(redis).execute("SET", "a", 1) == b"OK"  # type: ignore[arg-type]
+    assert redis.calls == 3
+    assert redis.disconnects == 2, "or the commands would be sent to the replica for ever"
+
+
+async def test_a_missing_permission_ends_the_process_in_plain_words() -> None:
+    redis = FailingRedis(redis_errors.NoPermissionError("this user has no permissions to run 'xtrim'"))
+    with pytest.raises(BrokerError, match=r"lacks a permission.*xtrim"):
+        await Broker(redis).execute("XTRIM", "a", "MINID", 1)  # type: ignore[arg-type]
     assert redis.calls == 1

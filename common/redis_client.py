@@ -1,0 +1,158 @@
+"""From an address to a client: plain, TLS, unix socket, or the master that Sentinels name.
+
+Credentials come from variables of their own or stand in the address; neither is ever repeated in a message.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import hiredis
+from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from common.errors import BrokerError
+
+URL_VARIABLE = "TIDEMILL_REDIS_URL"
+USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
+PASSWORD_VARIABLE = "TIDEMILL_REDIS_PASSWORD"  # the variable's name, not a password
+CA_VARIABLE = "TIDEMILL_REDIS_CA"
+SENTINEL_USERNAME_VARIABLE = "TIDEMILL_SENTINEL_USERNAME"
+SENTINEL_PASSWORD_VARIABLE = "TIDEMILL_SENTINEL_PASSWORD"  # the variable's name, not a password
+
+CONNECT_TIMEOUT_S = 5.0
+SENTINEL_TIMEOUT_S = 2.0
+"""A Sentinel that does not answer must not hold up the question to the next one."""
+MAX_CONNECTIONS = 32
+SENTINEL_PORT = 26379
+
+TLS_SCHEMES = ("rediss", "rediss+sentinel")
+_SENTINEL_URL = re.compile(
+    r"rediss?\+sentinel://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?"
+    r"(?P<hosts>[^@/?]+)/(?P<name>[^/?]+)(?:/(?P<db>\d+))?"
+)
+_HOST = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:,]+)(?::(?P<port>\d{1,5}))?")
+
+FORMS = (
+    "redis://host:6379/0, rediss:// for TLS, unix:///path, or redis+sentinel://host:26379,host:26379/NAME "
+    "(rediss+sentinel:// for TLS)"
+)
+
+
+def make_client(url: str) -> Redis:
+    """A client whose replies stay raw: RESP2, bytes, no conversion by the library.
+
+    Raises:
+        BrokerError: the address has no known form, or its authority file is not there.
+    """
+    options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
+    try:
+        # Callers beyond the limit queue for a connection instead of failing: one worker may publish
+        # hundreds of samples at once.
+        limits: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "timeout": None}
+        if "+sentinel:" in url:
+            pool = BlockingConnectionPool(**limits, **_sentinel_options(url, options))
+        else:
+            pool = BlockingConnectionPool.from_url(url, **limits, **options)
+    except ValueError:  # its text may hold a part of the password
+        raise BrokerError(
+            f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}; "
+            f"put the password into {PASSWORD_VARIABLE}, or percent-encode it."
+        ) from None
+    pool.connection_class = type("Connection", (_PackedInC, pool.connection_class), {})
+    redis = Redis(connection_pool=pool)
+    redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
+    return redis
+
+
+def public_address(url: str) -> str:
+    """The address without its credentials, which may stand before the host or behind a question mark."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class _PackedInC:
+    """Connections that pack commands with hiredis, as redis-py does for synchronous ones only."""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        name, *rest = args
+        return [hiredis.pack_command((*name.split(), *rest))]
+
+
+class _ToMaster:
+    """Connections that ask the Sentinels for the master's address whenever they connect."""
+
+    def __init__(self, sentinel: Sentinel, service: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._sentinel, self._service = sentinel, service
+
+    async def connect(self) -> None:
+        if not self.is_connected:  # type: ignore[attr-defined]
+            self.host, self.port = await self._sentinel.discover_master(self._service)
+        await super().connect()  # type: ignore[misc]
+
+
+class _MasterConnection(_ToMaster, Connection):
+    """Without TLS."""
+
+
+class _MasterTlsConnection(_ToMaster, SSLConnection):
+    """With TLS."""
+
+
+def _connection_options(url: str) -> dict[str, Any]:
+    """What connections to servers and to Sentinels have in common."""
+    options: dict[str, Any] = {
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": None,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,
+        "driver_info": None,  # or every connection begins with CLIENT SETINFO, which ACL users lack
+    }
+    authority = os.environ.get(CA_VARIABLE, "")
+    if authority and url.partition(":")[0] in TLS_SCHEMES:
+        if not Path(authority).is_file():
+            raise BrokerError(f"{CA_VARIABLE} is {authority}: no such file. Expected a certificate in PEM.")
+        options["ssl_ca_certs"] = authority
+    return options
+
+
+def _credentials(username_variable: str, password_variable: str) -> dict[str, Any]:
+    """Username and password, as far as the environment has them."""
+    values = {"username": os.environ.get(username_variable), "password": os.environ.get(password_variable)}
+    return {option: value for option, value in values.items() if value}
+
+
+def _sentinel_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a pool whose connections lead to the current master.
+
+    Raises:
+        ValueError: the address does not have the form that `FORMS` gives.
+    """
+    match = _SENTINEL_URL.fullmatch(url)
+    hosts = [_HOST.fullmatch(host) for host in match["hosts"].split(",")] if match else []
+    if match is None or not all(hosts):
+        raise ValueError("not an address of Sentinels")
+    addresses = [(host["host"].strip("[]"), int(host["port"] or SENTINEL_PORT)) for host in hosts if host]
+    in_address = {"username": match["user"], "password": match["password"]}
+    known = {option: unquote(value) for option, value in in_address.items() if value}
+    has_tls = url.partition(":")[0] in TLS_SCHEMES
+    asking = _credentials(SENTINEL_USERNAME_VARIABLE, SENTINEL_PASSWORD_VARIABLE)
+    timeouts = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
+    sentinel = Sentinel(
+        addresses,
+        sentinel_kwargs={**_connection_options(url), **timeouts, "ssl": has_tls, **asking},
+    )
+    return {
+        **known,
+        **options,
+        "db": int(match["db"] or 0),
+        "sentinel": sentinel,
+        "service": unquote(match["name"]),
+        "connection_class": _MasterTlsConnection if has_tls else _MasterConnection,
+    }
