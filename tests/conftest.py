@@ -1,5 +1,6 @@
 """What every test may use: the marker of its folder, a real Redis of each kind, a broker on it."""
 
+import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from common.embedded import EmbeddedRedis, available_servers
 from common.keys import Keys
 
 TESTS = Path(__file__).parent
+
+# Read by torch when it is imported. The models of tests are tiny: several threads only wait for each other,
+# ten times longer than the work takes where other processes want the cores too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

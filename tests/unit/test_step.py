@@ -1,0 +1,296 @@
+"""Mini-batches trained as their groups arrive: the same as trained at once, and replayed bit by bit."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.broker import Broker
+from common.config import RunConfig
+from common.keys import Keys
+from common.messages import Commit
+from common.streams import Entry
+from services.trainer.commits import make_commit
+from services.trainer.intake import Intake
+from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
+from services.trainer.policy import Policy
+from services.trainer.policy_thread import PolicyThread
+from services.trainer.preparation import Preparer
+from services.trainer.samples import Sample
+from services.trainer.step import StepResult, StepRunner
+from services.trainer.transformers_policy import TransformersPolicy
+from tests.models import PIECES, make_policy, one_batch, run_config
+from tests.training import make_context, make_score, outstanding
+from tests.trajectories import make_trajectory
+
+GROUPS, SIZE = 8, 2
+OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
+"""An epsilon of 1 makes AdamW's update nearly linear in the gradient: what differs there shows here."""
+
+
+def group_of(ticket: int) -> CompleteGroup:
+    """A group of completions of very unequal lengths, each with its score."""
+    rng = np.random.default_rng(ticket)
+    trajectories, scores = {}, {}
+    for index in range(SIZE):
+        count = int(rng.integers(1, 9))
+        trajectories[index] = make_trajectory(
+            ticket,
+            index,
+            group_size=SIZE,
+            prompt_ids=rng.integers(3, len(PIECES), 4).astype(np.int32),
+            completion_ids=rng.integers(3, len(PIECES), count).astype(np.int32),
+            logprobs=rng.normal(-3.0, 0.5, count).astype(np.float32),
+        )
+        scores[index] = make_score(ticket, index, float(rng.normal()))
+    return CompleteGroup(ticket, 0, trajectories, scores)
+
+
+class Arrivals:
+    """Stands where the collector does, and hands over groups in a given order and given portions.
+
+    `num_waiting`: of the groups that have not been handed over, how many have their trajectories already.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        preparer: Preparer,
+        order: Sequence[int],
+        portions: Sequence[int],
+        num_waiting: int,
+    ) -> None:
+        self.judge, self.preparer, self.num_waiting = judge, preparer, num_waiting
+        self.left = [group_of(ticket) for ticket in order]
+        self.portions = list(portions)
+        self.log: list[str] = []
+
+    async def take(self, step: int, places: int) -> list[TrainableGroup]:
+        self.log.append("take")
+        await self.prepare_waiting(step, 1)  # as a collector does while it waits
+        count = min(places, self.portions.pop(0) if self.portions else 1)
+        taken, self.left = self.left[:count], self.left[count:]
+        verdicts = [self.judge.judge(group, step) for group in taken]
+        return [verdict for verdict in verdicts if isinstance(verdict, TrainableGroup)]
+
+    async def prepare_waiting(self, step: int, places: int) -> bool:
+        for group in self.left[: self.num_waiting]:
+            if self.preparer.is_needed and not self.preparer.is_ready(group, step):
+                await self.preparer.prepare(group, step)
+                return True
+        return False
+
+
+def config_of(num_mini_batches: int, micro_batch_tokens: int = 64, **algorithm: Any) -> RunConfig:
+    return run_config(
+        "x",
+        trainer={
+            "groups_per_step": GROUPS,
+            "group_size": SIZE,
+            "mini_batches": num_mini_batches,
+            "micro_batch_tokens": micro_batch_tokens,
+            "optimizer": OPTIMIZER,
+            "algorithm": algorithm,
+        },
+        rollout={"sampling": {"max_tokens": 14, "temperature": 1.0}},
+    )
+
+
+def runner_of(config: RunConfig, policy: Policy) -> StepRunner:
+    context = make_context(Broker.__new__(Broker), Keys("unit"), config)
+    return StepRunner(context, policy, PolicyThread(), Judge(config))
+
+
+class RecordingPolicy:
+    """Notes the order of the calls to a policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls.append(name)
+            return getattr(self.policy, name)(*args)
+
+        return call
+
+
+def run_step(
+    config: RunConfig,
+    policy: Policy,
+    order: Sequence[int],
+    portions: Sequence[int] = (),
+    num_waiting: int = 0,
+) -> StepResult:
+    runner = runner_of(config, policy)
+    arrivals = Arrivals(runner.judge, runner.preparer, order, portions, num_waiting)
+    if isinstance(policy, RecordingPolicy):
+        arrivals.log = policy.calls
+    return asyncio.run(runner.run(0, arrivals))  # type: ignore[arg-type]
+
+
+def policy_of(config: RunConfig, dtype: torch.dtype = torch.float64) -> TransformersPolicy:
+    return make_policy(dtype, **config.trainer.model_dump(include={"optimizer", "algorithm", "mini_batches"}))
+
+
+def weights_of(policy: TransformersPolicy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for _, parameter in policy._parameters])
+
+
+def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
+    """What a step is: every mini-batch in one piece, ratios against the policy at the start of the step."""
+    policy, judge = policy_of(config), Judge(config)
+    mini_batches = []
+    for tickets in np.split(np.array(order), config.trainer.mini_batches):
+        samples: list[Sample] = []
+        for ticket in tickets:
+            verdict = judge.judge(group_of(int(ticket)), 0)
+            assert isinstance(verdict, TrainableGroup)
+            samples += verdict.samples
+        mini_batches.append(samples)
+    start = [policy.logprobs(samples) for samples in mini_batches]
+    for samples, logprobs in zip(mini_batches, start, strict=True):
+        proximal = [
+            Sample(*(getattr(s, name) for name in list(Sample.__slots__)[:-1]), proximal_logprobs=values)
+            for s, values in zip(samples, logprobs, strict=True)
+        ]
+        policy.update(policy.accumulate(one_batch(proximal)).denominator)
+    return weights_of(policy)
+
+
+PORTIONS = st.lists(st.integers(1, GROUPS), max_size=GROUPS)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    order=st.permutations(range(GROUPS)),
+    portions=PORTIONS,
+    num_mini_batches=st.sampled_from([1, 2, 4]),
+    micro_batch_tokens=st.integers(16, 400),
+    num_waiting=st.integers(0, GROUPS),
+    old_logprobs=st.sampled_from(["recompute", "rollout"]),
+)
+def test_mini_batches_trained_as_groups_arrive_equal_those_trained_at_once(
+    order, portions, num_mini_batches, micro_batch_tokens, num_waiting, old_logprobs
+):
+    config = config_of(num_mini_batches, micro_batch_tokens, old_logprobs=old_logprobs)
+    policy = policy_of(config)
+    before = weights_of(policy)
+    run_step(config, policy, order, portions, num_waiting)
+    expected = train_whole(config, order)
+    distance = (weights_of(policy) - expected).norm() / (expected - before).norm()
+    assert distance.item() < 1e-6
+
+
+def test_with_one_update_the_order_of_arrival_does_not_matter():
+    config = config_of(1)
+    results = []
+    for order in (range(GROUPS), range(GROUPS - 1, -1, -1)):
+        policy = policy_of(config)
+        run_step(config, policy, order, [3, 1, 2])
+        results.append(weights_of(policy))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
+
+
+def commit_of(result: StepResult) -> Commit:
+    commit = make_commit(0, result, [], {}, "", 0.0)
+    return Commit.model_validate_json(commit.model_dump_json())
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    order=st.permutations(range(GROUPS)),
+    portions=PORTIONS,
+    num_mini_batches=st.sampled_from([1, 2, 4, 8]),
+    num_waiting=st.integers(0, GROUPS),
+)
+def test_replaying_the_commit_gives_the_same_bits_whatever_was_prepared_when(
+    order, portions, num_mini_batches, num_waiting
+):
+    config = config_of(num_mini_batches)
+    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    commit = commit_of(run_step(config, live, order, portions, num_waiting))
+    groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
+    asyncio.run(runner_of(config, replayed).replay(commit, groups))
+    assert len(commit.mini_batches) == num_mini_batches
+    assert live.digest() == replayed.digest()
+
+
+def test_a_mini_batch_is_the_next_groups_to_arrive():
+    config = config_of(4)
+    commit = commit_of(run_step(config, policy_of(config), [5, 2, 7, 0, 1, 6, 3, 4], [3, 4]))
+    tickets = [sorted({ticket for micro in mini for ticket, _ in micro}) for mini in commit.mini_batches]
+    assert tickets == [[2, 5], [0, 7], [1, 6], [3, 4]]
+    assert commit.groups == (5, 2, 7, 0, 1, 6, 3, 4)
+
+
+def calls_of(config: RunConfig, **arrivals: Any) -> list[str]:
+    policy = RecordingPolicy(policy_of(config))
+    run_step(config, policy, range(GROUPS), **arrivals)  # type: ignore[arg-type]
+    return policy.calls
+
+
+def test_each_mini_batch_updates_as_soon_as_its_own_groups_are_in():
+    calls = calls_of(config_of(2, 400, old_logprobs="rollout"), portions=[4, 2, 2])
+    assert calls == [
+        *("take", "accumulate", "update"),
+        *("take", "take", "accumulate", "update"),
+        "release_weights",
+    ]
+
+
+def test_nothing_is_computed_twice_with_one_update_a_step():
+    assert set(calls_of(config_of(1))) == {"take", "accumulate", "update", "release_weights"}
+
+
+def test_weights_are_held_only_for_groups_that_have_not_arrived_before_the_first_update():
+    assert "hold_weights" in calls_of(config_of(2), portions=[4])
+    assert "hold_weights" not in calls_of(config_of(2), portions=[8])
+
+
+def test_what_waits_for_its_score_is_prepared_before_the_weights_move():
+    calls = calls_of(config_of(2, 400), portions=[4, 4], num_waiting=GROUPS)
+    assert "proximal_logprobs" not in calls[calls.index("update") :]
+
+
+def test_the_ratio_after_the_first_update_is_against_the_start_of_the_step():
+    """Broken, the importance weights of later mini-batches would be against the moved weights."""
+    config = config_of(2, 400)
+    result = run_step(config, policy_of(config), range(GROUPS), [4, 4])
+    first, second = result.mini_batches
+    prepared = [s.proximal_logprobs for batch in second.micro_batches for s in batch.samples]
+    assert all(values is not None for values in prepared)
+    assert all(s.proximal_logprobs is None for batch in first.micro_batches for s in batch.samples)
+    fresh = policy_of(config)
+    samples = [s for batch in second.micro_batches for s in batch.samples]
+    for values, expected in zip(prepared, fresh.logprobs(samples), strict=True):
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+
+
+async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
+    """After Redis has lost its tail, other tokens may arrive under the same key."""
+    config = config_of(2)
+    runner = runner_of(config, policy_of(config))
+    intake = Intake(Broker.__new__(Broker), Keys("unit"), SIZE)
+    intake.expect(outstanding(0))
+    for index, trajectory in group_of(0).trajectories.items():
+        intake.groups[0].trajectories[index] = Entry(f"{index + 1}-0", trajectory)
+    assert await runner.preparer.prepare_waiting(intake.groups.values(), 0, 1)
+    assert not await runner.preparer.prepare_waiting(intake.groups.values(), 0, 1), "prepared once"
+    assert intake.groups[0].prepared is not None
+    intake.reread()
+    assert intake.groups[0].prepared is None
+
+
+async def test_what_was_prepared_for_a_step_is_not_used_for_another():
+    config = config_of(2)
+    runner = runner_of(config, policy_of(config))
+    group = group_of(0)
+    await runner.preparer.prepare(group, 0)
+    assert runner.preparer.is_ready(group, 0)
+    assert not runner.preparer.is_ready(group, 1)
