@@ -80,6 +80,7 @@ class Trainer:
                 await self._step(self.version)
             await self._finish_evaluation()
             await self._save()
+            await self.reconciler.restore_commits()
             await self._report(status=FINISHED)
         except StoppedError:
             await self._stop()
@@ -116,22 +117,32 @@ class Trainer:
         manifest = await self._write_weights(step + 1)
         dropped = self.collector.drain_dropped()
         commit = self._make_commit(step, result, dropped, manifest, started_at)
-        # What Redis has lost comes first: the stream takes no step below its last.
-        await self.reconciler.restore_lost()
-        await append_commit(self.context.broker, self.context.keys, commit)
-        self.reconciler.commits.append(commit)
-        self.version = step + 1
-        self.collector.settle(result.groups)
+        await self._commit(commit, result)
         await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
         await self._finish_evaluation()
         await self._announce(manifest)
         self._observe(commit)
-        is_due = self.version % self.config.checkpoint_every == 0 or self.reconciler.needs_checkpoint
-        if is_due and self.version < self.config.steps:
+        if self.version % self.config.checkpoint_every == 0 and self.version < self.config.steps:
             await self._save()
 
+    async def _commit(self, commit: Commit, result: StepResult) -> None:
+        """Make the step durable: in Redis, and after a restart of Redis in a checkpoint before that.
+
+        What was trained on may be gone then, and neither this commit nor one that Redis has lost with it
+        could be replayed.
+        """
+        self.reconciler.commits.append(commit)
+        self.version = commit.version
+        self.collector.settle(result.groups)
+        if await self.reconciler.may_lack_records():
+            await self._save()
+        # What Redis has lost comes first: the stream takes no step below its last.
+        await self.reconciler.restore_lost()
+        await self.reconciler.restore_commits(below=commit.step)
+        await append_commit(self.context.broker, self.context.keys, commit)
+
     async def _save(self) -> None:
-        await self.checkpointer.save(self.version, self.collector.dropped)
+        await self.checkpointer.save(self.version, self.collector.dropped, self.reconciler.commits)
         self.reconciler.needs_checkpoint = False
 
     def _make_commit(

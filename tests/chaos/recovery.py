@@ -13,7 +13,7 @@ from typing import Any
 
 from common.broker import Broker
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.streams import id_order
+from common.streams import group_status, id_order
 from tests.chaos.archive import Archive
 from tests.chaos.faults import KILLS, Kind
 
@@ -60,8 +60,8 @@ class RecoveryWatch:
             (self.keys.prompts(), ROLLOUT_GROUP),
             (self.keys.trajectories(), REWARD_GROUP),
         ):
-            if not await broker.execute("EXISTS", key):
-                continue
+            if await group_status(broker, key, group) is None:
+                continue  # nobody has joined yet
             for raw in await broker.execute("XINFO", "CONSUMERS", key, group):
                 name = dict(zip(raw[::2], raw[1::2], strict=True))[b"name"].decode()
                 if name not in self._consumers:
