@@ -111,6 +111,7 @@ class Driver:
             # Noted when it happened: the first results come before the server is known to be back.
             event = self._note(fault.kind, "redis", time.time())
             event.died_at = await self.fleet.kill_redis()
+            event.loaded_s = event.recovered_s = time.time() - event.died_at
             await self.archive.compare()
         elif fault.kind is Kind.JOIN:
             self._note(fault.kind, self.fleet.join(fault.role), time.time())

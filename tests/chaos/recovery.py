@@ -1,8 +1,8 @@
 """From a death to useful work again, read off the streams: when did the next result of its kind appear?
 
-A worker is back with the first trajectory or score that it began after the death; the trainer with its first
-commit; Redis with the first result that any service could publish. How long a worker took to load (imports,
-model, first contact) is the time until its new process joined its consumer group.
+A worker is back with the first trajectory or score that it began after the death, the trainer with its first
+commit, Redis with its first answer, when it has read its append-only file. How long a worker took to load
+(half a second's pause, imports, model) is the time until its new process joined its consumer group.
 """
 
 import statistics
@@ -80,10 +80,10 @@ class RecoveryWatch:
         for _, commit in archive.commits.take_news():
             self._note(Kind.TRAINER, TRAINER, commit.finished_at, commit.finished_at)
 
-    def times(self, kind: Kind) -> list[float]:
-        """Recovery times of one kind that were measured to their end."""
+    def recovered(self, kind: Kind) -> list[Event]:
+        """Events of one kind whose recovery was measured to its end."""
         return [
-            event.recovered_s
+            event
             for event in self.events
             if event.kind is kind and event.recovered_s is not None and not event.is_overtaken
         ]
@@ -98,17 +98,29 @@ class RecoveryWatch:
             if event.recovered_s is not None or done_at <= event.died_at:
                 continue
             is_its_work = event.victim == name and began_at > event.died_at
-            if event.kind is Kind.REDIS or (is_its_work and event.kind in (kind, Kind.JOIN)):
+            if is_its_work and event.kind in (kind, Kind.JOIN):
                 event.recovered_s = done_at - event.died_at
 
 
 def summary(watches: Sequence[RecoveryWatch]) -> dict[str, Any]:
-    """Median and maximum of every kind, in seconds."""
+    """Median and maximum of every kind, in seconds; for workers also of what is left without the loading."""
     found: dict[str, Any] = {}
     for kind in KILLS:
-        if times := [time_s for watch in watches for time_s in watch.times(kind)]:
-            found[kind.value] = {"median": round(statistics.median(times), 2), "max": round(max(times), 2)}
+        events = [event for watch in watches for event in watch.recovered(kind)]
+        if times := [event.recovered_s for event in events if event.recovered_s is not None]:
+            found[kind.value] = _median_and_max(times)
+        beyond = [
+            event.recovered_s - event.loaded_s
+            for event in events
+            if event.recovered_s is not None and event.loaded_s is not None
+        ]
+        if beyond and kind in (Kind.ROLLOUT, Kind.REWARD):
+            found[f"{kind.value}_after_load"] = _median_and_max([max(0.0, time_s) for time_s in beyond])
     return found
+
+
+def _median_and_max(times: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(times), 2), "max": round(max(times), 2)}
 
 
 def _time_of(entry_id: str) -> float:
