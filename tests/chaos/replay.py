@@ -16,7 +16,8 @@ from common.messages import Commit
 from common.service import ServiceContext
 from services.trainer.judgement import CompleteGroup, Judge
 from services.trainer.policy import Policy
-from services.trainer.step import PolicyThread, StepRunner
+from services.trainer.policy_thread import PolicyThread
+from services.trainer.step import StepRunner
 from tests.chaos.archive import Archive
 
 
