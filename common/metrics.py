@@ -48,6 +48,14 @@ SCORE_RETRIES = Counter("tidemill_score_retries_total", "Reward attempts repeate
 REWARD_FAILURES = Counter(
     "tidemill_reward_failures_total", "Rewards that failed for good, by name and kind", ["reward", "kind"]
 )
+REWARD_CACHE = Counter(
+    "tidemill_reward_cache_total",
+    "Rewards looked up in the cache: hit, miss, or shared with one under way",
+    ["result"],
+)
+GROUPS_POST_PROCESSED = Counter(
+    "tidemill_groups_post_processed_total", "Groups whose scores were published as a whole", ["lane"]
+)
 SCORES_IN_FLIGHT = Gauge("tidemill_scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
 SCORING_PROCESSES_KILLED = Counter(
     "tidemill_scoring_processes_killed_total", "Processes of plain reward functions killed or found dead"

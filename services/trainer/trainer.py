@@ -15,7 +15,7 @@ import structlog
 
 from common import metrics
 from common.errors import WeightsError
-from common.messages import Commit, WeightManifest
+from common.messages import Commit, Lane, WeightManifest
 from common.run_state import FINISHED, RUNNING, read_state, update_state
 from common.service import ServiceContext
 from common.streams import read_newest
@@ -24,6 +24,7 @@ from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
 from services.trainer.commits import append_commit, make_commit
 from services.trainer.evaluation import EvaluationResult, Evaluator
+from services.trainer.group_results import delete_results
 from services.trainer.intake import Intake
 from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
@@ -134,6 +135,8 @@ class Trainer:
         self.reconciler.commits.append(commit)
         self.version = commit.version
         self.collector.settle(result.groups)
+        outstanding = self.scheduler.outstanding
+        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         if await self.reconciler.may_lack_records():
             await self._save()
         # What Redis has lost comes first: the stream takes no step below its last.
