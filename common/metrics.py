@@ -12,6 +12,12 @@ RUN_INFO = Gauge(
     "tidemill_run_info", "1; labels say which run and role this process serves", ["run_id", "role"]
 )
 
+LOOP_LAG_SECONDS = Histogram(
+    "tidemill_loop_lag_seconds",
+    "How late the event loop woke a probe that slept: work that holds up everything else",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+)
+
 REDIS_RETRIES = Counter("tidemill_redis_retries_total", "Redis commands repeated after a passing error")
 REDIS_WAIT = Counter("tidemill_redis_wait_seconds_total", "Time spent waiting for Redis to come back")
 

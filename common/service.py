@@ -185,9 +185,12 @@ async def _signals(context: ServiceContext) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
     beat = Heartbeat(context.name, context.role, port=endpoint.port)
+    longest_lag_s = 0.0
 
     async def forever() -> None:
+        nonlocal longest_lag_s
         while True:
+            beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
             beat.state, beat.detail = context.activity.state, context.activity.detail
             beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
             for report in context.reporters:
@@ -196,9 +199,15 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             await asyncio.sleep(HEARTBEAT_S)
 
     async def watch_loop() -> None:
+        nonlocal longest_lag_s
+        loop = asyncio.get_running_loop()
         while True:
             endpoint.beat()
+            due_at = loop.time() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
+            lag_s = max(0.0, loop.time() - due_at)
+            metrics.LOOP_LAG_SECONDS.observe(lag_s)
+            longest_lag_s = max(longest_lag_s, lag_s)
 
     tasks = [asyncio.create_task(forever()), asyncio.create_task(watch_loop())]
     try:
