@@ -32,6 +32,7 @@ from common.messages import Trajectory
 from common.presence import HEARTBEAT_S, read_heartbeats
 from common.streams import append, group_status, last_id, length
 from tests.runs import ServiceRun
+from tests.waiting import wait_until
 
 DELAY_S = (1.0, 40.0)
 GROUPS, GROUP_SIZE = 1024, 5
@@ -150,9 +151,12 @@ async def _append(run: ServiceRun, delays_s: Sequence[float]) -> None:
 
 async def _last_score_s(run: ServiceRun, count: int) -> float:
     """Redis's time when the last of `count` scores came in."""
-    while await length(run.broker, run.keys.scores()) < count:
-        await asyncio.sleep(POLL_S)
+    await wait_until(lambda: _has_scores(run, count), 3600)
     return int((await last_id(run.broker, run.keys.scores())).partition("-")[0]) / 1000
+
+
+async def _has_scores(run: ServiceRun, count: int) -> bool:
+    return await length(run.broker, run.keys.scores()) >= count
 
 
 async def _redis_time_s(run: ServiceRun) -> float:
@@ -194,8 +198,8 @@ def main(
             "loop lag ms",
         ),
         [_row(outcome, samples) for outcome in outcomes + alone],
-        "ideal: every slot takes the next sample the moment it is free, the same delays are slept, nothing else "
-        "costs time; the tail is included, starting processes is not. in flight: most held at once, seen in "
+        "ideal: every slot takes the next sample the moment it is free, the same delays are slept, and nothing "
+        "else costs time; the tail is included, starting processes is not. in flight: most held at once, seen in "
         f"Redis. loop lag: the worst of any consumer. {machine()}",
     )
     print_result(
