@@ -198,9 +198,9 @@ def main(
             "loop lag ms",
         ),
         [_row(outcome, samples) for outcome in outcomes + alone],
-        "ideal: every slot takes the next sample the moment it is free, the same delays are slept, and nothing "
-        "else costs time; the tail is included, starting processes is not. in flight: most held at once, seen in "
-        f"Redis. loop lag: the worst of any consumer. {machine()}",
+        "ideal: every slot takes the next sample the moment it is free, the same delays are slept, and\n"
+        "nothing else costs time; the tail is included, starting processes is not. in flight: most held\n"
+        f"at once, seen in Redis. loop lag: the worst of any consumer. {machine()}",
     )
     print_result(
         {
