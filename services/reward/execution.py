@@ -1,33 +1,34 @@
 """Where a reward function runs: cheap ones and coroutines on the event loop, plain ones in processes.
 
-Invariant: `run` takes no longer than its limit of time, once it has begun to run. The one exception no
+Invariant: `score` takes no longer than its limit of time, once it has begun to run. The one exception no
 one can help is an async function that computes instead of awaiting: it holds up the loop.
 """
 
 import asyncio
 from typing import Protocol
 
+from services.reward.functions import RewardFunction
 from services.reward.outcome import AttemptError, Outcome
 from services.reward.processes import ProcessPool
-from services.reward.request import Callee, Request
+from services.reward.sample import Sample
 
 
 class Execution(Protocol):
-    """Runs one function."""
+    """Runs one reward function."""
 
     slots: int | None
     """Samples it makes sense to hold at once; None where only memory sets a limit."""
 
-    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
-        """One outcome for each sample of the request, or an `AttemptError`."""
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
+        """Score one sample, or raise an `AttemptError`."""
 
     async def close(self) -> None:
         """Stop what was started."""
 
 
-def execution_of(function: Callee, num_processes: int) -> Execution:
+def execution_of(function: RewardFunction, num_processes: int) -> Execution:
     """The way in which this function has to run."""
-    if function.is_async:
+    if function.call.is_async:
         return LoopExecution(function)
     return InlineExecution(function) if function.is_cheap else ProcessExecution(function, num_processes)
 
@@ -37,12 +38,12 @@ class InlineExecution:
 
     slots: int | None = None
 
-    def __init__(self, function: Callee) -> None:
+    def __init__(self, function: RewardFunction) -> None:
         self._function = function
 
-    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
         """Call the function."""
-        return self._function.call(request)
+        return self._function.score(sample)
 
     async def close(self) -> None:
         """Nothing was started."""
@@ -53,13 +54,13 @@ class LoopExecution:
 
     slots: int | None = None
 
-    def __init__(self, function: Callee) -> None:
+    def __init__(self, function: RewardFunction) -> None:
         self._function = function
-        self._tasks: set[asyncio.Task[list[Outcome]]] = set()
+        self._tasks: set[asyncio.Task[Outcome]] = set()
 
-    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
         """Await the function; at the limit it is cancelled, and left alone if it does not mind that."""
-        task = asyncio.create_task(self._function.call_async(request))
+        task = asyncio.create_task(self._function.score_async(sample))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         try:
@@ -68,7 +69,7 @@ class LoopExecution:
             is_late = not task.done()
             task.cancel()
         if is_late:
-            raise AttemptError(f"no result within {timeout_s:g} s (timeout_s)", is_timeout=True)
+            raise AttemptError(f"no result within {timeout_s:g} s (reward.timeout_s)", is_timeout=True)
         if task.cancelled():
             raise AttemptError("the function was cancelled from inside")
         return task.result()
@@ -78,7 +79,7 @@ class LoopExecution:
         for task in self._tasks:
             task.cancel()
 
-    def _forget(self, task: asyncio.Task[list[Outcome]]) -> None:
+    def _forget(self, task: asyncio.Task[Outcome]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # seen, also where nobody waits any more
@@ -91,14 +92,16 @@ SAMPLES_PER_PROCESS = 8
 class ProcessExecution:
     """Calls plain functions in processes. Evaluation has its own, as many, so that it never queues."""
 
-    def __init__(self, function: Callee, num_processes: int) -> None:
+    def __init__(self, function: RewardFunction, num_processes: int) -> None:
         self.slots: int | None = SAMPLES_PER_PROCESS * num_processes
-        self._training, self._evaluation = (ProcessPool(function.spec(), num_processes) for _ in range(2))
+        self._training, self._evaluation = (
+            ProcessPool(function.name, function.kwargs, num_processes) for _ in range(2)
+        )
 
-    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
         """Call the function in a free process; at the limit that process is killed."""
-        pool = self._evaluation if request.samples[0].is_evaluation else self._training
-        return await pool.run(request, timeout_s)
+        pool = self._evaluation if sample.is_evaluation else self._training
+        return await pool.score(sample, timeout_s)
 
     async def close(self) -> None:
         """Kill all processes."""
