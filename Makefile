@@ -21,7 +21,7 @@ BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
 VLLM := $(VENV)/.vllm.stamp
 
-.PHONY: help demo test check bench bench-name clean distclean
+.PHONY: help demo test check bench bench-name chaos clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -50,6 +50,9 @@ bench: bench-name $(BASE) ## run one benchmark: make bench BENCH=transport (ARGS
 bench-name:
 	@[ -n "$(BENCH)" ] && [ -e benchmarks/$(BENCH).py -o -e benchmarks/$(BENCH)/__main__.py ] || { \
 		echo "BENCH is '$(BENCH)'; name a module of benchmarks/, for example: make bench BENCH=transport" >&2; exit 2; }
+
+chaos: $(BASE) ## kill -9 the processes of a whole run, and prove that nothing was lost (ARGS="--seeds 5")
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 clean: ## remove caches and build leftovers; keeps .venv/ and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -90,6 +90,15 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
         raise CodecError(f"{message_type.kind}: {error}") from None
 
 
+def decode_payload(payload: bytes, message_type: type[M]) -> M:
+    """Decode what `encode_payload` of this release, or of an older one, has made.
+
+    Raises:
+        CodecError: as in `decode`.
+    """
+    return decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, message_type)
+
+
 def _check_schema(schema: bytes, message_type: type[Message]) -> None:
     major, _, minor = schema.partition(b".")
     if len(schema) > 16 or not major.isdigit() or not minor.isdigit():

@@ -2,8 +2,9 @@
 
 Two layouts are known. verl's: `prompt` (a string or a list of chat messages), `data_source`,
 `reward_model.ground_truth`, `extra_info`. GSM8K's: `question`, and `answer` ending in `#### <number>`.
-Columns that belong to neither travel in `extra`, where reward functions find them. A `Row` that leaves
-this module is complete, and holds only what a message can carry.
+Datasets for TRL, with `prompt` and `solution`, are read as well. Columns that belong to none of them travel
+in `extra`, where reward functions find them, and so does a prompt that is a chat. A `Row` that leaves this
+module is complete, and holds only what a message can carry.
 """
 
 import json
@@ -19,6 +20,9 @@ from common.errors import ConfigError
 
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
+
+PROMPT = "prompt"
+"""Where `extra` keeps the prompt of a row that is a chat."""
 
 ChatMessage = dict[str, Any]
 """`role` and `content`, both text; what else a message holds goes to the chat template as it is."""
@@ -154,7 +158,9 @@ def _parse_row(columns: dict[str, Any], prompt_column: str, number: int, origin:
         raise _wrong(origin, "extra_info", "an object", info)
     known = {prompt_column, "data_source", "reward_model", "ground_truth", "extra_info"}
     others = {name: value for name, value in columns.items() if name not in known and value is not None}
-    extra = _sendable({**others, **(info or {})}, origin, "extra_info")
+    # Reward functions may want the chat itself; the text that the model reads is templated.
+    chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
+    extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
     return Row(prompt, source or "", _sendable(ground_truth, origin, "ground_truth"), extra, number, origin)
 
 
@@ -200,12 +206,17 @@ def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessa
 
 
 def _find_ground_truth(columns: Mapping[str, Any], origin: str) -> Any:
-    """`reward_model.ground_truth`, else the column `ground_truth`; null is allowed, absence is not."""
+    """`reward_model.ground_truth`, else `ground_truth`, else `solution` as datasets for TRL have it.
+
+    Null is allowed, absence is not.
+    """
     model = columns.get("reward_model")
     if isinstance(model, dict) and "ground_truth" in model:
         return model["ground_truth"]
     if "ground_truth" in columns:
         return columns["ground_truth"]
+    if model is None and "solution" in columns:
+        return columns["solution"]
     if model is not None and not isinstance(model, dict):
         raise _wrong(origin, "reward_model", "an object with ground_truth", model)
     what = "'reward_model.ground_truth' (write null where the reward needs none)"

@@ -55,6 +55,19 @@ class Keys:
         """Hash of a group in flight: published indices, and the version at which it started."""
         return self._key(f"group:{ticket}", lane)
 
+    def results(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
+        """Hash: what rewards said of the samples of a group scored as a whole, until all are there."""
+        return self._key(f"results:{ticket}", lane)
+
+    def result_tickets(self, lane: Lane = Lane.TRAIN) -> str:
+        """Set of the tickets that have a hash of results."""
+        return self._key("results", lane)
+
+    @property
+    def reward_cache(self) -> tuple[str, str, str]:
+        """Hash of cached rewards, sorted set of when each was used, and hash of its size and clock."""
+        return self._key("reward_cache"), self._key("reward_cache:used"), self._key("reward_cache:size")
+
     @property
     def weights(self) -> str:
         """Stream of weight manifests."""

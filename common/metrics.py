@@ -12,6 +12,12 @@ RUN_INFO = Gauge(
     "tidemill_run_info", "1; labels say which run and role this process serves", ["run_id", "role"]
 )
 
+LOOP_LAG_SECONDS = Histogram(
+    "tidemill_loop_lag_seconds",
+    "How late the event loop woke a probe that slept: work that holds up everything else",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+)
+
 REDIS_RETRIES = Counter("tidemill_redis_retries_total", "Redis commands repeated after a passing error")
 REDIS_WAIT = Counter("tidemill_redis_wait_seconds_total", "Time spent waiting for Redis to come back")
 
@@ -47,6 +53,14 @@ SCORE_SECONDS = Histogram(
 SCORE_RETRIES = Counter("tidemill_score_retries_total", "Reward attempts repeated after a failure")
 REWARD_FAILURES = Counter(
     "tidemill_reward_failures_total", "Rewards that failed for good, by name and kind", ["reward", "kind"]
+)
+REWARD_CACHE = Counter(
+    "tidemill_reward_cache_total",
+    "Rewards looked up in the cache: hit, miss, or shared with one under way",
+    ["result"],
+)
+GROUPS_POST_PROCESSED = Counter(
+    "tidemill_groups_post_processed_total", "Groups whose scores were published as a whole", ["lane"]
 )
 SCORES_IN_FLIGHT = Gauge("tidemill_scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
 SCORING_PROCESSES_KILLED = Counter(

@@ -54,8 +54,6 @@ class ServiceContext:
     reporters: list[Reporter] = field(default_factory=list)
     failure: BaseException | None = None
     """Why the service must end with an error, once it has drained."""
-    options: argparse.Namespace = field(default_factory=argparse.Namespace)
-    """The command line, with what the service added to it."""
 
     def __post_init__(self) -> None:
         # A restarted process has the name of the one before, but must not pass for the holder of its leases.
@@ -102,25 +100,16 @@ ServiceMain = Callable[[ServiceContext], Awaitable[None]]
 
 
 def run_service(
-    role: str,
-    describe: str,
-    load: Callable[[], ServiceMain],
-    port_of: Callable[[RunConfig], int],
-    *,
-    module: str = "",
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
+    role: str, describe: str, load: Callable[[], ServiceMain], port_of: Callable[[RunConfig], int]
 ) -> int:
     """Run one service process to its end; returns the exit code.
 
     `load` imports the service proper; it is called only after address, run and config are known to be
-    good, so that mistakes are answered before anything heavy is imported. `add_arguments` adds the service's
-    own arguments, which it finds in `ServiceContext.options`.
+    good, so that mistakes are answered before anything heavy is imported.
     """
     # Services share a machine's cores: threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    parser = _parser(role, module or f"services.{role}", describe)
-    add_arguments(parser)
-    options = parser.parse_args()
+    options = _parse_arguments(role, describe)
     configure_logs(role, options.name)
     try:
         return asyncio.run(_serve(role, options, load, port_of))
@@ -134,9 +123,9 @@ def runs_dir() -> Path:
     return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
 
 
-def _parser(role: str, module: str, describe: str) -> argparse.ArgumentParser:
+def _parse_arguments(role: str, describe: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=f"python -m services.{role}",
         description=describe,
         epilog="Addresses and secrets come from the environment: TIDEMILL_REDIS_URL (and _USERNAME, "
         "_PASSWORD, _CA), TIDEMILL_RUNS_DIR. Everything else is the run's config, read from Redis.",
@@ -152,7 +141,7 @@ def _parser(role: str, module: str, describe: str) -> argparse.ArgumentParser:
         metavar="SECTION.FIELD=VALUE",
         help="override a field of the run's config for this process only; may be repeated",
     )
-    return parser
+    return parser.parse_args()
 
 
 async def _serve(
@@ -169,8 +158,7 @@ async def _serve(
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
-        activity = Activity(role)
-        context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
+        context = ServiceContext(role, options.name, keys, config, broker, run_dir, Activity(role))
         async with _signals(context), _heartbeat(context, endpoint):
             await load()(context)
         return 0
@@ -197,9 +185,12 @@ async def _signals(context: ServiceContext) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
     beat = Heartbeat(context.name, context.role, port=endpoint.port)
+    longest_lag_s = 0.0
 
     async def forever() -> None:
+        nonlocal longest_lag_s
         while True:
+            beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
             beat.state, beat.detail = context.activity.state, context.activity.detail
             beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
             for report in context.reporters:
@@ -208,9 +199,15 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             await asyncio.sleep(HEARTBEAT_S)
 
     async def watch_loop() -> None:
+        nonlocal longest_lag_s
+        loop = asyncio.get_running_loop()
         while True:
             endpoint.beat()
+            due_at = loop.time() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
+            lag_s = max(0.0, loop.time() - due_at)
+            metrics.LOOP_LAG_SECONDS.observe(lag_s)
+            longest_lag_s = max(longest_lag_s, lag_s)
 
     tasks = [asyncio.create_task(forever()), asyncio.create_task(watch_loop())]
     try:

@@ -3,7 +3,7 @@
 from common.config.data import DataConfig, ModelConfig
 from common.config.judge import JudgeConfig
 from common.config.loading import load_config, override_config, parse_config
-from common.config.named_reward import NamedRewardConfig, RewardCacheConfig
+from common.config.named_reward import NamedRewardConfig, RewardCacheConfig, RewardLimits
 from common.config.reward import RewardConfig
 from common.config.reward_model import RewardModelConfig
 from common.config.rollout import RolloutConfig, SamplingConfig
@@ -22,6 +22,7 @@ __all__ = [
     "OptimizerConfig",
     "RewardCacheConfig",
     "RewardConfig",
+    "RewardLimits",
     "RewardModelConfig",
     "RolloutConfig",
     "RunConfig",

@@ -138,12 +138,56 @@ class Consumer(Generic[M]):
         args = [self.group, self.name, delivery.entry_id, sample.index, sample.group_size, SCHEMA]
         args.append(codec.encode_payload(sample))
         result = await self._script("publish_sample", args, 0, out_key, progress_key)
-        if result == 0:
-            self._lose(delivery.entry_id)
-            raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
+        self._require_lease(delivery.entry_id, result)
         if result == 2:
             self.held.pop(delivery.entry_id, None)
         return bool(result == 2)
+
+    async def store_result(
+        self,
+        delivery: Delivery[Trajectory],
+        results_key: str,
+        tickets_key: str,
+        result: Message | None,
+    ) -> list[bytes] | None:
+        """Keep the result of one trajectory of a group that is published as a whole.
+
+        With the last one, returns the payloads of all results, by index: the trajectory stays held, and this
+        consumer has to finish the group with `publish_group`. Otherwise returns None, and the trajectory is
+        acknowledged. A result of None means that it is kept already (`has_result`).
+
+        Raises:
+            LeaseLostError: another worker has taken the trajectory over; nothing was kept.
+        """
+        message = delivery.message
+        payload = codec.encode_payload(result) if result is not None else b""
+        group = (message.ticket, message.index, message.group_size)
+        args = [self.group, self.name, delivery.entry_id, *group, payload]
+        reply = await self._script("store_result", args, 0, results_key, tickets_key)
+        self._require_lease(delivery.entry_id, reply)
+        if isinstance(reply, list):
+            return reply
+        self.held.pop(delivery.entry_id, None)
+        return None
+
+    async def has_result(self, results_key: str, index: int) -> bool:
+        """Whether the result of this sample is kept: whoever had it before died after storing it."""
+        return bool(await self.broker.execute("HEXISTS", results_key, index))
+
+    async def publish_group(
+        self, delivery: Delivery[M], out_key: str, results_key: str, scores: Sequence[Message]
+    ) -> None:
+        """Publish all scores of a group and acknowledge its last trajectory, as one unit.
+
+        Raises:
+            LeaseLostError: another worker has taken the trajectory over; nothing was published.
+        """
+        payloads = [codec.encode_payload(score) for score in scores]
+        args = [self.group, self.name, delivery.entry_id, SCHEMA, *payloads]
+        self._require_lease(
+            delivery.entry_id, await self._script("publish_group", args, 0, out_key, results_key)
+        )
+        self.held.pop(delivery.entry_id, None)
 
     async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
         """Move a message to the dead-letter stream, as one unit."""
@@ -209,6 +253,12 @@ class Consumer(Generic[M]):
         delivery = Delivery(entry.entry_id, fields, entry.message, attempts)
         self.held[delivery.entry_id] = delivery
         return delivery
+
+    def _require_lease(self, entry_id: str, reply: Any) -> None:
+        """Scripts answer 0 where the lease is gone."""
+        if reply == 0:
+            self._lose(entry_id)
+            raise LeaseLostError(f"{self.label} {entry_id} is held by another worker now")
 
     def _lose(self, entry_id: str) -> None:
         delivery = self.held.pop(entry_id, None)

@@ -37,7 +37,7 @@ class ServiceSpec:
 
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
-    """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants."""
+    """The trainer, and as many rollout and reward workers as the config wants."""
     specs = [_spec(config, "trainer", 0, config.trainer.metrics_port, config.trainer.num_threads)]
     for index in range(config.rollout.workers):
         threads = config.rollout.num_threads
@@ -46,9 +46,6 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
         # Reward functions run in processes of their own: one thread each, or they fight over the cores.
         threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
         specs.append(_spec(config, "reward", index, config.reward.metrics_port, threads))
-    for name, reward in config.reward.named.items():
-        if reward.local_replicas is not None:
-            specs += [_replica_spec(config, name, index) for index in range(reward.local_replicas.count)]
     return specs
 
 
@@ -65,13 +62,6 @@ def _spec(config: RunConfig, role: str, index: int, port: int, threads: int) -> 
     command += ["--metrics-port", str(port + index if port else 0)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return ServiceSpec(name, role, tuple(command), env, ends_run=role == "trainer")
-
-
-def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:
-    """A server of a judge or a reward model, in the care of a process that knows the run."""
-    name = f"replica-{reward}-{index}"
-    command = [sys.executable, "-m", "services.reward.replica", "--run", config.run_id, "--name", name]
-    return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)))
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:

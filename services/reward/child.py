@@ -1,4 +1,4 @@
-"""What runs in a process of its own: load the reward function once, then score one sample after another.
+"""What runs in a process of its own: load the function once, then answer one request after another.
 
 Frames on the given socket, both ways: four bytes of length, then a msgpack map. The first answer says
 whether the function loaded. The process ends when its parent closes the socket or dies.
@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 import msgpack
 
 from common.errors import ConfigError
-from services.reward.functions import RewardFunction, load_function
+from services.reward.functions import load_function
+from services.reward.group_functions import load_group_function
 from services.reward.outcome import AttemptError
-from services.reward.sample import Sample
+from services.reward.request import Callee, Request
 
 LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -32,7 +33,7 @@ def main(descriptor: int, parent: int) -> None:
         if hello is None:
             return
         try:
-            function = load_function(hello["function"], hello["kwargs"])
+            function = _load(hello)
         except ConfigError as error:
             _send(channel, {"error": str(error)})
             return
@@ -41,12 +42,17 @@ def main(descriptor: int, parent: int) -> None:
             _send(channel, _answer(function, request))
 
 
-def _answer(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
+def _load(spec: dict[str, Any]) -> Callee:
+    return load_group_function(**spec) if spec.pop("is_group", False) else load_function(**spec)
+
+
+def _answer(function: Callee, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        outcome = function.score(Sample(**request))
+        outcomes = function.call(Request.from_wire(request))
     except AttemptError as error:
-        return {"error": str(error), "is_timeout": error.is_timeout, "is_final": error.is_final}
-    return {"value": outcome.value, "components": outcome.components, "detail": outcome.detail}
+        kind = {"kind": error.kind, "retry_after_s": error.retry_after_s}
+        return {"error": str(error), "is_timeout": error.is_timeout, "is_final": error.is_final, **kind}
+    return {"outcomes": [(outcome.value, outcome.components, outcome.detail) for outcome in outcomes]}
 
 
 def _receive(frames: BinaryIO) -> dict[str, Any] | None:

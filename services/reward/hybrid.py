@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.config import RewardConfig
-from common.messages import OnFailure, ScoreStatus
+from common.messages import OnFailure, Score, ScoreStatus, TrajectoryKey
+from services.reward.cache import RewardCache
 from services.reward.named import NamedReward
 from services.reward.outcome import Detail
 from services.reward.part import Part
@@ -36,6 +37,22 @@ class Sum:
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
 
+    def score(self, key: TrajectoryKey, worker: str, latency_s: float) -> Score:
+        """The message that says so."""
+        return Score(
+            ticket=key[0],
+            index=key[1],
+            status=self.status,
+            value=self.value,
+            components=self.components,
+            detail=self.detail,
+            error=self.error,
+            on_failure=self.on_failure,
+            attempts=max(self.attempts, 1),
+            worker=worker,
+            latency_s=latency_s,
+        )
+
 
 class HybridReward:
     """All rewards of a run."""
@@ -53,12 +70,26 @@ class HybridReward:
         return max(known) if len(known) == len(counts) else None
 
     async def score(self, sample: Sample) -> Parts:
-        """The part of each reward; all are asked at once."""
-        if len(self.rewards) == 1:
-            (only,) = self.rewards
-            return {only.name: await only.score(sample)}
-        parts = await asyncio.gather(*(named.score(sample) for named in self.rewards))
-        return {named.name: part for named, part in zip(self.rewards, parts, strict=True)}
+        """The part of each reward that scores samples one by one; all are asked at once."""
+        single = [named for named in self.rewards if not named.is_per_group]
+        if len(single) == 1:
+            return {single[0].name: await single[0].score(sample)}
+        parts = await asyncio.gather(*(named.score(sample) for named in single))
+        return {named.name: part for named, part in zip(single, parts, strict=True)}
+
+    async def score_group(self, samples: list[Sample]) -> list[Parts]:
+        """The parts of the rewards that score a group at once, for each of its samples."""
+        together = [named for named in self.rewards if named.is_per_group]
+        columns = await asyncio.gather(*(named.score_group(samples) for named in together))
+        return [
+            {named.name: column[place] for named, column in zip(together, columns, strict=True)}
+            for place in range(len(samples))
+        ]
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether a reward needs all samples of a group."""
+        return any(named.is_per_group for named in self.rewards)
 
     def sum_up(self, parts: Mapping[str, Part]) -> Sum:
         """The weighted sum of the parts of one sample, or why there is none."""
@@ -123,7 +154,9 @@ def make_hybrid(config: RewardConfig, services: RewardServices) -> HybridReward:
     Raises:
         ConfigError: one of them cannot be loaded or called as configured.
     """
+    cache = RewardCache(services.broker, services.keys, config.cache)
     rewards = [
-        NamedReward(name, named, make_reward(name, named, services)) for name, named in config.named.items()
+        NamedReward(name, named, make_reward(name, named, services), cache if named.is_cached else None)
+        for name, named in config.named.items()
     ]
     return HybridReward(rewards, bool(config.rewards))

@@ -7,27 +7,30 @@ and evaluation have limits of their own, so that evaluation never waits behind t
 import asyncio
 import contextlib
 from collections import Counter
-
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential
-from tenacity import wait_random as jitter
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from common import metrics
 from common.config import NamedRewardConfig
-from services.reward.outcome import AttemptError, Outcome, contained
+from services.reward.attempts import Attempts
+from services.reward.cache import RewardCache, version_of
+from services.reward.outcome import AttemptError, Outcome
 from services.reward.part import Part
-from services.reward.rewards import Reward
+from services.reward.rewards import FunctionReward, Reward
 from services.reward.sample import Sample
-
-LONGEST_BACKOFF_S = 60.0
 
 
 class NamedReward:
     """One of the rewards of a run."""
 
-    def __init__(self, name: str, config: NamedRewardConfig, reward: Reward) -> None:
-        self.name, self.config, self.reward = name, config, reward
+    def __init__(
+        self, name: str, config: NamedRewardConfig, reward: Reward, cache: RewardCache | None = None
+    ) -> None:
+        self.name, self.config, self.reward, self.cache = name, config, reward, cache
+        self.version = version_of(name, config) if cache else ""
         self.failures: Counter[str] = Counter()
         """How often it failed for good, by kind of failure."""
+        self._attempts = Attempts(config)
         self._places = [
             asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else contextlib.nullcontext()
             for _ in ("training", "evaluation")
@@ -37,23 +40,48 @@ class NamedReward:
         """Whether the sample's data source is one it scores."""
         return not self.config.applies_to or sample.data_source in self.config.applies_to
 
+    @property
+    def is_per_group(self) -> bool:
+        """Whether it scores the samples of a group together, when all are there."""
+        return self.config.per == "group"
+
     async def score(self, sample: Sample) -> Part:
         """All attempts at one sample; it never raises for what a reward does."""
         if not self.applies_to(sample):
             return Part()
-        attempts = self._attempts()
-        outcome: Outcome | None = None
+        if self.cache is None:
+            return await self._score(sample)
+        return await self.cache.get_or_make(self.version, sample, partial(self._score, sample))
+
+    async def score_group(self, samples: list[Sample]) -> list[Part]:
+        """All attempts at the samples of one group at once."""
+        if not self.applies_to(samples[0]):
+            return [Part() for _ in samples]
+        assert isinstance(self.reward, FunctionReward)  # `per: group` is for functions only
+        return await self._attempt(samples, partial(self.reward.score_group, samples))
+
+    async def _score(self, sample: Sample) -> Part:
+        async def once() -> list[Outcome]:
+            return [await self.reward.score(sample)]
+
+        (part,) = await self._attempt([sample], once)
+        return part
+
+    async def _attempt(
+        self, samples: list[Sample], once: Callable[[], Awaitable[list[Outcome]]]
+    ) -> list[Part]:
+        async def placed() -> list[Outcome]:
+            async with self._places[samples[0].is_evaluation]:
+                return await once()
+
         try:
-            async for attempt in attempts:
-                with attempt, contained():
-                    async with self._places[sample.is_evaluation]:
-                        outcome = await self.reward.score(sample)
+            outcomes, count = await self._attempts.make(placed)
         except AttemptError as failure:
-            part = Part.failed(failure, _count(attempts))
-            self.count_failure(part)
-            return part
-        assert outcome is not None  # the last attempt either gave one or raised
-        return Part.of(outcome, _count(attempts))
+            parts = [Part.failed(failure) for _ in samples]
+            for part in parts:
+                self.count_failure(part)
+            return parts
+        return [Part.of(outcome, count) for outcome in outcomes]
 
     def count_failure(self, part: Part) -> None:
         """A sample remains without this reward."""
@@ -63,32 +91,3 @@ class NamedReward:
     async def close(self) -> None:
         """Free what the reward holds."""
         await self.reward.close()
-
-    def _attempts(self) -> AsyncRetrying:
-        return AsyncRetrying(
-            retry=retry_if_exception(_is_worth_another),
-            stop=stop_after_attempt(self.config.max_attempts),
-            wait=self._pause_s,
-            before_sleep=_count_retry,
-            reraise=True,
-        )
-
-    def _pause_s(self, state: RetryCallState) -> float:
-        # Jitter of half a pause: workers that failed together must not come back together.
-        first_s = self.config.backoff_s
-        pause_s = (wait_exponential(first_s, LONGEST_BACKOFF_S) + jitter(0, first_s / 2))(state)
-        error = state.outcome.exception() if state.outcome else None
-        asked_s = error.retry_after_s if isinstance(error, AttemptError) else 0.0
-        return max(pause_s, asked_s)
-
-
-def _count(attempts: AsyncRetrying) -> int:
-    return max(1, int(attempts.statistics.get("attempt_number", 1)))
-
-
-def _is_worth_another(error: BaseException) -> bool:
-    return isinstance(error, AttemptError) and not error.is_final
-
-
-def _count_retry(_: RetryCallState) -> None:
-    metrics.SCORE_RETRIES.inc()

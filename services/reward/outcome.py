@@ -7,7 +7,7 @@ place of this service where a broad `except` stands.
 import math
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -50,6 +50,8 @@ class AttemptError(RewardError):
         self.is_final = is_final
         self.kind = kind or ("timeout" if is_timeout else "error")
         self.retry_after_s = retry_after_s
+        self.attempts = 1
+        """How many there were when this one, the last, failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,18 @@ def contained() -> Iterator[None]:
         raise AttemptError(describe(error)) from error
 
 
-def interpret(returned: Any) -> Outcome:
-    """Read what a reward function returned.
+def interpret(returned: Any, takes_tuples: bool = False) -> Outcome:
+    """Read what a reward function returned for one sample.
 
     A number is the reward; of a dict, `score` is, other numbers become components and the rest detail.
+    With `takes_tuples`, the first element is the reward and the texts after it are kept as detail.
 
     Raises:
         AttemptError: there is no finite number where the reward should be. It is never read as 0.
     """
+    if takes_tuples and isinstance(returned, tuple) and returned:
+        notes = [_plain(note, MAX_DEPTH) for note in returned[1:]]
+        return Outcome(_finite(returned[0], "the first element is"), detail={"notes": notes})
     if isinstance(returned, dict):
         if "score" not in returned:
             keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
@@ -90,6 +96,34 @@ def interpret(returned: Any) -> Outcome:
         components, detail = _sort_out({key: item for key, item in returned.items() if key != "score"})
         return Outcome(_finite(returned["score"], "'score' is"), components, detail)
     return Outcome(_finite(returned, "returned"))
+
+
+def interpret_list(
+    returned: Any,
+    count: int,
+    metrics: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Outcome]:
+    """Read what a function returned for a list of `count` samples; None means not applicable, as in TRL.
+
+    `metrics` hold for each of them, `extra` has one value for each.
+
+    Raises:
+        AttemptError: it is no list of that length, or an element is neither a finite number nor None.
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, list | tuple):
+        raise AttemptError(f"returned {_kind(returned)}; expected a list of {count} rewards")
+    if len(values) != count:
+        raise AttemptError(f"returned {len(values)} rewards; expected {count}, one for each completion")
+    components, _ = _sort_out(dict(metrics or {}))
+    outcomes = []
+    for index, value in enumerate(values):
+        number = None if value is None else _finite(value, f"element {index} is")
+        notes = {name: items[index] for name, items in (extra or {}).items() if index < len(items)}
+        numbers, detail = _sort_out(notes)
+        outcomes.append(Outcome(number, components | numbers, detail))
+    return outcomes
 
 
 def describe(error: BaseException) -> str:

@@ -21,6 +21,9 @@ class Part:
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.status = ScoreStatus(self.status)  # a plain text where it comes out of Redis
+
     @property
     def is_ok(self) -> bool:
         """Whether the reward said something, if only that it does not apply."""
@@ -34,7 +37,7 @@ class Part:
         )
 
     @classmethod
-    def failed(cls, error: AttemptError, attempts: int) -> "Part":
+    def failed(cls, error: AttemptError) -> "Part":
         """The part that remains when the last attempt failed."""
         status = ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED
-        return cls(status, None, str(error), error.kind, attempts)
+        return cls(status, None, str(error), error.kind, error.attempts)

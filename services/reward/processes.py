@@ -1,6 +1,6 @@
 """A pool of processes for plain reward functions.
 
-Every process has a socket of its own and works on one sample at a time, so that killing one, which happens
+Every process has a socket of its own and works on one request at a time, so that killing one, which happens
 at the limit of time and when the lease is lost, cannot disturb another. SIGKILL goes to its whole process
 group: what the function started dies with it. A killed or crashed process is replaced by the next call.
 """
@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -20,7 +19,7 @@ import msgpack
 from common import metrics
 from services.reward.child import LENGTH
 from services.reward.outcome import AttemptError, Outcome
-from services.reward.sample import Sample
+from services.reward.request import Request
 
 START_TIMEOUT_S = 120.0
 """Longest time a process may take to import its function."""
@@ -51,8 +50,8 @@ class ScoringProcess:
         """Its process id, which is that of its group too."""
         return self._process.pid
 
-    async def load(self, reference: str, kwargs: Mapping[str, Any]) -> None:
-        """Have it import the function, once.
+    async def load(self, spec: dict[str, Any]) -> None:
+        """Have it import the function, once; `spec` says which.
 
         Raises:
             AttemptError: it cannot, or not in time.
@@ -60,29 +59,28 @@ class ScoringProcess:
         self._streams = await asyncio.open_connection(sock=self._channel)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                answer = await self._ask({"function": reference, "kwargs": dict(kwargs)})
+                answer = await self._ask(spec)
         except TimeoutError:
             raise AttemptError(f"importing the function took longer than {START_TIMEOUT_S:g} s") from None
         if "error" in answer:
             self.is_sound = False
             raise AttemptError(answer["error"])
 
-    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
-        """Score one sample.
+    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
+        """Answer one request.
 
         Raises:
             AttemptError: the function failed, the process died, or the time ran out.
         """
-        request = {"key": sample.key, "is_evaluation": sample.is_evaluation, **sample.fields()}
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._ask(request)
+                answer = await self._ask(request.to_wire())
         except TimeoutError:
-            message = f"no result within {timeout_s:g} s (reward.timeout_s); its process was killed"
+            message = f"no result within {timeout_s:g} s (timeout_s); its process was killed"
             raise AttemptError(message, is_timeout=True) from None
         if "error" in answer:
             raise AttemptError(answer.pop("error"), **answer)
-        return Outcome(**answer)
+        return [Outcome(*parts) for parts in answer["outcomes"]]
 
     def kill(self) -> None:
         """Kill it with all that it started, whatever it is doing."""
@@ -121,25 +119,25 @@ class ScoringProcess:
 class ProcessPool:
     """At most `size` processes, started when first needed. A call that ends, in any way, frees a slot."""
 
-    def __init__(self, reference: str, kwargs: Mapping[str, Any], size: int) -> None:
-        self._reference, self._kwargs = reference, kwargs
+    def __init__(self, spec: dict[str, Any], size: int) -> None:
+        self._spec = spec
         self._slots = asyncio.Semaphore(size)
         self._idle: list[ScoringProcess] = []
         self._reapers: set[asyncio.Task[int]] = set()
 
-    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
-        """Score one sample in the next free process. Waiting for one does not count as its time.
+    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
+        """Answer a request in the next free process. Waiting for one does not count as its time.
 
         Raises:
-            AttemptError: see `ScoringProcess.score`.
+            AttemptError: see `ScoringProcess.run`.
         """
         async with self._slots:
             is_new = not self._idle
             process = ScoringProcess() if is_new else self._idle.pop()
             try:
                 if is_new:
-                    await process.load(self._reference, self._kwargs)
-                return await process.score(sample, timeout_s)
+                    await process.load(self._spec)
+                return await process.run(request, timeout_s)
             finally:  # also where this call was cancelled
                 if process.is_sound:
                     self._idle.append(process)

@@ -5,6 +5,8 @@ chooses. Attempts, backoff, concurrency, cache and failure policy stand around a
 `named.py`: a kind makes one attempt and says what came of it.
 """
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from common.config import NamedRewardConfig
@@ -12,9 +14,10 @@ from common.errors import ConfigError
 from services.reward.execution import execution_of
 from services.reward.functions import RewardFunction, load_function
 from services.reward.outcome import Outcome
-from services.reward.remote.judge import check_judge, make_judge
+from services.reward.request import Request
 from services.reward.sample import Sample
 from services.reward.services import RewardServices
+from services.reward.signature import ROUTER, Style
 
 
 class Reward(Protocol):
@@ -37,14 +40,31 @@ class Reward(Protocol):
 class FunctionReward:
     """The reward that a function computes."""
 
-    def __init__(self, function: RewardFunction, timeout_s: float, num_processes: int) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        timeout_s: float,
+        num_processes: int,
+        router: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
+        self.function = function
         self._execution = execution_of(function, num_processes)
         self.slots = self._execution.slots
-        self._timeout_s = timeout_s
+        self._timeout_s, self._router = timeout_s, router
 
     async def score(self, sample: Sample) -> Outcome:
-        """Call the function once."""
-        return await self._execution.score(sample, self._timeout_s)
+        """Call the function once, for one sample."""
+        (outcome,) = await self.score_group([sample])
+        return outcome
+
+    async def score_group(self, samples: list[Sample]) -> list[Outcome]:
+        """Call the function once, for all samples of a group."""
+        given = {ROUTER: await self._router()} if self._router else {}
+        return await self._execution.run(Request(samples, given), self._timeout_s)
+
+    async def post_process(self, samples: list[Sample], scores: list[float | None]) -> list[Outcome]:
+        """Have a class post-process its own scores of a group."""
+        return await self._execution.run(Request(samples, scores=scores), self._timeout_s)
 
     async def close(self) -> None:
         """End its processes."""
@@ -58,10 +78,9 @@ def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) 
         ConfigError: it cannot be loaded or called as configured.
     """
     if config.function is not None:
-        function = load_function(config.function, config.kwargs)
-        return FunctionReward(function, config.timeout_s, services.config.reward.processes)
-    if config.judge is not None:
-        return make_judge(name, config, services)
+        router = partial(services.router_address, config.router) if config.router else None
+        processes = services.config.reward.processes
+        return FunctionReward(_function(name, config), config.timeout_s, processes, router)
     raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
 
 
@@ -72,9 +91,22 @@ def check_reward(name: str, config: NamedRewardConfig) -> None:
         ConfigError: it cannot be loaded or called as configured.
     """
     if config.function is not None:
-        load_function(config.function, config.kwargs)
-        return
-    if config.judge is not None:
-        check_judge(name, config)
+        _function(name, config)
         return
     raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
+
+
+def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
+    assert config.function is not None
+    function = load_function(config.function, config.kwargs, config.style, config.tokenizer)
+    if config.per == "group" and function.how.style is not Style.TRL:
+        raise ConfigError(
+            f"reward {name}: per: group needs a function in TRL's style, which takes lists; "
+            f"{config.function} is in the style {function.how.style}. A function over the scores of a group "
+            "goes into reward.group."
+        )
+    if ROUTER in function.how.required and not config.router:
+        raise ConfigError(
+            f"reward {name}: {config.function} takes {ROUTER}; say with `router` which judge's it is"
+        )
+    return function

@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from common.dataset import PROMPT
+
 if TYPE_CHECKING:
     from common.messages import Lane, Trajectory, TrajectoryKey
-
-PROMPT = "prompt"
-"""Where `extra_info` keeps the prompt of a dataset row that is a list of chat messages."""
 
 ChatMessages = list[dict[str, Any]]
 
@@ -30,6 +29,7 @@ class Sample:
     prompt_ids: Any = ()
     completion_ids: Any = ()
     group_size: int = 1
+    step: int = 0
 
     @classmethod
     def from_trajectory(cls, trajectory: "Trajectory", lane: "Lane") -> "Sample":
@@ -45,6 +45,7 @@ class Sample:
             trajectory.prompt_ids,
             trajectory.completion_ids,
             trajectory.group_size,
+            trajectory.step,
         )
 
     @property

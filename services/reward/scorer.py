@@ -9,7 +9,7 @@ import time
 
 from common.config import RewardConfig
 from common.messages import Lane, Score, Trajectory
-from services.reward.hybrid import HybridReward
+from services.reward.hybrid import HybridReward, Parts
 from services.reward.sample import Sample
 
 
@@ -24,21 +24,13 @@ class Scorer:
         """The score of one trajectory; it never raises for what a reward does."""
         started = time.monotonic()
         sample = Sample.from_trajectory(trajectory, lane)
+        total = self.reward.sum_up(await self.parts(sample))
+        return total.score(sample.key, self._worker, time.monotonic() - started)
+
+    async def parts(self, sample: Sample) -> Parts:
+        """What each reward says of one sample by itself."""
         await self._delay(sample)
-        total = self.reward.sum_up(await self.reward.score(sample))
-        return Score(
-            ticket=sample.key[0],
-            index=sample.key[1],
-            status=total.status,
-            value=total.value,
-            components=total.components,
-            detail=total.detail,
-            error=total.error,
-            on_failure=total.on_failure,
-            attempts=total.attempts,
-            worker=self._worker,
-            latency_s=time.monotonic() - started,
-        )
+        return await self.reward.score(sample)
 
     async def _delay(self, sample: Sample) -> None:
         """The benchmark's delay: the same for a trajectory in every run, and whoever scores it."""

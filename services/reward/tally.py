@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import structlog
 
 from common import metrics
 from common.activity import Activity
 from common.messages import Lane, Score, ScoreStatus
-from common.presence import Heartbeat
+from common.presence import FAILURES, Heartbeat
 
 log = structlog.get_logger(__name__)
 
@@ -19,8 +20,8 @@ IDLE = "wait:trajectories"
 class Tally:
     """What is in flight and what came of the rest, over both lanes."""
 
-    def __init__(self, activity: Activity) -> None:
-        self._activity = activity
+    def __init__(self, activity: Activity, failures: Callable[[], dict[str, int]] = dict) -> None:
+        self._activity, self._failures = activity, failures
         self._in_flight: Counter[Lane] = Counter()
         self._statuses: Counter[ScoreStatus] = Counter()
         self._rated_at, self._rated = time.monotonic(), 0
@@ -54,6 +55,7 @@ class Tally:
             timeout=self._statuses[ScoreStatus.TIMEOUT],
             per_s=round(rate, 2),
         )
+        beat.counts.update({f"{FAILURES}{name}": count for name, count in self._failures().items()})
 
     def _move(self, lane: Lane, change: int) -> None:
         self._in_flight[lane] += change

@@ -13,7 +13,9 @@ from common.keys import REWARD_GROUP
 from common.messages import DeadLetter, Lane, Score, Trajectory
 from common.service import ServiceContext
 from common.streams import Consumer, Delivery, Garbled
+from services.reward.grouping import GroupScoring
 from services.reward.hybrid import make_hybrid
+from services.reward.post_processing import PostProcessing
 from services.reward.publisher import Publisher
 from services.reward.scorer import Scorer
 from services.reward.services import RewardServices
@@ -32,13 +34,16 @@ async def serve(context: ServiceContext) -> None:
     reward = make_hybrid(config, services)
     slots = min(config.max_in_flight, reward.slots or config.max_in_flight)
     scorer = Scorer(reward, config, context.name, context.config.seed)
-    tally = Tally(context.activity)
+    post_processing = PostProcessing(config, reward)
+    tally = Tally(context.activity, lambda: reward.failures() | post_processing.failures_by_name())
     context.reporters.append(tally.report)
     try:
         async with asyncio.TaskGroup() as lanes:
             for lane in (Lane.EVAL, Lane.TRAIN):
-                lanes.create_task(RewardLane(context, lane, scorer, tally, slots).run(), name=f"lane {lane}")
+                worker = RewardLane(context, lane, scorer, tally, slots, post_processing)
+                lanes.create_task(worker.run(), name=f"lane {lane}")
     finally:
+        await post_processing.close()
         await reward.close()
         await services.close()
 
@@ -46,7 +51,15 @@ async def serve(context: ServiceContext) -> None:
 class RewardLane:
     """One lane of a worker."""
 
-    def __init__(self, context: ServiceContext, lane: Lane, scorer: Scorer, tally: Tally, slots: int) -> None:
+    def __init__(
+        self,
+        context: ServiceContext,
+        lane: Lane,
+        scorer: Scorer,
+        tally: Tally,
+        slots: int,
+        post_processing: PostProcessing,
+    ) -> None:
         self.context, self.lane, self.scorer, self.tally = context, lane, scorer, tally
         self.keys, self.config = context.keys, context.config
         self.consumer = Consumer(
@@ -60,8 +73,17 @@ class RewardLane:
             label=self.keys.name_of(self.keys.trajectories(lane)),
             max_bytes=self.config.streams.max_message_mb << 20,
         )
+        self.groups = GroupScoring(
+            self.consumer,
+            self.keys,
+            lane,
+            scorer.reward,
+            post_processing,
+            context.name,
+            lambda score: tally.published(lane, score),
+        )
         self.publisher = Publisher(self.consumer, self.keys.scores(lane), self._settle)
-        self.scoring: set[asyncio.Task[Score]] = set()
+        self.scoring: set[asyncio.Task[Score | None]] = set()
         self.slots, self.num_held = slots, 0
         self.slot_freed = asyncio.Event()
 
@@ -88,7 +110,7 @@ class RewardLane:
     def _start(self, tasks: asyncio.TaskGroup, delivery: Delivery[Trajectory]) -> None:
         self.num_held += 1
         self.tally.took(self.lane)
-        task = tasks.create_task(self.scorer.score(delivery.message, self.lane))
+        task = tasks.create_task(self._score(delivery))
         lost = tasks.create_task(delivery.lost.wait())
         self.scoring.add(task)
         # Another worker has the trajectory then: what was begun here is worth nothing any more.
@@ -96,13 +118,20 @@ class RewardLane:
         task.add_done_callback(lambda _: lost.cancel())
         task.add_done_callback(lambda _: self._finish(delivery, task))
 
-    def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score]) -> None:
+    async def _score(self, delivery: Delivery[Trajectory]) -> Score | None:
+        """The score to publish; None where it was published with its group, or will be."""
+        if not self.groups.is_needed:
+            return await self.scorer.score(delivery.message, self.lane)
+        await self.groups.bring(delivery, self.scorer.parts)
+        return None
+
+    def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score | None]) -> None:
         """A callback and not the end of a coroutine: a task cancelled early would never get there."""
         self.scoring.discard(task)
-        if task.cancelled() or task.exception() is not None:
+        if task.cancelled() or task.exception() is not None or (score := task.result()) is None:
             self._free_slot()
         else:
-            self.publisher.put(delivery, task.result())
+            self.publisher.put(delivery, score)
 
     def _settle(self, _: Delivery[Trajectory], score: Score, is_published: bool) -> None:
         self._free_slot()

@@ -9,6 +9,7 @@ is found by checksum, and `load_latest` then takes the one before. Older checkpo
 the new one is durable, so the disk holds up to `keep + 1` of them.
 """
 
+import contextlib
 import json
 import re
 import time
@@ -65,6 +66,10 @@ class TrainerState(BaseModel):
     intake: dict[str, Any] = Field(default_factory=dict, description="groups begun and not yet trained")
     data: dict[str, Any] = Field(default_factory=dict, description="position and fingerprint of the prompts")
     counters: dict[str, int | float] = Field(default_factory=dict, description="totals over the run")
+    commits: list[str] = Field(
+        default_factory=list,
+        description="payloads of the newest commits, in base64: Redis may lose them after this was saved",
+    )
     digest: str = Field("", description="of the parameters, as in the version's commit")
     extra: dict[str, Any] = Field(default_factory=dict, description="whatever a later release adds")
     saved_at: float = Field(default_factory=time.time)
@@ -160,6 +165,16 @@ class CheckpointStore:
             )
         return None
 
+    def states(self) -> list[TrainerState]:
+        """The state of every checkpoint that can be read, in ascending order; tensors are not checked."""
+        found = []
+        for version in self.versions():
+            with contextlib.suppress(_TornError, CheckpointError):
+                found.append(
+                    _state_of(_read_document(self.folder / version_name(version) / STATE_FILE), version)
+                )
+        return found
+
     def _prune(self, saved: int) -> None:
         """Keep the newest `keep` up to the one just saved; those above it were torn and passed over."""
         versions = self.versions()
@@ -205,6 +220,10 @@ def _verified_state(folder: Path, version: int) -> TrainerState:
     document = _read_document(folder / STATE_FILE)
     for name, (num_bytes, checksum) in document["files"].items():
         _check_file(folder, name, num_bytes, checksum)
+    return _state_of(document, version)
+
+
+def _state_of(document: dict[str, Any], version: int) -> TrainerState:
     try:
         state = TrainerState.model_validate(document["state"])
     except ValidationError as error:

@@ -1,13 +1,15 @@
 """Saves checkpoints, and trims the streams below what the oldest kept one needs."""
 
 import asyncio
+from base64 import b64encode
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import structlog
 
-from common import metrics
+from common import codec, metrics
+from common.messages import Commit
 from common.service import ServiceContext
 from common.streams import entry_id_of, trim_before
 from services.trainer.checkpoint import CheckpointStore, TrainerState
@@ -34,16 +36,21 @@ class Checkpointer:
         scheduler: Scheduler,
         intake: Intake,
         recorder: Recorder,
+        version: int,
     ) -> None:
+        """`version` is that of the checkpoint which was restored, 0 where there was none."""
         self.context, self.store = context, store
         self.policy, self.thread = policy, thread
         self.scheduler, self.intake, self.recorder = scheduler, intake, recorder
-        self._kept: deque[TrainerState] = deque(maxlen=context.config.trainer.keep_checkpoints)
+        # Those above the restored one are not whole; the store removes them when it saves.
+        known = [state for state in store.states() if state.version <= version]
+        self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
 
-    async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
+    async def save(self, version: int, dropped: Sequence[Dropped], commits: Iterable[Commit]) -> None:
         """Write the checkpoint of `version`, then let go of what no kept checkpoint needs.
 
-        `dropped` is what the next commit will have to tell.
+        `dropped` is what the next commit will have to tell, `commits` are those up to `version` that Redis
+        may still lose.
         """
         state = TrainerState(
             version=version,
@@ -52,6 +59,7 @@ class Checkpointer:
             intake={"high_water": self.intake.high_water(), "dropped": [list(item) for item in dropped]},
             data={"fingerprint": self.scheduler.prompts.fingerprint},
             counters={"trajectories": self.intake.num_trajectories},
+            commits=[b64encode(codec.encode_payload(commit)).decode() for commit in commits],
         )
         with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
             await until_stored(self.context, partial(asyncio.to_thread, self.recorder.sync))

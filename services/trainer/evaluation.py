@@ -29,6 +29,7 @@ from common.streams import (
     read_range,
     trim_before,
 )
+from services.trainer.group_results import delete_results
 from services.trainer.prompts import Prompt
 
 log = structlog.get_logger(__name__)
@@ -106,6 +107,7 @@ class Evaluator:
 
     async def trim(self, version: int) -> None:
         """Let go of an evaluation whose results are safe: nothing of it is needed again."""
+        await delete_results(self.context.broker, self.context.keys, Lane.EVAL, ())
         if not self.context.config.streams.trim:
             return
         broker, keys = self.context.broker, self.context.keys

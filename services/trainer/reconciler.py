@@ -2,7 +2,8 @@
 
 After Redis has lost its last second, its streams are a consistent prefix: tickets, commits or manifests
 that the trainer has appended may be missing at the end. They are appended again under their own ids,
-which cannot do harm where nothing was lost.
+which cannot do harm where nothing was lost. A commit goes back only when no record that it was trained on
+is needed any more: when a checkpoint covers it. Until then, history is what Redis holds.
 """
 
 from collections import deque
@@ -38,26 +39,37 @@ class Reconciler:
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
         self._server = ""
+        self._is_news = False
 
     async def restore_lost(self) -> None:
-        """Append again what is missing at the end of prompts, commits and weights."""
+        """Append again what is missing at the end of prompts and weights."""
         await self.scheduler.reissue_lost()
-        if self.commits:
-            known = id_order(await last_id(self.broker, self.keys.commits))
-            lost = [(c.step, c) for c in self.commits if id_order(entry_id_of(c.step)) > known]
-            if lost:
-                log.warning("appending commits again that Redis has lost", first=lost[0][0], count=len(lost))
-                await append_numbered(self.broker, self.keys.commits, lost)
         if await self.announce():
             log.warning("announced weights again that Redis had lost")
 
+    async def restore_commits(self, below: int | None = None) -> None:
+        """Append again what is missing at the end of the commits, of steps below `below`."""
+        known = [commit for commit in self.commits if below is None or commit.step < below]
+        if not known:
+            return
+        last = id_order(await last_id(self.broker, self.keys.commits))
+        lost = [(c.step, c) for c in known if id_order(entry_id_of(c.step)) > last]
+        if lost:
+            log.warning("appending commits again that Redis has lost", first=lost[0][0], count=len(lost))
+            await append_numbered(self.broker, self.keys.commits, lost)
+
     async def has_restarted(self) -> bool:
-        """Whether another server process answers than the last time; it may hold less."""
+        """Whether another server process answers than when this was last asked; it may hold less."""
+        await self.may_lack_records()
+        is_news, self._is_news = self._is_news, False
+        return is_news
+
+    async def may_lack_records(self) -> bool:
+        """Whether Redis has restarted since the last checkpoint, and may lack what was trained on since."""
         before, self._server = self._server, (await self.broker.info("server"))["run_id"]
-        if before in ("", self._server):
-            return False
-        self.needs_checkpoint = True
-        return True
+        if before not in ("", self._server):
+            self._is_news = self.needs_checkpoint = True
+        return self.needs_checkpoint
 
     async def is_announced(self, version: int) -> bool:
         """Whether the rollout workers know of `version`, or of a newer one."""

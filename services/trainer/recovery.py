@@ -5,11 +5,13 @@ mode the weights come out bit by bit; the digest in each commit proves it, and a
 """
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Sequence
 from functools import partial
 
 import structlog
 
+from common import codec
 from common.errors import TidemillError
 from common.messages import Commit
 from common.service import ServiceContext
@@ -33,7 +35,7 @@ GIVE_UP_S = 60.0
 
 
 def restore_checkpoint(
-    store: CheckpointStore, policy: Policy, scheduler: Scheduler, intake: Intake
+    store: CheckpointStore, policy: Policy, scheduler: Scheduler, intake: Intake, reconciler: Reconciler
 ) -> tuple[int, list[Dropped]]:
     """Put every part into the state of the newest whole checkpoint.
 
@@ -48,6 +50,7 @@ def restore_checkpoint(
     intake.restore(state.positions, state.intake["high_water"])
     intake.num_trajectories = int(state.counters["trajectories"])
     intake.expect(list(scheduler.outstanding.values()))
+    reconciler.commits.extend(codec.decode_payload(b64decode(text), Commit) for text in state.commits)
     policy.load_state(checkpoint.folder)
     log.info("checkpoint restored", version=state.version)
     return state.version, [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
@@ -77,6 +80,7 @@ class Replayer:
         Before the readers start, which do not keep what belongs to no outstanding ticket.
         """
         await self.reconciler.has_restarted()
+        await self.reconciler.restore_commits()  # those that the checkpoint covers
         adopted = await self.scheduler.adopt_issued()
         self.intake.expect(list(self.scheduler.outstanding.values()))
         commits = await read_commits(self.context.broker, self.context.keys, version)

@@ -50,14 +50,14 @@ async def _train(context: ServiceContext) -> None:
     intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
     scheduler = Scheduler(context.broker, context.keys, context.config, prompts, intake.expect)
     store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
-    version, dropped = await thread.call(restore_checkpoint, store, policy, scheduler, intake)
+    reconciler = Reconciler(context.broker, context.keys, scheduler, context.config.trainer.checkpoint_every)
+    restored, dropped = await thread.call(restore_checkpoint, store, policy, scheduler, intake, reconciler)
     judge = Judge(context.config)
     runner = StepRunner(context, policy, thread, judge)
-    reconciler = Reconciler(context.broker, context.keys, scheduler, context.config.trainer.checkpoint_every)
     collector = Collector(context, scheduler, intake, judge, reconciler, runner.preparer)
     replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler)
-    commits = await replayer.adopt(version, dropped)
-    version += len(commits)
+    commits = await replayer.adopt(restored, dropped)
+    version = restored + len(commits)
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
         readers = [
             context.start(intake.read_trajectories(), "trajectory reader"),
@@ -67,7 +67,7 @@ async def _train(context: ServiceContext) -> None:
         try:
             await replayer.replay(commits, recorder)
             collector.dropped += replayer.pending_drops
-            checkpointer = Checkpointer(context, store, policy, thread, scheduler, intake, recorder)
+            checkpointer = Checkpointer(context, store, policy, thread, scheduler, intake, recorder, restored)
             trainer = Trainer(
                 context,
                 version=version,

@@ -15,7 +15,7 @@ import structlog
 
 from common import metrics
 from common.errors import WeightsError
-from common.messages import Commit, WeightManifest
+from common.messages import Commit, Lane, WeightManifest
 from common.run_state import FINISHED, RUNNING, read_state, update_state
 from common.service import ServiceContext
 from common.streams import read_newest
@@ -24,6 +24,7 @@ from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
 from services.trainer.commits import append_commit, make_commit
 from services.trainer.evaluation import EvaluationResult, Evaluator
+from services.trainer.group_results import delete_results
 from services.trainer.intake import Intake
 from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
@@ -80,6 +81,7 @@ class Trainer:
                 await self._step(self.version)
             await self._finish_evaluation()
             await self._save()
+            await self.reconciler.restore_commits()
             await self._report(status=FINISHED)
         except StoppedError:
             await self._stop()
@@ -116,22 +118,34 @@ class Trainer:
         manifest = await self._write_weights(step + 1)
         dropped = self.collector.drain_dropped()
         commit = self._make_commit(step, result, dropped, manifest, started_at)
-        # What Redis has lost comes first: the stream takes no step below its last.
-        await self.reconciler.restore_lost()
-        await append_commit(self.context.broker, self.context.keys, commit)
-        self.reconciler.commits.append(commit)
-        self.version = step + 1
-        self.collector.settle(result.groups)
+        await self._commit(commit, result)
         await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
         await self._finish_evaluation()
         await self._announce(manifest)
         self._observe(commit)
-        is_due = self.version % self.config.checkpoint_every == 0 or self.reconciler.needs_checkpoint
-        if is_due and self.version < self.config.steps:
+        if self.version % self.config.checkpoint_every == 0 and self.version < self.config.steps:
             await self._save()
 
+    async def _commit(self, commit: Commit, result: StepResult) -> None:
+        """Make the step durable: in Redis, and after a restart of Redis in a checkpoint before that.
+
+        What was trained on may be gone then, and neither this commit nor one that Redis has lost with it
+        could be replayed.
+        """
+        self.reconciler.commits.append(commit)
+        self.version = commit.version
+        self.collector.settle(result.groups)
+        outstanding = self.scheduler.outstanding
+        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
+        if await self.reconciler.may_lack_records():
+            await self._save()
+        # What Redis has lost comes first: the stream takes no step below its last.
+        await self.reconciler.restore_lost()
+        await self.reconciler.restore_commits(below=commit.step)
+        await append_commit(self.context.broker, self.context.keys, commit)
+
     async def _save(self) -> None:
-        await self.checkpointer.save(self.version, self.collector.dropped)
+        await self.checkpointer.save(self.version, self.collector.dropped, self.reconciler.commits)
         self.reconciler.needs_checkpoint = False
 
     def _make_commit(

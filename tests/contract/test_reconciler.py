@@ -54,6 +54,7 @@ class TestLostTails:
         streams = (keys.prompts(), keys.commits, keys.weights)
         before = [await broker.execute("XLEN", key) for key in streams]
         await reconciler.restore_lost()
+        await reconciler.restore_commits()
         assert [await broker.execute("XLEN", key) for key in streams] == before
         assert not await reconciler.announce()
 
@@ -73,6 +74,7 @@ class TestLostTails:
             else:
                 await broker.execute("DEL", key)
         await reconciler.restore_lost()
+        await reconciler.restore_commits()
         assert [t.ticket for t in await messages(broker, keys.prompts(), Ticket)] == list(range(6))
         assert await commits_of(broker, keys) == commits == await read_commits(broker, keys, 0)
         assert [m.version for m in await messages(broker, keys.weights, WeightManifest)][-1] == 3

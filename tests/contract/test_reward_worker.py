@@ -18,6 +18,7 @@ from common.presence import Heartbeat
 from common.service import ServiceContext
 from common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
 from services.reward.outcome import AttemptError, Outcome
+from services.reward.post_processing import PostProcessing
 from services.reward.sample import Sample
 from services.reward.scorer import Scorer
 from services.reward.tally import Tally
@@ -92,7 +93,14 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
         config = make_config(**sections)
         context = make_context(broker, keys, config, name)
         scorer = scorer_of(scored_by, config.reward, name)
-        worker = RewardLane(context, lane, scorer, Tally(context.activity), config.reward.max_in_flight)
+        worker = RewardLane(
+            context,
+            lane,
+            scorer,
+            Tally(context.activity),
+            config.reward.max_in_flight,
+            PostProcessing(config.reward, scorer.reward),
+        )
         return running(worker.run(), context)
 
     return start
@@ -241,7 +249,17 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
 
     scorer = scorer_of(TrainingHangs(), config.reward)
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
-    lanes = [RewardLane(context, lane, scorer, tally, config.reward.max_in_flight).run() for lane in Lane]
+    lanes = [
+        RewardLane(
+            context,
+            lane,
+            scorer,
+            tally,
+            config.reward.max_in_flight,
+            PostProcessing(config.reward, scorer.reward),
+        ).run()
+        for lane in Lane
+    ]
     async with running(asyncio.gather(*lanes), context):  # type: ignore[arg-type]
         await wait_until(lambda: len(held.started) == 2)
         await append(broker, keys.trajectories(Lane.EVAL), *[make_trajectory(ticket) for ticket in range(5)])

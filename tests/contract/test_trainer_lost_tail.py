@@ -3,14 +3,17 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from common.broker import Broker
 from common.keys import Keys
-from common.messages import Lane
+from common.messages import Lane, Score, Trajectory
+from common.streams import Entry, read_range
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.step import StepRunner
-from tests.training import answering, lose_tail, num_commits
+from tests.training import answering, commits_of, lose_tail, num_commits
 from tests.waiting import wait_until
-from tests.whole_trainer import assert_trained_once, has_commits, run
+from tests.whole_trainer import GROUPS, SIZE, assert_trained_once, crash_after_commit, has_commits, run
 
 
 async def test_a_lost_commit_comes_back_before_the_next_one(make, broker, keys, monkeypatch):
@@ -29,6 +32,62 @@ async def test_a_lost_commit_comes_back_before_the_next_one(make, broker, keys, 
     await assert_trained_once(broker, keys, 6)
 
 
+async def test_a_commit_that_only_a_checkpoint_still_knows_comes_back_with_the_next_trainer(
+    make, broker, keys, monkeypatch
+):
+    """Redis loses its last second and the trainer its process: nobody is left to remember but the disk."""
+    save = Checkpointer.save
+
+    async def save_and_die(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
+        await save(checkpointer, version, *rest)
+        raise InterruptedError
+
+    async with answering(broker, keys):
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpointer, "save", save_and_die)
+            with pytest.raises(InterruptedError):
+                await run(make())
+        before = await commits_of(broker, keys)
+        assert [commit.step for commit in before] == [0, 1, 2, 3]
+        await lose_tail(broker, keys.commits, "2-0")
+        await run(make())
+    commits = await assert_trained_once(broker, keys, 6)
+    assert commits[:4] == before
+
+
+async def test_records_that_redis_has_lost_are_not_needed_once_their_commit_is_out(
+    make, broker, keys, monkeypatch
+):
+    """Redis loses what a step has trained on, and the trainer dies as soon as it has committed the step."""
+    info, train, is_second = broker.info, StepRunner.run, False
+
+    async def info_of_two_servers(section: str) -> dict[str, str]:
+        return await info(section) | {"run_id": "second" if is_second else "first"}
+
+    async def train_and_lose(runner: StepRunner, step: int, collector: Any) -> Any:
+        nonlocal is_second
+        result = await train(runner, step, collector)
+        if step == 2:
+            await lose_tail(broker, keys.commits, "1-0")
+            for key in (keys.trajectories(), keys.scores()):
+                for group in result.groups:
+                    await _lose_group(broker, key, group.ticket)
+            is_second = True
+        return result
+
+    monkeypatch.setattr(broker, "info", info_of_two_servers)
+    async with answering(broker, keys):
+        with monkeypatch.context() as patch:
+            patch.setattr(StepRunner, "run", train_and_lose)
+            await crash_after_commit(make(), 2)
+        assert [commit.step for commit in await commits_of(broker, keys)] == [0, 1, 2]
+        await run(make())
+    commits = await commits_of(broker, keys)
+    assert [commit.step for commit in commits] == list(range(6))
+    trained = [key for commit in commits for key in commit.trained_keys]
+    assert len(trained) == len(set(trained)) == 6 * GROUPS * SIZE
+
+
 async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
     make, broker, keys, monkeypatch
 ):
@@ -39,9 +98,9 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
         found = await info(section)
         return found | {"run_id": "second" if await num_commits(broker, keys) >= 2 else "first"}
 
-    async def note(checkpointer: Checkpointer, version: int, dropped: Any) -> None:
+    async def note(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
         saved.append(version)
-        await save(checkpointer, version, dropped)
+        await save(checkpointer, version, *rest)
 
     monkeypatch.setattr(broker, "info", info_of_two_servers)
     monkeypatch.setattr(Checkpointer, "save", note)
@@ -64,3 +123,10 @@ async def test_an_evaluation_gets_the_announcement_back_that_its_workers_wait_fo
 
 async def _is_announced(broker: Broker, keys: Keys) -> bool:
     return bool(await broker.execute("XLEN", keys.weights))
+
+
+async def _lose_group(broker: Broker, key: str, ticket: int) -> None:
+    kind = Trajectory if "trajectories" in key else Score
+    for entry in await read_range(broker, key, kind):
+        if isinstance(entry, Entry) and entry.message.ticket == ticket:
+            await broker.execute("XDEL", key, entry.entry_id)

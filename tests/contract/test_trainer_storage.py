@@ -48,8 +48,8 @@ async def test_an_older_checkpoint_can_still_be_restored_after_a_stop(make, brok
     context = make(steps=12, trims=True)
     save = Checkpointer.save
 
-    async def save_and_stop(checkpointer: Checkpointer, version: int, dropped: Any) -> None:
-        await save(checkpointer, version, dropped)
+    async def save_and_stop(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
+        await save(checkpointer, version, *rest)
         if version == 8:
             context.stopping.set()
 

@@ -5,15 +5,15 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import psutil
 import pytest
 
 from services.reward.execution import ProcessExecution
 from services.reward.functions import load_function
-from services.reward.outcome import AttemptError
+from services.reward.outcome import AttemptError, Outcome
 from services.reward.processes import ProcessPool
+from services.reward.request import Request
 from services.reward.sample import Sample
 from tests.waiting import wait_until
 
@@ -42,9 +42,20 @@ def reference(tmp_path: Path) -> str:
     return f"{path}:compute_score"
 
 
+class Pool(ProcessPool):
+    """Processes that are asked for one sample at a time."""
+
+    def __init__(self, reference: str, size: int) -> None:
+        super().__init__({"reference": reference, "kwargs": {}}, size)
+
+    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
+        (outcome,) = await self.run(Request([sample]), timeout_s)
+        return outcome
+
+
 @pytest.fixture
-async def pool(reference: str) -> AsyncIterator[ProcessPool]:
-    pool = ProcessPool(reference, {}, size=2)
+async def pool(reference: str) -> AsyncIterator[Pool]:
+    pool = Pool(reference, size=2)
     yield pool
     await pool.close()
 
@@ -63,7 +74,7 @@ def is_gone(pid: int) -> bool:
 
 
 async def test_a_function_runs_elsewhere_and_is_loaded_once_in_each_process(
-    pool: ProcessPool, tmp_path: Path
+    pool: Pool, tmp_path: Path
 ) -> None:
     outcomes = await asyncio.gather(*[pool.score(sample("print('hello')"), 30) for _ in range(20)])
     pids = {int(outcome.components["pid"] or 0) for outcome in outcomes}
@@ -76,7 +87,7 @@ async def test_a_function_runs_elsewhere_and_is_loaded_once_in_each_process(
 
 @pytest.mark.parametrize("stuck", [SPIN, HANG, f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {HANG}"])
 async def test_a_stuck_process_is_killed_at_its_limit_and_nobody_else_notices(
-    pool: ProcessPool, tmp_path: Path, stuck: str
+    pool: Pool, tmp_path: Path, stuck: str
 ) -> None:
     late = asyncio.create_task(pool.score(sample(stuck, "stuck"), 1.0))
     others = await asyncio.gather(*[pool.score(sample("time.sleep(0.1)"), 30) for _ in range(15)])
@@ -97,9 +108,7 @@ async def test_a_stuck_process_is_killed_at_its_limit_and_nobody_else_notices(
         ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
     ],
 )
-async def test_a_process_that_dies_fails_its_own_sample_only(
-    pool: ProcessPool, death: str, reason: str
-) -> None:
+async def test_a_process_that_dies_fails_its_own_sample_only(pool: Pool, death: str, reason: str) -> None:
     dying = asyncio.create_task(pool.score(sample(death), 30))
     others = await asyncio.gather(*[pool.score(sample(""), 30) for _ in range(5)])
     with pytest.raises(AttemptError, match=f"process of the reward function died .{reason}") as caught:
@@ -109,7 +118,7 @@ async def test_a_process_that_dies_fails_its_own_sample_only(
     assert (await pool.score(sample(""), 30)).value == 1.0
 
 
-async def test_what_the_function_started_dies_with_it(pool: ProcessPool, tmp_path: Path) -> None:
+async def test_what_the_function_started_dies_with_it(pool: Pool, tmp_path: Path) -> None:
     code = "(FOLDER / 'started.pid').write_text(str(subprocess.Popen(['sleep', '3600']).pid)); " + HANG
     with pytest.raises(AttemptError, match="no result"):
         await pool.score(sample(code), 2.0)
@@ -117,7 +126,7 @@ async def test_what_the_function_started_dies_with_it(pool: ProcessPool, tmp_pat
 
 
 async def test_cancelling_kills_the_process_and_frees_the_slot(reference: str, tmp_path: Path) -> None:
-    pool = ProcessPool(reference, {}, size=1)
+    pool = Pool(reference, size=1)
     task = asyncio.create_task(pool.score(sample(HANG, "cancelled"), 3600))
     pid = await wait_until(lambda: pid_of(tmp_path, "cancelled"))
     task.cancel()
@@ -126,7 +135,7 @@ async def test_cancelling_kills_the_process_and_frees_the_slot(reference: str, t
     await pool.close()
 
 
-async def test_an_exception_costs_no_process(pool: ProcessPool, tmp_path: Path) -> None:
+async def test_an_exception_costs_no_process(pool: Pool, tmp_path: Path) -> None:
     for code in ("1 / 0", "sys.exit(1)", "raise ValueError('no')"):
         with pytest.raises(AttemptError, match=r"(ZeroDivisionError|SystemExit|ValueError).*line \d"):
             await pool.score(sample(code), 30)
@@ -135,20 +144,20 @@ async def test_an_exception_costs_no_process(pool: ProcessPool, tmp_path: Path) 
 
 
 async def test_waiting_for_a_free_process_does_not_count(reference: str) -> None:
-    pool = ProcessPool(reference, {}, size=1)
+    pool = Pool(reference, size=1)
     await pool.score(sample(""), 30)
     outcomes = await asyncio.gather(*[pool.score(sample("time.sleep(0.5)"), 2.0) for _ in range(6)])
     assert len(outcomes) == 6  # three seconds in all, with a limit of two
     await pool.close()
 
 
-async def test_large_samples_pass_whole(pool: ProcessPool) -> None:
+async def test_large_samples_pass_whole(pool: Pool) -> None:
     text = "pass #" + "é" * 3_000_000
     assert (await pool.score(sample(text), 60)).value == 1.0
 
 
 async def test_a_function_that_does_not_load_fails_the_sample_with_the_reason(tmp_path: Path) -> None:
-    pool = ProcessPool(f"{tmp_path}/nowhere.py:compute_score", {}, size=1)
+    pool = Pool(f"{tmp_path}/nowhere.py:compute_score", size=1)
     for _ in range(2):
         with pytest.raises(AttemptError, match=r"nowhere.py does not exist"):
             await pool.score(sample(""), 30)
@@ -156,7 +165,7 @@ async def test_a_function_that_does_not_load_fails_the_sample_with_the_reason(tm
 
 
 async def test_closing_leaves_no_process(reference: str, tmp_path: Path) -> None:
-    pool = ProcessPool(reference, {}, size=2)
+    pool = Pool(reference, size=2)
     await asyncio.gather(*[pool.score(sample(""), 30) for _ in range(4)])
     await pool.close()
     assert all(is_gone(int(pid)) for pid in (tmp_path / "loads").read_text().split())
@@ -164,9 +173,11 @@ async def test_closing_leaves_no_process(reference: str, tmp_path: Path) -> None
 
 async def test_evaluation_has_processes_of_its_own(reference: str, tmp_path: Path) -> None:
     execution = ProcessExecution(load_function(reference, {}), num_processes=1)
-    training = [asyncio.create_task(execution.score(sample(HANG, "training"), 3600)) for _ in range(3)]
+    training = [
+        asyncio.create_task(execution.run(Request([sample(HANG, "training")]), 3600)) for _ in range(3)
+    ]
     await wait_until(lambda: pid_of(tmp_path, "training"))
-    outcome: Any = await execution.score(sample("", is_evaluation=True), 30)
+    (outcome,) = await execution.run(Request([sample("", is_evaluation=True)]), 30)
     assert outcome.value == 1.0
     for task in training:
         task.cancel()

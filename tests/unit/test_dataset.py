@@ -48,14 +48,20 @@ def test_verls_columns_are_read_from_either_format(tmp_path: Path, write: Any) -
     first, second = read_dataset(path)
     assert first.prompt == [{"role": "user", "content": "1+1?"}]
     assert (first.data_source, first.ground_truth, first.number) == ("math", "2", 0)
-    assert first.extra == {"ability": "sums", "split": "train", "index": 0}
-    assert second.extra == {"split": "train", "index": 0}
+    chat = {"prompt": [{"role": "user", "content": "1+1?"}]}  # reward functions may want it as it is
+    assert first.extra == {"ability": "sums", "split": "train", "index": 0, **chat}
+    assert second.extra == {"split": "train", "index": 0, **chat}
     assert second.origin == f"{path} {'line 2' if write is write_jsonl else 'row 1'}"
 
 
 def test_a_prompt_may_be_text_and_the_truth_a_column_of_its_own(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"problem": "1+1=", "ground_truth": 2, "level": 3})
     assert read_dataset(path, "problem") == [Row("1+1=", "", 2, {"level": 3}, 0, f"{path} line 1")]
+
+
+def test_the_solution_of_a_dataset_for_trl_is_its_truth_and_stays_a_column(tmp_path: Path) -> None:
+    (row,) = read_dataset(write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1?", "solution": "$2$"}))
+    assert (row.prompt, row.ground_truth, row.extra) == ("1+1?", "$2$", {"solution": "$2$"})
 
 
 def test_extra_info_wins_over_a_column_of_the_same_name(tmp_path: Path) -> None:
@@ -102,6 +108,7 @@ def test_values_become_what_a_message_can_carry(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {**VERL, "extra_info": extra})
     assert read_dataset(path)[0].extra == {
         "ability": "sums", "day": "2026-01-02", "price": "1.50", "tags": ["a", None],
+        "prompt": VERL["prompt"],
     }  # fmt: skip
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from common.errors import ConfigError
 from services.reward.builtin import BUILTINS
-from services.reward.functions import load_function
-from services.reward.outcome import AttemptError
+from services.reward.functions import RewardFunction, load_function
+from services.reward.outcome import AttemptError, Outcome
+from services.reward.request import Request
 from services.reward.sample import Sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
@@ -18,6 +19,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
 def sample(**fields: Any) -> Sample:
     values: dict[str, Any] = {"data_source": "src", "solution_str": "text", "ground_truth": "truth"}
     return Sample((0, 0), False, **(values | fields))
+
+
+def score(function: RewardFunction, *samples: Sample) -> Outcome:
+    (outcome,) = function.call(Request(list(samples)))
+    return outcome
+
+
+async def score_async(function: RewardFunction, *samples: Sample) -> Outcome:
+    (outcome,) = await function.call_async(Request(list(samples)))
+    return outcome
 
 
 @pytest.fixture
@@ -38,8 +49,8 @@ def test_a_function_in_a_file_gets_the_sample_by_keyword(write: Any) -> None:
             return {"score": 1.0, "seen": [data_source, solution_str, ground_truth, extra_info, kwargs]}
     """)
     function = load_function(reference, {"threshold": 0.5})
-    outcome = function.score(sample(extra_info={"row": 3}))
-    assert not function.call.is_async
+    outcome = score(function, sample(extra_info={"row": 3}))
+    assert not function.is_async
     assert outcome.detail["seen"] == [
         "src",
         "text",
@@ -51,7 +62,7 @@ def test_a_function_in_a_file_gets_the_sample_by_keyword(write: Any) -> None:
 
 def test_extra_info_may_be_left_out(write: Any) -> None:
     reference = write("def compute_score(solution_str, ground_truth, data_source): return 0.25")
-    assert load_function(reference, {}).score(sample()).value == 0.25
+    assert score(load_function(reference, {}), sample()).value == 0.25
 
 
 async def test_an_async_function_is_recognised(write: Any) -> None:
@@ -59,8 +70,8 @@ async def test_an_async_function_is_recognised(write: Any) -> None:
         "async def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.75"
     )
     function = load_function(reference, {})
-    assert function.call.is_async
-    assert (await function.score_async(sample())).value == 0.75
+    assert function.is_async
+    assert (await score_async(function, sample())).value == 0.75
 
 
 async def test_partials_and_objects_that_are_called_count_as_functions(write: Any) -> None:
@@ -78,13 +89,13 @@ async def test_partials_and_objects_that_are_called_count_as_functions(write: An
     """
     for name, value in (("rule", 0.5), ("strict", 0.9)):
         function = load_function(write(source, name), {})
-        assert function.call.is_async
-        assert (await function.score_async(sample())).value == value
+        assert function.is_async
+        assert (await score_async(function, sample())).value == value
 
 
 def test_a_function_of_an_installed_module_can_be_named() -> None:
     function = load_function("services.reward.builtin.exact_match:compute_score", {"ignore_case": True})
-    assert function.score(sample(solution_str="TRUTH")).value == 1.0
+    assert score(function, sample(solution_str="TRUTH")).value == 1.0
 
 
 def test_a_file_may_import_what_lies_beside_it(write: Any, tmp_path: Path) -> None:
@@ -93,7 +104,7 @@ def test_a_file_may_import_what_lies_beside_it(write: Any, tmp_path: Path) -> No
         from neighbour_of_reward import VALUE
         def compute_score(data_source, solution_str, ground_truth): return VALUE
     """)
-    assert load_function(reference, {}).score(sample()).value == 0.5
+    assert score(load_function(reference, {}), sample()).value == 0.5
 
 
 def test_one_sample_cannot_change_the_next(write: Any) -> None:
@@ -103,7 +114,7 @@ def test_one_sample_cannot_change_the_next(write: Any) -> None:
             return extra_info["calls"]
     """)
     function, shared = load_function(reference, {}), sample(extra_info={})
-    assert [function.score(shared).value for _ in range(2)] == [1.0, 1.0]
+    assert [score(function, shared).value for _ in range(2)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -119,12 +130,12 @@ def test_one_sample_cannot_change_the_next(write: Any) -> None:
         ("def compute_scores(): ...", "has no 'compute_score'; it has compute_scores"),
         ("", "it defines no functions"),
         ("compute_score = 3", "is a value of type int, not a function"),
-        ("class compute_score: ...", "is a class; expected a function"),
+        ("class compute_score: ...", "is a class without compute_score; expected a class with that"),
+        ("class compute_score:\n    def compute_score(self, text): ...", "names matter"),
         ("def compute_score(): return 1", r"takes \(\); expected compute_score\(data_source"),
         ("def compute_score(text, truth): return 1", r"takes \(text, truth\).*names matter"),
         ("def compute_score(data_source, solution_str, ground_truth, /): ...", "passed by keyword"),
-        ("def compute_score(prompts, completions): ...", "TRL"),
-        ("def compute_score(completions, **kwargs): ...", "nothing gives completions.*TRL"),
+        ("def compute_score(prompts, completions, /): ...", r"expected .* as in TRL"),
         (
             "def compute_score(data_source, solution_str, ground_truth, extra_info, router): ...",
             "nothing gives router; .*reward.kwargs",
@@ -174,7 +185,7 @@ def test_further_arguments_must_be_taken_by_the_function(kwargs: dict[str, Any],
 
 @pytest.mark.parametrize("name", sorted(BUILTINS))
 def test_every_built_in_can_be_loaded(name: str) -> None:
-    assert load_function(name, {}).score(sample(solution_str="#### 18", ground_truth="18")).value in (
+    assert score(load_function(name, {}), sample(solution_str="#### 18", ground_truth="18")).value in (
         0.0,
         1.0,
     )
@@ -183,7 +194,7 @@ def test_every_built_in_can_be_loaded(name: str) -> None:
 def test_what_a_function_raises_is_an_attempt_that_failed(write: Any) -> None:
     reference = write("def compute_score(data_source, solution_str, ground_truth): return 1 / 0")
     with pytest.raises(AttemptError, match=r"ZeroDivisionError: division by zero \(reward.py, line 1\)"):
-        load_function(reference, {}).score(sample())
+        score(load_function(reference, {}), sample())
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -1,0 +1,7 @@
+-- One cached reward, or nil; being asked for counts as being used.
+-- KEYS: rewards, when each was used, size and clock.  ARGV: digest.
+local value = redis.call('HGET', KEYS[1], ARGV[1])
+if value then
+  redis.call('ZADD', KEYS[2], redis.call('HINCRBY', KEYS[3], 'clock', 1), ARGV[1])
+end
+return value

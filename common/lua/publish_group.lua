@@ -1,0 +1,15 @@
+-- Publish all scores of a group, acknowledge its last trajectory and drop its results, as one unit, if the
+-- lease is still held. The mark that stays keeps a late duplicate from starting the group again.
+-- KEYS: trajectories, scores, the group's results.  ARGV: group, consumer, entry id, schema, payloads.
+-- Returns 1 published or 0 lease lost.
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
+if #held == 0 then
+  return 0
+end
+for i = 5, #ARGV do
+  redis.call('XADD', KEYS[2], '*', 'v', ARGV[4], 'p', ARGV[i])
+end
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+redis.call('DEL', KEYS[3])
+redis.call('HSET', KEYS[3], 'published', 1)
+return 1

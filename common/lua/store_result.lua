@@ -1,0 +1,32 @@
+-- Keep what rewards said of one sample of a group; acknowledge its trajectory unless it is the last one.
+-- The last one stays pending until the whole group is published, so that another worker can take it over.
+-- KEYS: trajectories, the group's results, tickets with results.
+-- ARGV: group, consumer, entry id, ticket, index, group size, payload (empty: the result is there already).
+-- Returns 0 lease lost, 1 kept and acknowledged, or the payloads of the whole group: it is this one's to finish.
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
+if #held == 0 then
+  return 0
+end
+if redis.call('HEXISTS', KEYS[2], 'published') == 0 then
+  redis.call('SADD', KEYS[3], ARGV[4])
+  if ARGV[7] ~= '' then
+    redis.call('HSETNX', KEYS[2], ARGV[5], ARGV[7])
+  end
+  local last = redis.call('HGET', KEYS[2], 'last')
+  local num_results = redis.call('HLEN', KEYS[2]) - (last and 1 or 0)
+  if num_results >= tonumber(ARGV[6]) then
+    if not last then
+      redis.call('HSET', KEYS[2], 'last', ARGV[3])
+      last = ARGV[3]
+    end
+    if last == ARGV[3] then
+      local payloads = {}
+      for i = 0, tonumber(ARGV[6]) - 1 do
+        payloads[i + 1] = redis.call('HGET', KEYS[2], i)
+      end
+      return payloads
+    end
+  end
+end
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+return 1

@@ -1,0 +1,79 @@
+"""What a function is asked: to score samples, or to post-process the scores of a group.
+
+Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the socket.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from services.reward.outcome import Outcome
+from services.reward.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call. With `scores`, the samples of a group are post-processed; without, they are scored."""
+
+    samples: list[Sample]
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments that are known only while the worker runs, such as a router's address."""
+    scores: list[float | None] | None = None
+    notes: list[dict[str, Any]] | None = None
+    """Beside each score: its status, error and components."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "samples": [_wired(sample) for sample in self.samples],
+            "given": dict(self.given),
+            "scores": self.scores,
+            "notes": self.notes,
+        }
+
+    @classmethod
+    def from_wire(cls, tree: dict[str, Any]) -> "Request":
+        """The request that `to_wire` wrote."""
+        return cls(
+            [_unwired(sample) for sample in tree["samples"]], tree["given"], tree["scores"], tree["notes"]
+        )
+
+
+class Callee(Protocol):
+    """A function of a user or a built-in one, with all that is needed to call it."""
+
+    @property
+    def name(self) -> str:
+        """What the config calls it."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is awaited."""
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it takes microseconds, so that it may run on the event loop."""
+
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to load the same."""
+
+    def call(self, request: Request) -> list[Outcome]:
+        """Call a plain function: one outcome for each sample. Raises AttemptError."""
+
+    async def call_async(self, request: Request) -> list[Outcome]:
+        """Call an async function."""
+
+
+def _wired(sample: Sample) -> dict[str, Any]:
+    tree = asdict(sample)
+    for name in ("prompt_ids", "completion_ids"):
+        tree[name] = np.asarray(tree[name], dtype="<i4").tobytes()
+    return tree
+
+
+def _unwired(tree: dict[str, Any]) -> Sample:
+    for name in ("prompt_ids", "completion_ids"):
+        tree[name] = np.frombuffer(tree[name], dtype="<i4")
+    return Sample(**tree | {"key": tuple(tree["key"])})

@@ -1,0 +1,97 @@
+"""A whole training run while its processes are killed at random, and the proof that nothing came of it.
+
+    make chaos                            # one seed, 20 kills
+    make chaos ARGS="--seeds 5"           # five seeds, one after the other
+    make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
+
+Runs the arith example as `tidemill up` does (Redis with an append-only file, trainer, two rollout and two
+reward workers), kills -9 workers, trainer and Redis at random moments, starts them again after half a
+second, and has further workers join and leave. Then the history is judged from copies of the streams alone,
+and every version is trained once more, undisturbed, and compared bit for bit.
+
+Exits with 0 when nothing was lost, nothing trained twice, no bound violated, and every digest equal.
+"""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.report import print_result
+from common.config import RunConfig, load_config
+from services.trainer.transformers_policy import load_policy
+from tests.chaos.driver import Driver, Outcome, torment
+from tests.chaos.faults import plan
+from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
+
+ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
+OVERRIDES = ("rollout.workers=2", "reward.workers=2", "streams.lease_s=5", "trainer.tensorboard=false")
+
+
+async def run_seed(config: RunConfig, seed: int, num_kills: int, folder: Path, console: Console) -> Outcome:
+    """One run under chaos, with its progress and its table."""
+    faults = plan(seed, num_kills, config.trainer.steps)
+    progress = ChaosProgress(console, config.trainer.steps, len(faults))
+    drawing: list[asyncio.Task[None]] = []
+
+    async def draw(driver: Driver) -> None:
+        while True:
+            progress.update(driver)
+            await asyncio.sleep(REFRESH_S)
+
+    with progress.shown():
+        try:
+            outcome = await torment(
+                folder,
+                config,
+                faults,
+                seed,
+                load_policy,
+                progress.tell,
+                lambda driver: drawing.append(asyncio.create_task(draw(driver))),
+            )
+        finally:
+            for task in drawing:
+                task.cancel()
+    print_faults(outcome)
+    return outcome
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="first seed of the faults")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="so many runs, with one seed after the other")] = 1,
+    kills: Annotated[int, typer.Option(min=1, help="kill -9 so many times in each run")] = 20,
+    config: Annotated[Path, typer.Option(help="the run's config")] = ARITH,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="override a field")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="keep the runs' folders below this one")] = None,
+) -> None:
+    """Kill the processes of a whole run at random, and prove that its history is whole."""
+    console = Console(stderr=True)
+    folder = keep or Path(tempfile.mkdtemp(prefix="tidemill-chaos-"))
+    outcomes = []
+    try:
+        for number in range(seed, seed + seeds):
+            name = f"chaos-{number}"
+            settings = [*OVERRIDES, *(overrides or ()), f"run_id={name}", f"seed={number}"]
+            home = folder / name
+            home.mkdir(parents=True)
+            run_config = load_config(config, settings)
+            outcomes.append(asyncio.run(run_seed(run_config, number, kills, home, console)))
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print_result(result(outcomes))
+    sys.exit(0 if all(o.is_good and o.num_kills >= kills for o in outcomes) else 1)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()

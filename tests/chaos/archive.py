@@ -1,0 +1,123 @@
+"""Copies of a run's streams, taken while it runs: they hold what was trimmed, and know what Redis has lost.
+
+The proof of a run is computed from these copies, never from what a service says about itself.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from common.broker import Broker
+from common.keys import Keys
+from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
+from common.streams import START, Entry, Garbled, id_order, last_id, read_range
+
+READ_COUNT = 2000
+POLL_S = 0.2
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass
+class StreamCopy(Generic[M]):
+    """Every entry that a stream holds or held, by id."""
+
+    key: str
+    message_type: type[M]
+    entries: dict[str, M] = field(default_factory=dict)
+    """What stands, in order: it is in the stream, or was trimmed from its beginning."""
+    lost: dict[str, M] = field(default_factory=dict)
+    """What Redis had and has no more, because it died before it was on the disk."""
+    garbled: list[str] = field(default_factory=list)
+    news: list[tuple[str, M]] = field(default_factory=list)
+    """What was copied since somebody last took it from here."""
+    position: str = START
+
+    @property
+    def messages(self) -> list[M]:
+        """What stands, in order."""
+        return list(self.entries.values())
+
+    async def follow(self, broker: Broker) -> None:
+        """Copy what is new."""
+        while found := await self._read_on(broker):
+            self._take(found)
+
+    async def _read_on(self, broker: Broker) -> list[Entry[M] | Garbled]:
+        return await read_range(broker, self.key, self.message_type, f"({self.position}", count=READ_COUNT)
+
+    async def compare(self, broker: Broker) -> None:
+        """After Redis died: find what is gone from the end; what is gone from the beginning was trimmed."""
+        last = id_order(await last_id(broker, self.key))
+        found = await read_range(broker, self.key, self.message_type)
+        present = {entry.entry_id for entry in found}
+        first = id_order(found[0].entry_id) if found else last
+        for entry_id in list(self.entries):
+            if id_order(entry_id) > last or (id_order(entry_id) >= first and entry_id not in present):
+                self.lost[entry_id] = self.entries.pop(entry_id)
+        self._take(found)
+
+    def take_news(self) -> list[tuple[str, M]]:
+        """Each copied entry once."""
+        news, self.news = self.news, []
+        return news
+
+    def _take(self, found: list[Entry[M] | Garbled]) -> None:
+        for entry in found:
+            if isinstance(entry, Entry):
+                if entry.entry_id not in self.entries:
+                    self.news.append((entry.entry_id, entry.message))
+                self.entries[entry.entry_id] = entry.message
+            elif entry.entry_id not in self.garbled:
+                self.garbled.append(entry.entry_id)
+        if found:
+            self.position = found[-1].entry_id
+
+
+class Archive:
+    """Copies of every stream that the proof or the measurement of recovery needs."""
+
+    def __init__(self, broker: Broker, keys: Keys) -> None:
+        self.broker = broker
+        self.tickets = StreamCopy(keys.prompts(), Ticket)
+        self.trajectories = StreamCopy(keys.trajectories(), Trajectory)
+        self.scores = StreamCopy(keys.scores(), Score)
+        self.commits = StreamCopy(keys.commits, Commit)
+        self.dead = StreamCopy(keys.dead, DeadLetter)
+        self.eval_trajectories = StreamCopy(keys.trajectories(Lane.EVAL), Trajectory)
+        self.eval_scores = StreamCopy(keys.scores(Lane.EVAL), Score)
+        self._lock = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """Committed steps, as far as has been seen."""
+        return max((commit.version for commit in self.commits.entries.values()), default=0)
+
+    async def follow(self) -> None:
+        """Copy for ever."""
+        while True:
+            await self.catch_up()
+            await asyncio.sleep(POLL_S)
+
+    async def catch_up(self) -> None:
+        """Copy what is new."""
+        async with self._lock:
+            for copy in self._copies():
+                await copy.follow(self.broker)
+
+    async def compare(self) -> None:
+        """After a death of Redis: sort out what did not survive it."""
+        async with self._lock:
+            for copy in self._copies():
+                await copy.compare(self.broker)
+
+    def _copies(self) -> list[StreamCopy[Any]]:
+        return [
+            self.tickets,
+            self.trajectories,
+            self.scores,
+            self.commits,
+            self.dead,
+            self.eval_trajectories,
+            self.eval_scores,
+        ]

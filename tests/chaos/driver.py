@@ -1,0 +1,187 @@
+"""One run under chaos: started, tormented by a plan of faults, watched, and judged by its streams."""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import RunConfig
+from common.streams import id_order, last_id
+from services.trainer.policy import Policy
+from tests.chaos.archive import Archive
+from tests.chaos.faults import KILLS, Fault, Kind
+from tests.chaos.fleet import Fleet
+from tests.chaos.recovery import Event, RecoveryWatch
+from tests.chaos.replay import CheckpointCopies, ReplayResult, replay
+from tests.chaos.verdict import Verdict, judge
+from tests.waiting import wait_until
+
+POLL_S = 0.2
+STUCK_S = 300.0
+"""Without a commit for this long, the run has failed."""
+
+Tell = Callable[[str], None]
+
+
+class StuckError(AssertionError):
+    """The run makes no progress any more."""
+
+
+@dataclass
+class Outcome:
+    """What one run under chaos came to."""
+
+    seed: int
+    watch: RecoveryWatch
+    verdict: Verdict
+    replay: ReplayResult
+    wall_s: float
+    num_lost_entries: int
+
+    @property
+    def num_kills(self) -> int:
+        """`kill -9` of every kind."""
+        return sum(event.kind in KILLS for event in self.watch.events)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether history is whole, and every version is what undisturbed training makes."""
+        return self.verdict.is_clean and self.replay.matches
+
+
+class Driver:
+    """Does a plan of faults to one fleet."""
+
+    def __init__(self, fleet: Fleet, faults: Sequence[Fault], seed: int, tell: Tell) -> None:
+        self.fleet, self.faults, self.tell = fleet, faults, tell
+        self.rng = random.Random(seed)
+        self.archive = Archive(fleet.broker, fleet.keys)
+        self.watch = RecoveryWatch(self.archive, fleet.keys)
+        self.checkpoints = CheckpointCopies(fleet.run_dir, fleet.folder / "checkpoint-copies")
+        self.num_done = 0
+        self._started = time.time()
+
+    async def run(self) -> None:
+        """Until the trainer has done its last step. The last of the history is copied then."""
+        background = [
+            asyncio.create_task(self._observe(), name="observer"),
+            asyncio.create_task(self._torment(), name="tormentor"),
+        ]
+        try:
+            version, since = 0, time.monotonic()
+            while not self.fleet.is_finished:
+                self.fleet.check()
+                for task in background:
+                    if task.done():
+                        task.result()
+                if self.archive.version != version:
+                    version, since = self.archive.version, time.monotonic()
+                if time.monotonic() - since > STUCK_S:
+                    raise StuckError(f"no commit after version {version} for {STUCK_S:g} s")
+                await asyncio.sleep(POLL_S)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+        await self.archive.catch_up()
+        await self.archive.compare()
+        self.watch.look_for_recovery()
+
+    async def _observe(self) -> None:
+        while True:
+            await self.archive.catch_up()
+            self.watch.look_for_recovery()
+            await self.watch.look_for_loaded(self.fleet.broker)
+            await asyncio.to_thread(self.checkpoints.follow)
+            await asyncio.sleep(POLL_S)
+
+    async def _torment(self) -> None:
+        async with asyncio.TaskGroup() as leaving:
+            for fault in self.faults:
+                await wait_until(lambda fault=fault: self.archive.version >= fault.at_version, STUCK_S)
+                await asyncio.sleep(fault.delay_s)
+                await self._do(fault, leaving)
+                self.num_done += 1
+
+    async def _do(self, fault: Fault, leaving: asyncio.TaskGroup) -> None:
+        if fault.kind is Kind.REDIS:
+            # Noted when it happened: the first results come before the server is known to be back.
+            event = self._note(fault.kind, "redis", time.time())
+            event.died_at = await self.fleet.kill_redis()
+            event.loaded_s = event.recovered_s = time.time() - event.died_at
+            await self.archive.compare()
+        elif fault.kind is Kind.JOIN:
+            self._note(fault.kind, self.fleet.join(fault.role), time.time())
+        elif fault.kind is Kind.LEAVE:
+            joined = [*self.fleet.running("rollout", False), *self.fleet.running("reward", False)]
+            if joined:
+                leaving.create_task(self._leave(self.rng.choice(joined), fault.is_term))
+        else:
+            victim = self.rng.choice(await self._victims(fault.kind.value))
+            version = await self._exact_version()
+            died_at = self.fleet.kill(victim)
+            self._note(fault.kind, victim, died_at, version)
+
+    async def _victims(self, role: str) -> list[str]:
+        """Processes of the role that can be killed; waits while all of them are dead already."""
+        return await wait_until(lambda: self.fleet.running(role), STUCK_S)
+
+    async def _exact_version(self) -> int:
+        """Committed steps now; as last seen, where Redis is away."""
+        try:
+            async with asyncio.timeout(POLL_S):
+                return id_order(await last_id(self.fleet.broker, self.fleet.keys.commits))[0]
+        except TimeoutError:
+            return self.archive.version
+
+    async def _leave(self, name: str, is_term: bool) -> None:
+        event = self._note(Kind.LEAVE, name, time.time())
+        code = await self.fleet.leave(name, is_term)
+        event.recovered_s = time.time() - event.died_at if is_term else None
+        event.note = f"{'SIGTERM' if is_term else 'SIGKILL'}, exit code {code}"
+        # Without its signal handler a process dies of SIGTERM: before it begins, when it holds nothing.
+        if is_term and code not in (0, -signal.SIGTERM):
+            raise AssertionError(
+                f"{name} was asked to stop and ended with {code}:\n{self.fleet.log_of(name)[-3000:]}"
+            )
+
+    def _note(self, kind: Kind, victim: str, died_at: float, version: int | None = None) -> Event:
+        version = self.archive.version if version is None else version
+        event = Event(kind, victim, died_at - self._started, version, died_at)
+        self.watch.add(event)
+        self.tell(f"{event.at_s:6.1f} s  version {version:3d}  {kind.value:8s} {victim}")
+        return event
+
+
+async def torment(
+    folder: Path,
+    config: RunConfig,
+    faults: Sequence[Fault],
+    seed: int,
+    load: Callable[[RunConfig], Policy],
+    tell: Tell = lambda _: None,
+    show: Callable[[Driver], None] = lambda _: None,
+) -> Outcome:
+    """Do a whole run under chaos, and prove what its history is."""
+    started = time.monotonic()
+    async with Fleet(folder, config) as fleet:
+        driver = Driver(fleet, faults, seed, tell)
+        show(driver)
+        try:
+            await driver.run()
+        except BaseException:
+            for name in sorted(fleet.members):
+                tell(f"--- {name}\n{fleet.log_of(name)[-2000:]}")
+            raise
+    wall_s = time.monotonic() - started
+    archive = driver.archive
+    verdict = judge(archive, config.trainer.group_size, config.trainer.max_staleness)
+    tell("training once more, undisturbed")
+    replayed = await replay(archive, config, load, driver.checkpoints)
+    lost = sum(
+        len(copy.lost) for copy in (archive.tickets, archive.trajectories, archive.scores, archive.commits)
+    )
+    return Outcome(seed, driver.watch, verdict, replayed, wall_s, lost)

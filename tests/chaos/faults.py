@@ -1,0 +1,59 @@
+"""What happens to a run, drawn from a seed: kills of every kind, and workers that join and leave.
+
+A fault waits for a version, so that any machine gets all of them within the run, however fast it is, and
+then for a random time, so that it comes at any moment of a step. Faults may meet: a second process may be
+killed while the first one is still starting.
+"""
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What is done. The first four are `kill -9` of something that is started again."""
+
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    TRAINER = "trainer"
+    REDIS = "redis"
+    JOIN = "join"
+    LEAVE = "leave"
+    """SIGTERM, or SIGKILL, of a worker that joined; nobody starts it again."""
+
+
+KILLS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS)
+LONGEST_DELAY_S = 3.0
+STEPS_PER_MOVE = 12
+QUIET_STEPS = 3
+"""No fault begins in the last steps: the run must still be there for it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that happens. `role` is who joins; `is_term` how one leaves."""
+
+    kind: Kind
+    at_version: int
+    delay_s: float
+    role: str = ""
+    is_term: bool = False
+
+
+def plan(seed: int, num_kills: int, steps: int, longest_delay_s: float = LONGEST_DELAY_S) -> list[Fault]:
+    """Faults in the order in which they happen; each kind of kill comes equally often, up to one."""
+    rng = random.Random(seed)
+    kinds = [KILLS[i % len(KILLS)] for i in range(num_kills)]
+    rng.shuffle(kinds)
+    last = max(0, steps - QUIET_STEPS)
+    faults = [_at(kind, rng.uniform(0, last), rng.uniform(0, longest_delay_s)) for kind in kinds]
+    for number in range(max(2, steps // STEPS_PER_MOVE)):
+        joins_at = rng.uniform(0, last)
+        faults.append(_at(Kind.JOIN, joins_at, 0.0, role=("rollout", "reward")[number % 2]))
+        leaves_at = rng.uniform(joins_at, last)
+        faults.append(_at(Kind.LEAVE, leaves_at, rng.uniform(0, longest_delay_s), is_term=number % 4 < 2))
+    return sorted(faults, key=lambda fault: fault.at_version)
+
+
+def _at(kind: Kind, version: float, delay_s: float, role: str = "", is_term: bool = False) -> Fault:
+    return Fault(kind, int(version), delay_s, role, is_term)

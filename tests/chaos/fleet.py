@@ -1,0 +1,164 @@
+"""The processes of a run under chaos, started as `tidemill up` starts them, and started again when they die.
+
+A killed process comes back after the supervisor's first pause, always: like a container that restarts.
+Guarantees: when the fleet is closed, none of its processes is left.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from common.broker import Broker
+from common.config import RunConfig
+from common.embedded import EmbeddedRedis
+from common.keys import Keys
+from common.run_state import publish_config
+from services.console.processes import ServiceSpec, service_environment, service_specs
+from services.console.supervisor import FIRST_PAUSE_S
+
+POLL_S = 0.05
+LEAVE_TIMEOUT_S = 120.0
+
+
+class ServiceError(AssertionError):
+    """A process ended in a way that nothing which was done to it explains."""
+
+
+@dataclass
+class Member:
+    """One place in the fleet, and the process that fills it now."""
+
+    spec: ServiceSpec
+    process: subprocess.Popen[bytes]
+    started_at: float
+    is_kept: bool = True
+    """Whether it is started again when it dies."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+
+class Fleet:
+    """Redis with its append-only file, one trainer, and workers that come and go."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder, self.config, self.keys = folder, config, Keys(config.run_id)
+        self.redis = EmbeddedRedis(folder / "redis")
+        self.members: dict[str, Member] = {}
+        self.is_finished = False
+        """The trainer has ended with 0: all steps are committed."""
+        self._num_joined = 0
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that the services write into."""
+        return self.folder / self.keys.run_id
+
+    async def __aenter__(self) -> "Fleet":
+        await asyncio.to_thread(self.redis.start)
+        self.broker = await Broker.connect(self.redis.url)
+        await publish_config(self.broker, self.keys, self.config)
+        for spec in service_specs(self.config):
+            self._start(spec)
+        self._keeper = asyncio.create_task(self._keep(), name="keeper")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        for member in self.members.values():
+            member.process.kill()
+            member.process.wait()
+        await self.broker.close()
+        await asyncio.to_thread(self.redis.stop)
+
+    def check(self) -> None:
+        """Pass on what went wrong in the background."""
+        if self._keeper is not None and self._keeper.done() and not self._keeper.cancelled():
+            self._keeper.result()
+
+    def running(self, role: str, is_kept: bool = True) -> list[str]:
+        """Names of the processes that run now, in a stable order."""
+        return sorted(
+            name
+            for name, member in self.members.items()
+            if member.spec.role == role and member.is_kept is is_kept and member.is_running
+        )
+
+    def kill(self, name: str) -> float:
+        """SIGKILL; returns the time of death."""
+        process = self.members[name].process
+        process.kill()
+        process.wait()
+        return time.time()
+
+    async def kill_redis(self) -> float:
+        """SIGKILL of the server, which comes back with what its append-only file holds."""
+        self.redis.kill()
+        died_at = time.time()
+        await asyncio.sleep(FIRST_PAUSE_S)
+        await asyncio.to_thread(self.redis.start)
+        return died_at
+
+    def join(self, role: str) -> str:
+        """One worker more; returns its name."""
+        self._num_joined += 1
+        name = f"{role}-joined-{self._num_joined}"
+        command = [sys.executable, "-m", f"services.{role}", "--run", self.keys.run_id, "--name", name]
+        self._start(ServiceSpec(name, role, tuple(command), {"OMP_NUM_THREADS": "1"}), is_kept=False)
+        return name
+
+    async def leave(self, name: str, is_term: bool) -> int:
+        """One worker less; returns its exit code."""
+        process = self.members[name].process
+        process.send_signal(signal.SIGTERM if is_term else signal.SIGKILL)
+        return await asyncio.to_thread(process.wait, LEAVE_TIMEOUT_S)
+
+    def log_of(self, name: str) -> str:
+        """What all processes of this name have printed so far."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _start(self, spec: ServiceSpec, is_kept: bool = True) -> None:
+        env = {**service_environment(self.redis.url, self.folder), **spec.env}
+        with open(self.folder / f"{spec.name}.log", "ab") as log:
+            process = subprocess.Popen(
+                spec.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=_REPO
+            )
+        self.members[spec.name] = Member(spec, process, time.time(), is_kept)
+
+    async def _keep(self) -> None:
+        """Start again what was killed. What ends by itself must have had a reason that chaos gives it."""
+        due: dict[str, float] = {}
+        while True:
+            for name, member in self.members.items():
+                if not member.is_kept or member.is_running:
+                    continue
+                if name not in due:
+                    code = member.process.returncode
+                    if code == 0 and member.spec.ends_run:
+                        self.is_finished = True
+                        return
+                    if code != -signal.SIGKILL:
+                        words = self.log_of(name)[-3000:]
+                        raise ServiceError(f"{name} ended with exit code {code}:\n{words}")
+                    due[name] = time.monotonic() + FIRST_PAUSE_S
+                elif time.monotonic() >= due[name]:
+                    del due[name]
+                    self._start(member.spec)
+            await asyncio.sleep(POLL_S)
+
+
+_REPO = Path(__file__).resolve().parents[2]
+assert os.path.isdir(_REPO / "services")

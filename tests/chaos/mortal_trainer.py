@@ -1,0 +1,93 @@
+"""A trainer process that dies of SIGKILL at a given point, between things that must not be torn apart."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.broker import Broker
+from common.config import RunConfig
+from common.keys import Keys
+from services.trainer import checkpoint, trainer
+from services.trainer.reconciler import Reconciler
+from services.trainer.scheduler import Scheduler
+from services.trainer.service import serve
+from services.trainer.transformers_policy import TransformersPolicy
+from services.trainer.weights import WeightStore
+from tests.training import make_context
+
+POINTS: dict[str, tuple[Any, str, bool]] = {
+    "after a micro-batch": (TransformersPolicy, "accumulate", True),
+    "before the update": (TransformersPolicy, "update", False),
+    "after the update, before the weights": (WeightStore, "write", False),
+    "with the weights half-written": (TransformersPolicy, "save_weights", True),
+    "between weights and commit": (trainer, "append_commit", False),
+    "between commit and announcement": (trainer, "append_commit", True),
+    "after the announcement": (Reconciler, "announce", True),
+    "before new tickets": (Scheduler, "admit", False),
+    "after new tickets": (Scheduler, "admit", True),
+    "with the checkpoint's tensors half-written": (TransformersPolicy, "save_state", True),
+    "before the checkpoint gets its name": (checkpoint, "publish_folder", False),
+    "after the checkpoint got its name": (checkpoint, "publish_folder", True),
+}
+"""Where a trainer can die: owner and name of a function, and whether it is when that has returned."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """At the `count`-th time that the point is reached in this life."""
+
+    point: str
+    count: int
+
+
+def live(url: str, run_id: str, folder: str, config_json: str, death: Death | None) -> None:
+    """One life of a trainer process; the target of a forked process."""
+    torch.set_num_threads(1)
+    if death is not None:
+        _arrange(death)
+    asyncio.run(_serve(url, Keys(run_id), Path(folder), RunConfig.model_validate_json(config_json)))
+
+
+async def _serve(url: str, keys: Keys, folder: Path, config: RunConfig) -> None:
+    broker = await Broker.connect(url)
+    await serve(make_context(broker, keys, config, folder))
+    await broker.close()
+
+
+def _arrange(death: Death) -> None:
+    owner, name, is_after = POINTS[death.point]
+    function: Callable[..., Any] = getattr(owner, name)
+    left = death.count
+
+    def count_down() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_after:
+            count_down()
+        result = function(*args, **kwargs)
+        if is_after:
+            count_down()
+        return result
+
+    @wraps(function)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        if not is_after:
+            count_down()
+        result = await function(*args, **kwargs)
+        if is_after:
+            count_down()
+        return result
+
+    setattr(owner, name, call_async if asyncio.iscoroutinefunction(function) else call)

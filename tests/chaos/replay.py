@@ -1,0 +1,131 @@
+"""The undisturbed training over the same streams: every version's digest must come out bit for bit."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.activity import Activity
+from common.broker import Broker
+from common.config import RunConfig
+from common.keys import Keys
+from common.messages import Commit
+from common.service import ServiceContext
+from services.trainer.judgement import CompleteGroup, Judge
+from services.trainer.policy import Policy
+from services.trainer.policy_thread import PolicyThread
+from services.trainer.step import StepRunner
+from tests.chaos.archive import Archive
+
+
+@dataclass
+class ReplayResult:
+    """How many versions were trained again, and which came out different."""
+
+    num_compared: int
+    different: list[int]
+    not_standing: list[int]
+    """Steps whose records Redis has lost after they were trained: nobody can train them again."""
+
+    @property
+    def matches(self) -> bool:
+        """Whether every version that can be trained again has the digest of its commit."""
+        return self.num_compared > 0 and not self.different
+
+
+class CheckpointCopies:
+    """Hard links to the run's checkpoints, taken while it runs, to go on from behind a step that is gone."""
+
+    def __init__(self, run_dir: Path, folder: Path) -> None:
+        self.source, self.folder = run_dir / "checkpoints", folder
+
+    def follow(self) -> None:
+        """Link what is new. A checkpoint's bytes never change under their name."""
+        for path in self.source.glob("v*") if self.source.exists() else ():
+            target = self.folder / path.name
+            if target.exists():
+                continue
+            try:
+                shutil.copytree(path, target, copy_function=_link)
+            except (OSError, shutil.Error):  # retired meanwhile
+                shutil.rmtree(target, ignore_errors=True)
+
+    def after(self, version: int) -> tuple[int, Path] | None:
+        """The first one at `version` or later."""
+        found = [(int(path.name[1:]), path) for path in sorted(self.folder.glob("v*"))]
+        return next(((number, path) for number, path in found if number >= version), None)
+
+
+async def replay(
+    archive: Archive,
+    config: RunConfig,
+    load: Callable[[RunConfig], Policy],
+    checkpoints: CheckpointCopies,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> ReplayResult:
+    """Train every commit that stands, from version 0 on, with one policy that nothing disturbs."""
+    torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())
+    policy = await asyncio.to_thread(load, config)
+    thread, groups = PolicyThread(), _groups(archive)
+    context = ServiceContext(
+        "trainer", "replay", Keys(config.run_id), config, _no_broker(), Path(), Activity("trainer")
+    )
+    runner = StepRunner(context, policy, thread, Judge(config))
+    doubtful = _doubtful_tickets(archive)
+    result, at = ReplayResult(0, [], []), 0
+    for commit in sorted(archive.commits.messages, key=lambda commit: commit.step):
+        if commit.step < at:
+            continue
+        if commit.step > at or not _stands(commit, groups, doubtful, config.trainer.group_size):
+            result.not_standing.append(commit.step)
+            if (found := checkpoints.after(commit.version)) is None:
+                break
+            at, folder = found
+            await thread.call(policy.load_state, folder)
+            continue
+        await runner.replay(commit, groups)
+        at = commit.version
+        result.num_compared += 1
+        if await thread.call(policy.digest) != commit.digest:
+            result.different.append(commit.version)
+        on_step(commit.version)
+    return result
+
+
+def _groups(archive: Archive) -> dict[int, CompleteGroup]:
+    """Complete groups from what stands; the first entry of a key wins."""
+    groups: dict[int, CompleteGroup] = {}
+    for sample in archive.trajectories.messages:
+        group = groups.setdefault(sample.ticket, CompleteGroup(sample.ticket, sample.step, {}, {}))
+        group.trajectories.setdefault(sample.index, sample)
+    for score in archive.scores.messages:
+        if score.ticket in groups:
+            groups[score.ticket].scores.setdefault(score.index, score)
+    return groups
+
+
+def _doubtful_tickets(archive: Archive) -> set[int]:
+    """Groups of which Redis has lost a part: whether the old or the new one was trained, nobody can say."""
+    lost = (*archive.trajectories.lost.values(), *archive.scores.lost.values())
+    return {message.ticket for message in lost}
+
+
+def _stands(commit: Commit, groups: dict[int, CompleteGroup], doubtful: set[int], size: int) -> bool:
+    return all(
+        ticket not in doubtful
+        and ticket in groups
+        and len(groups[ticket].trajectories) == len(groups[ticket].scores) == size
+        for ticket in commit.groups
+    )
+
+
+def _no_broker() -> Broker:
+    """A replay talks to no Redis: whoever tries fails."""
+    return Broker.__new__(Broker)
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).hardlink_to(source)

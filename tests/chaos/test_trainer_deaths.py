@@ -1,0 +1,89 @@
+"""A trainer that dies again and again, at any point of a step, makes the weights of one that never died."""
+
+import asyncio
+import multiprocessing
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.messages import WeightManifest
+from common.weight_files import verified_files
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.transformers_policy import load_policy
+from tests.chaos.mortal_trainer import POINTS, Death, live
+from tests.runs import ServiceRun, simulated_config
+from tests.training import answering, assert_nothing_lost, messages, num_commits, replayed_digests
+
+STEPS, GROUPS, SIZE = 36, 2, 4
+LIFE_S = 90.0
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the trainer process: the order of sums depends on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", [0])
+async def test_at_any_point_of_a_step(tmp_path: Path, one_thread: None, seed: int) -> None:
+    """Every point of the list once, in random order, and three times more within the micro-batches."""
+    rng = random.Random(seed)
+    deaths = [Death(point, 1 + rng.randrange(2)) for point in POINTS]
+    deaths += [Death("after a micro-batch", rng.randint(2, 9)) for _ in range(3)]
+    rng.shuffle(deaths)
+    config = simulated_config(
+        tmp_path,
+        rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers",
+        trainer__deterministic=True,
+        trainer__num_threads=1,
+        trainer__optimizer={"lr": 0.01},
+        trainer__steps=STEPS,
+        trainer__groups_per_step=GROUPS,
+        trainer__group_size=SIZE,
+        trainer__checkpoint_every=2,
+        trainer__micro_batch_tokens=16,
+    )
+    async with ServiceRun(tmp_path, config) as run, answering(run.broker, run.keys):
+        for number, death in enumerate(deaths):
+            code = await _live(run, death)
+            assert code == -signal.SIGKILL, f"life {number} did not reach its end {death.point!r}"
+        assert await num_commits(run.broker, run.keys) < STEPS, "there is still something to do"
+        assert await _live(run, None) == 0
+        commits = await assert_nothing_lost(run.broker, run.keys, STEPS * GROUPS)
+        digests = await replayed_digests(run.broker, run.keys, config, load_policy(config))
+        manifests = await messages(run.broker, run.keys.weights, WeightManifest)
+    assert [commit.digest for commit in commits] == digests
+    assert len(set(digests)) == STEPS, "every step changed the weights"
+    announced = {manifest.version: manifest.digest for manifest in manifests}
+    assert all(announced.get(commit.version, commit.digest) == commit.digest for commit in commits)
+    assert verified_files(run.run_dir, manifests[-1])
+    newest = CheckpointStore(run.run_dir, keep=2).load_latest()
+    assert newest is not None
+    assert newest.state.version == STEPS
+
+
+async def _live(run: ServiceRun, death: Death | None) -> int:
+    """One life, forked off a process that has imported torch already; returns its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.chaos.mortal_trainer"])
+    text = run.config.model_dump_json()
+    process = context.Process(
+        target=live, args=(run.redis.url, run.keys.run_id, str(run.run_dir), text, death)
+    )
+    process.start()
+    try:
+        await asyncio.to_thread(process.join, LIFE_S)
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.join)
+    assert process.exitcode is not None
+    return process.exitcode

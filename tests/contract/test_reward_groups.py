@@ -1,0 +1,279 @@
+"""Groups that are scored as a whole, against a real Redis: once, by whoever brings the last sample."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from common.activity import Activity
+from common.broker import Broker
+from common.keys import REWARD_GROUP, Keys
+from common.messages import Lane, Score, ScoreStatus, Trajectory
+from common.service import ServiceContext
+from common.streams import Consumer, Entry, append, group_status, read_range
+from services.reward.worker import serve
+from services.trainer.group_results import delete_results
+from tests.trajectories import make_config, make_trajectory
+from tests.waiting import wait_until
+
+SIZE = 4
+NUMBER = "def compute_score(data_source, solution_str, ground_truth): return float(solution_str)\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    """Write a module of functions; returns its path."""
+
+    def write(source: str) -> str:
+        (tmp_path / "rewards.py").write_text(dedent(source))
+        return str(tmp_path / "rewards.py")
+
+    return write
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    broker: Broker, keys: Keys, name: str = "w1", **reward: Any
+) -> AsyncIterator[ServiceContext]:
+    """A whole reward worker inside this process."""
+    config = make_config(reward={"backoff_s": 0.0, "processes": 1} | reward, streams={"lease_s": 1.0})
+    context = ServiceContext("reward", name, keys, config, broker, Path(), Activity("reward"))
+    task = asyncio.create_task(serve(context))
+    try:
+        yield context
+        context.stopping.set()
+        await asyncio.wait_for(task, 30)
+    finally:
+        task.cancel()
+
+
+def group(*texts: str, ticket: int = 0) -> list[Trajectory]:
+    return [
+        make_trajectory(ticket, index, text=text, group_size=len(texts)) for index, text in enumerate(texts)
+    ]
+
+
+async def scores(broker: Broker, keys: Keys, count: int, lane: Lane = Lane.TRAIN) -> list[Score]:
+    """All scores once there are `count`, by index; there must not be more."""
+
+    async def found() -> list[Score]:
+        entries = await read_range(broker, keys.scores(lane), Score)
+        made = [entry.message for entry in entries if isinstance(entry, Entry)]
+        return made if len(made) >= count else []
+
+    made = await wait_until(found, 60)
+    assert len(made) == count
+    return sorted(made, key=lambda score: score.key)
+
+
+async def num_pending(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> int:
+    status = await group_status(broker, keys.trajectories(lane), REWARD_GROUP)
+    return -1 if status is None else status.pending
+
+
+async def test_a_group_is_published_at_once_when_its_last_score_is_in(
+    broker: Broker, keys: Keys, write: Any
+) -> None:
+    first, *others = group("4", "1", "3", "1")
+    async with worker(broker, keys, function=f"{write(NUMBER)}:compute_score", group="rank"):
+        await append(broker, keys.trajectories(), *others)
+        await wait_until(lambda: _is_settled(broker, keys))
+        assert await broker.execute("XLEN", keys.scores()) == 0
+        await append(broker, keys.trajectories(), first)
+        made = await scores(broker, keys, SIZE)
+    assert [score.value for score in made] == pytest.approx([1.0, 1 / 6, 2 / 3, 1 / 6])
+    assert [score.components["before_group"] for score in made] == [4.0, 1.0, 3.0, 1.0]
+    assert await num_pending(broker, keys) == 0
+
+
+async def test_every_group_is_scored_once_by_several_workers(broker: Broker, keys: Keys, write: Any) -> None:
+    path = write(NUMBER)
+    trajectories = [t for ticket in range(20) for t in group("1", "2", "3", "4", ticket=ticket)]
+    trajectories = trajectories[::3] + trajectories[1::3] + trajectories[2::3]
+    async with contextlib.AsyncExitStack() as stack:
+        for name in ("w1", "w2", "w3"):
+            await stack.enter_async_context(
+                worker(broker, keys, name, function=f"{path}:compute_score", group="rank", max_in_flight=4)
+            )
+        await append(broker, keys.trajectories(), *trajectories)
+        made = await scores(broker, keys, 80)
+    assert [score.key for score in made] == [(ticket, index) for ticket in range(20) for index in range(4)]
+    assert [score.value for score in made] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0] * 20)
+
+
+FLAKY = """
+    def compute_score(data_source, solution_str, ground_truth):
+        return float(solution_str)
+
+    def by_hand(scores, samples, *, bonus):
+        assert [s["score"] for s in samples] == scores
+        failed = next(s for s in samples if s["score"] is None)
+        assert failed["status"] == "failed" and "ValueError" in failed["error"]
+        return [bonus if s["solution_str"] == "bad" else s["score"] * int(s["ground_truth"]) for s in samples]
+
+    def breaks(scores):
+        raise RuntimeError("no group today")
+
+    def short(scores):
+        return scores[1:]
+
+    def picks(scores):
+        return [None, *scores[1:]]
+"""
+
+
+async def test_a_group_function_sees_all_samples_and_may_replace_failures(
+    broker: Broker, keys: Keys, write: Any
+) -> None:
+    path = write(FLAKY)
+    options = {"function": f"{path}:compute_score", "max_attempts": 1}
+    async with worker(broker, keys, group=f"{path}:by_hand", group_kwargs={"bonus": 9.0}, **options):
+        await append(broker, keys.trajectories(), *group("4", "bad", "2"))
+        made = await scores(broker, keys, 3)
+    assert [score.value for score in made] == [4.0, 9.0, 2.0]
+    assert "ValueError" in made[1].detail["replaced_failure"]
+    assert made[1].components["before_group"] is None
+
+
+async def test_failures_can_be_replaced_by_the_mean_of_the_others(
+    broker: Broker, keys: Keys, write: Any
+) -> None:
+    options = {"function": f"{write(NUMBER)}:compute_score", "max_attempts": 1}
+    async with worker(broker, keys, group="replace_failures_by_mean", **options):
+        await append(broker, keys.trajectories(), *group("4", "bad", "2"), *group("bad", "bad", ticket=1))
+        made = await scores(broker, keys, 5)
+    assert [score.value for score in made] == [4.0, 3.0, 2.0, None, None]
+    assert made[4].status is ScoreStatus.FAILED
+
+
+@pytest.mark.parametrize(("name", "expected"), [("breaks", "no group today"), ("short", "expected 2")])
+async def test_a_group_function_that_fails_leaves_no_score_and_says_why(
+    broker: Broker, keys: Keys, write: Any, name: str, expected: str
+) -> None:
+    path = write(FLAKY)
+    async with worker(broker, keys, function=f"{path}:compute_score", group=f"{path}:{name}") as context:
+        await append(broker, keys.trajectories(), *group("4", "2"))
+        made = await scores(broker, keys, 2)
+        assert [(score.status, score.value) for score in made] == [(ScoreStatus.FAILED, None)] * 2
+        assert expected in made[0].error
+        assert not context.stopping.is_set()
+
+
+async def test_none_from_a_group_function_is_no_score(broker: Broker, keys: Keys, write: Any) -> None:
+    path = write(FLAKY)
+    async with worker(broker, keys, function=f"{path}:compute_score", group=f"{path}:picks"):
+        await append(broker, keys.trajectories(), *group("4", "2"))
+        made = await scores(broker, keys, 2)
+    assert [score.value for score in made] == [None, 2.0]
+    assert "returned None" in made[0].error
+
+
+CLASS = """
+    class RewardAgent:
+        def __init__(self, scale=1.0):
+            self.scale = scale
+
+        def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
+            return float(solution_str) * self.scale, solution_str, "because"
+
+        def post_process_scores(self, scores):
+            return [score - min(scores) for score in scores]
+"""
+
+
+async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(
+    broker: Broker, keys: Keys, write: Any
+) -> None:
+    function = f"{write(CLASS)}:RewardAgent"
+    async with worker(broker, keys, function=function, kwargs={"scale": 2.0}, max_attempts=1):
+        for lane in Lane:
+            await append(broker, keys.trajectories(lane), *group("4", "3", "bad"))
+        trained = await scores(broker, keys, 3)
+        evaluated = await scores(broker, keys, 3, Lane.EVAL)
+    assert [score.value for score in trained] == [2.0, 0.0, None]
+    assert [score.value for score in evaluated] == [8.0, 6.0, None]
+    assert trained[0].detail["notes"] == ["4", "because"]
+
+
+TOGETHER = """
+    def longest(completions, ground_truth, **kwargs):
+        assert len(completions) == len(ground_truth)
+        return [float(len(c) == max(map(len, completions))) if c else None for c in completions]
+
+    def number(data_source, solution_str, ground_truth):
+        return len(solution_str)
+"""
+
+
+async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys: Keys, write: Any) -> None:
+    path = write(TOGETHER)
+    rewards = {
+        "longest": {"function": f"{path}:longest", "per": "group", "weight": 10},
+        "length": {"function": f"{path}:number"},
+    }
+    async with worker(broker, keys, rewards=rewards):
+        for lane in Lane:  # evaluation needs the group as well, for this is no post-processing
+            await append(broker, keys.trajectories(lane), *group("a", "bbb", ""))
+            made = await scores(broker, keys, 3, lane)
+            assert [score.value for score in made] == [1.0, 13.0, 0.0]
+            assert made[2].components == {"longest": None, "length": 0.0}
+
+
+async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring_again(
+    broker: Broker, keys: Keys, write: Any, tmp_path: Path
+) -> None:
+    source = f"""
+        def compute_score(data_source, solution_str, ground_truth):
+            open({str(tmp_path / "calls")!r}, "a").write("x")
+            return float(solution_str)
+    """
+    path, trajectories = write(source), group("4", "2", "1")
+    await append(broker, keys.trajectories(), *trajectories)
+    consumer = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "dead", Trajectory, lease_s=0.2, dead_key=keys.dead
+    )
+    options = {"function": f"{path}:compute_score", "group": "rank"}
+    async with worker(broker, keys, **options):  # a worker that dies after its last result is kept
+        await append(broker, keys.trajectories(), *group("7", "8", ticket=1))
+        await scores(broker, keys, 5)
+    del consumer
+    assert (tmp_path / "calls").read_text() == "x" * 5
+
+
+async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, keys: Keys, write: Any) -> None:
+    async with worker(broker, keys, function=f"{write(NUMBER)}:compute_score", group="rank"):
+        await append(broker, keys.trajectories(), *group("4", "2"))
+        await scores(broker, keys, 2)
+        await append(broker, keys.trajectories(), *group("4", "2"))
+        await append(broker, keys.trajectories(), *group("1", "2", ticket=1))
+        made = await scores(broker, keys, 4)
+        await wait_until(lambda: _is_settled(broker, keys))
+    assert [score.key for score in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert await broker.execute("XLEN", keys.scores()) == 4
+
+
+async def test_what_a_dead_group_left_behind_is_deleted_and_nothing_else(
+    broker: Broker, keys: Keys, write: Any
+) -> None:
+    async with worker(broker, keys, function=f"{write(NUMBER)}:compute_score", group="rank"):
+        await append(broker, keys.trajectories(), *group("4", "2")[:1], *group("1", "2", ticket=1)[:1])
+        await wait_until(lambda: _is_settled(broker, keys))
+        assert await delete_results(broker, keys, Lane.TRAIN, {1}) == 1
+        await append(broker, keys.trajectories(), *group("1", "2", ticket=1)[1:])
+        made = await scores(broker, keys, 2)
+    assert [score.key for score in made] == [(1, 0), (1, 1)]
+    await delete_results(broker, keys, Lane.TRAIN, ())
+    assert await broker.execute("EXISTS", keys.results(0), keys.results(1), keys.result_tickets()) == 0
+
+
+async def _is_settled(broker: Broker, keys: Keys) -> bool:
+    """Whether every trajectory was delivered and is pending no more."""
+    status = await group_status(broker, keys.trajectories(), REWARD_GROUP)
+    if status is None or status.pending:
+        return False
+    last = await broker.execute("XREVRANGE", keys.trajectories(), "+", "-", "COUNT", 1)
+    return bool(last) and status.last_delivered == last[0][0].decode()
