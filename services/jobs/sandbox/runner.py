@@ -1,0 +1,110 @@
+"""Starts a jail for one completion and reads its answer; nothing that the code does reaches beyond it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common.config.sandbox import SandboxConfig
+from common.errors import TidemillError
+from services.jobs.sandbox.programs import Case
+
+JAIL = Path(__file__).with_name("jail.py")
+START_S = 10.0
+"""What the jail itself may take beside its programs."""
+PROBE = [Case("print(6 * 7)", "", "42")]
+
+
+class SandboxError(TidemillError):
+    """The jail failed, which says nothing about the code in it."""
+
+
+def run_cases(cases: list[Case], config: SandboxConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The result of each case, and what isolation there was. See `jail.py` for both.
+
+    Raises:
+        SandboxError: the jail did not come to an answer.
+    """
+    folder = tempfile.mkdtemp(prefix="tidemill-jail-")
+    os.chmod(folder, 0o711)
+    try:
+        return _run(cases, config, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def probe(config: SandboxConfig) -> dict[str, Any]:
+    """What isolation this machine allows.
+
+    Raises:
+        SandboxError: no program can be run here at all, or not as `isolation: require` asks.
+    """
+    (result,), isolation = run_cases(PROBE, config.model_copy(update={"time_s": 60.0, "total_s": 60.0}))
+    if not PROBE[0].passed(result):
+        raise SandboxError(f"the sandbox cannot run Python here: {result['stderr'] or result['outcome']}")
+    if config.isolation == "require" and not (isolation["namespaces"] and isolation["files"]):
+        raise SandboxError(
+            "isolation: require, but the kernel allows no namespaces here"
+            + (f" ({isolation['why']})" if "why" in isolation else "")
+            + ". Allow user namespaces to the worker, or set isolation: prefer and run no code you fear."
+        )
+    return isolation
+
+
+def _run(
+    cases: list[Case], config: SandboxConfig, folder: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    order = {
+        "folder": folder,
+        "python": os.path.realpath(sys.executable),
+        "shown": _shown(config),
+        "programs": [{"source": case.source, "stdin": case.stdin} for case in cases],
+        **config.model_dump(
+            include={
+                "time_s",
+                "cpu_s",
+                "total_s",
+                "memory_mb",
+                "file_mb",
+                "max_processes",
+                "output_kb",
+                "packages",
+            }
+        ),
+    }
+    process = subprocess.Popen(
+        [order["python"], "-I", "-S", str(JAIL)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={},
+        start_new_session=True,
+    )
+    try:
+        answer, errors = process.communicate(json.dumps(order).encode(), config.total_s + START_S)
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"the jail gave no answer within {config.total_s + START_S:g} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        said = errors.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+        raise SandboxError(f"the jail ended with {process.returncode} and said: {said[0]}") from None
+    return found["results"], found["isolation"]
+
+
+def _shown(config: SandboxConfig) -> list[str]:
+    """What the interpreter needs besides the system's folders."""
+    shown = {os.path.realpath(sys.base_prefix)}
+    if config.packages:
+        shown |= {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    return sorted(folder for folder in shown if not folder.startswith("/usr/") and folder != "/usr")
