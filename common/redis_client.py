@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import hiredis
+from redis import Redis as BlockingRedis
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
@@ -67,6 +68,25 @@ def make_client(url: str) -> Redis:
     redis = Redis(connection_pool=pool)
     redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
     return redis
+
+
+def make_blocking_client(url: str) -> BlockingRedis:
+    """A client for RQ, which waits for answers and is used on threads.
+
+    Raises:
+        BrokerError: the address has no known form, or is that of Sentinels, which RQ cannot follow.
+    """
+    if "+sentinel:" in url:
+        raise BrokerError(
+            f"{URL_VARIABLE} names Sentinels, which sandboxes (RQ) cannot follow. Give sandbox and reward "
+            "workers the address of the master, or of a proxy before it."
+        )
+    options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
+    del options["retry"]
+    try:
+        return BlockingRedis.from_url(url, **options)
+    except ValueError:  # its text may hold a part of the password
+        raise BrokerError(f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}.") from None
 
 
 def public_address(url: str) -> str:

@@ -41,9 +41,9 @@ class RewardModelConfig(RemoteConfig):
     max_tokens: int = Field(0, ge=0, le=1 << 20)
     """Longer inputs lose their beginning; 0 refuses what the model cannot take, and never cuts."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for local replicas, dealt out in turn; empty leaves the choice to the environment."""
+    """GPUs of this machine for local replicas, dealt out in turn; empty leaves it to the environment."""
     shares_rollout_gpus: bool = False
-    """Local replica i takes turns with rollout worker i on the same GPUs: one generates, or the other scores."""
+    """Local replica i takes turns with rollout worker i on its GPUs: one generates, or the other scores."""
     turn_s: float = Field(5.0, ge=0.05, le=3600.0)
     """With `shares_rollout_gpus`: the longest turn while the other one waits, what is running aside."""
 
@@ -57,8 +57,8 @@ class RewardModelConfig(RemoteConfig):
             raise ValueError("mean and std belong to normalise: standardise")
         if self.head == "token" and self.input != "ids" and self.token_reward not in ("last", "all_mean"):
             raise ValueError(
-                f"token_reward: {self.token_reward} needs input: ids, because only then is it known which tokens "
-                "are the completion's; or take last or all_mean"
+                f"token_reward: {self.token_reward} needs input: ids, because only then is it known which "
+                "tokens are the completion's; or take last or all_mean"
             )
         if self.gpus and self.shares_rollout_gpus:
             raise ValueError("give gpus of its own, or shares_rollout_gpus, not both")

@@ -89,8 +89,8 @@ def make_cases(code: str, tests: Any, max_cases: int) -> list[Case]:
         or not inputs
     ):
         raise TestsError(
-            f"the ground truth has {', '.join(map(str, list(tests)[:6])) or 'nothing'}; expected inputs and outputs "
-            "of one length, assert_case, or test"
+            f"the ground truth has {', '.join(map(str, list(tests)[:6])) or 'nothing'}; expected inputs and "
+            "outputs of one length, assert_case, or test"
         )
     pairs: Sequence[tuple[Any, Any]] = list(zip(inputs, outputs, strict=True))[:max_cases]
     if name := tests.get("fn_name"):

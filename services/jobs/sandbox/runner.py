@@ -15,7 +15,8 @@ from common.config.sandbox import SandboxConfig
 from common.errors import TidemillError
 from services.jobs.sandbox.programs import Case
 
-JAIL = Path(__file__).with_name("jail.py")
+ROOT = str(Path(__file__).parents[3])
+JAIL = f"import sys; sys.path.insert(0, {ROOT!r}); from services.jobs.sandbox.jail import main; main()"
 START_S = 10.0
 """What the jail itself may take beside its programs."""
 PROBE = [Case("print(6 * 7)", "", "42")]
@@ -25,8 +26,12 @@ class SandboxError(TidemillError):
     """The jail failed, which says nothing about the code in it."""
 
 
-def run_cases(cases: list[Case], config: SandboxConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run_cases(
+    cases: list[Case], config: SandboxConfig, *, namespaces: bool = True
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The result of each case, and what isolation there was. See `jail.py` for both.
+
+    `namespaces=False` does without, as on a kernel that refuses them.
 
     Raises:
         SandboxError: the jail did not come to an answer.
@@ -34,7 +39,7 @@ def run_cases(cases: list[Case], config: SandboxConfig) -> tuple[list[dict[str, 
     folder = tempfile.mkdtemp(prefix="tidemill-jail-")
     os.chmod(folder, 0o711)
     try:
-        return _run(cases, config, folder)
+        return _run(cases, config, folder, namespaces)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -58,10 +63,11 @@ def probe(config: SandboxConfig) -> dict[str, Any]:
 
 
 def _run(
-    cases: list[Case], config: SandboxConfig, folder: str
+    cases: list[Case], config: SandboxConfig, folder: str, namespaces: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     order = {
         "folder": folder,
+        "namespaces": namespaces,
         "python": os.path.realpath(sys.executable),
         "shown": _shown(config),
         "programs": [{"source": case.source, "stdin": case.stdin} for case in cases],
@@ -79,7 +85,7 @@ def _run(
         ),
     }
     process = subprocess.Popen(
-        [order["python"], "-I", "-S", str(JAIL)],
+        [order["python"], "-I", "-S", "-c", JAIL],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,0 +1,20 @@
+"""`python -m services.jobs.sandbox --run RUN_ID`: one sandbox worker of a run."""
+
+import sys
+
+from common.service import ServiceMain, run_service
+
+
+def main() -> int:
+    """Run one sandbox worker; returns its exit code."""
+    return run_service("jobs.sandbox", "Runs code of a run's completions apart from it.", _load, lambda _: 0)
+
+
+def _load() -> ServiceMain:
+    from services.jobs.sandbox.worker import serve
+
+    return serve
+
+
+if __name__ == "__main__":
+    sys.exit(main())

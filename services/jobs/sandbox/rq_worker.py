@@ -1,0 +1,52 @@
+"""One RQ worker of a run's sandbox queue: `python -m services.jobs.sandbox.rq_worker RUN_ID NAME`.
+
+RQ forks for every job, so a job that goes wrong takes nothing else with it. It ends with the process that
+started it. Its name is new at every start: RQ refuses a name whose former holder was killed.
+"""
+
+import ctypes
+import secrets
+import signal
+import sys
+
+from rq import Worker
+from rq.serializers import JSONSerializer
+
+from common.broker import redis_url
+from common.errors import TidemillError
+from common.keys import Keys
+from common.redis_client import make_blocking_client
+
+PR_SET_PDEATHSIG = 1
+BEAT_S = 2
+"""How often a busy worker says that it lives; `services/reward/sandbox_jobs.py` listens for it."""
+MAINTENANCE_S = 30
+WORKER_TTL_S = 60
+
+
+def main(run_id: str, name: str) -> int:
+    """Work until SIGTERM; a running job is finished first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        connection = make_blocking_client(redis_url())
+    except TidemillError as error:
+        print(f"tidemill sandbox: {error}", file=sys.stderr)
+        return error.exit_code
+    worker = Worker(
+        [Keys(run_id).sandbox_queue],
+        name=f"{run_id}-{name}-{secrets.token_hex(4)}",
+        connection=connection,
+        serializer=JSONSerializer,
+        job_monitoring_interval=BEAT_S,
+        maintenance_interval=MAINTENANCE_S,
+        worker_ttl=WORKER_TTL_S,
+        log_job_description=False,
+    )
+    worker.log_result_lifespan = False
+    worker.work(logging_level="WARNING")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

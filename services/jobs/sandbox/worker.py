@@ -1,0 +1,52 @@
+"""A sandbox worker: finds out what this machine's kernel allows, then keeps one RQ worker running."""
+
+import asyncio
+import signal
+import sys
+
+import structlog
+
+from common.errors import ConfigError, TidemillError
+from common.service import ServiceContext
+from services.jobs.sandbox.runner import SandboxError, probe
+
+log = structlog.get_logger(__name__)
+
+WORKING = "work:sandbox"
+GRACE_S = 15.0
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run jobs until asked to stop; the job under way is finished."""
+    configs = [reward.sandbox for reward in context.config.reward.named.values() if reward.sandbox]
+    if not configs:
+        raise ConfigError(f"run {context.keys.run_id} has no reward of kind sandbox: there is nothing to do")
+    for config in configs:
+        try:
+            isolation = await asyncio.to_thread(probe, config)
+        except SandboxError as error:
+            raise ConfigError(str(error)) from None
+    if isolation["namespaces"] and isolation["files"]:
+        log.info("code runs without network, in namespaces of its own", user=isolation["user"])
+    else:
+        log.warning(
+            "code runs under limits only: the kernel allows no namespaces here; it has network and files",
+            **isolation,
+        )
+    command = (sys.executable, "-m", "services.jobs.sandbox.rq_worker", context.keys.run_id, context.name)
+    process = await asyncio.create_subprocess_exec(*command)
+    context.activity.enter(WORKING)
+    ended = asyncio.ensure_future(process.wait())
+    stopping = asyncio.ensure_future(context.stopping.wait())
+    try:
+        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait({ended}, timeout=max(config.total_s for config in configs) + GRACE_S)
+        elif not context.stopping.is_set():
+            raise TidemillError(f"RQ's worker ended with {process.returncode}; its own words stand above")
+    finally:
+        if process.returncode is None:
+            process.kill()
+        stopping.cancel()
+        await asyncio.gather(ended, stopping, return_exceptions=True)
