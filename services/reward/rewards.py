@@ -16,6 +16,8 @@ from services.reward.functions import RewardFunction, load_function
 from services.reward.outcome import Outcome
 from services.reward.request import Request
 from services.reward.sample import Sample
+from services.reward.sandbox import SandboxReward
+from services.reward.sandbox_jobs import SandboxJobs
 from services.reward.services import RewardServices
 from services.reward.signature import ROUTER, Style
 
@@ -81,6 +83,8 @@ def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) 
         router = partial(services.router_address, config.router) if config.router else None
         processes = services.config.reward.processes
         return FunctionReward(_function(name, config), config.timeout_s, processes, router)
+    if config.sandbox is not None:
+        return SandboxReward(config.sandbox, SandboxJobs(services.broker, services.keys))
     raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
 
 
@@ -92,6 +96,8 @@ def check_reward(name: str, config: NamedRewardConfig) -> None:
     """
     if config.function is not None:
         _function(name, config)
+        return
+    if config.sandbox is not None:
         return
     raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
 

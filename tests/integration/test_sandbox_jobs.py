@@ -1,4 +1,4 @@
-"""Code rewards from end to end: reward, RQ queue, workers; deaths of workers lose nothing and fake nothing."""
+"""Code rewards from end to end: reward, RQ queue, workers; their deaths lose nothing and fake nothing."""
 
 import asyncio
 import contextlib

@@ -1,0 +1,30 @@
+"""`python -m services.jobs.sandbox.check CONFIG`: what isolation would code have on this machine?
+
+CONFIG is the section as JSON. Prints one line; exits with 2 where no code can be run as configured.
+"""
+
+import sys
+
+from common.config.sandbox import SandboxConfig
+from common.errors import ConfigError
+from services.jobs.sandbox.runner import SandboxError, probe
+
+
+def main(config: str) -> int:
+    """Try the sandbox once; returns the exit code."""
+    try:
+        isolation = probe(SandboxConfig.model_validate_json(config))
+    except SandboxError as error:
+        print(error, file=sys.stderr)
+        return ConfigError.exit_code
+    if isolation["namespaces"] and isolation["files"]:
+        print("code runs apart from this machine: no network, no files but its own, limits")
+    else:
+        print(
+            "code runs under limits ONLY: the kernel allows no namespaces here, so it has network and files"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
