@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.activity import WAIT
-from common.presence import Heartbeat
+from common.presence import FAILURES, Heartbeat
 from services.console.snapshot import RunSnapshot
 from services.console.supervisor import ServiceStatus
 
@@ -190,10 +190,24 @@ def _flow(snapshot: RunSnapshot) -> Table:
     held_entries = sum(queue.length for queue in snapshot.queues)
     table.add_row("entries in the streams", f"{held_entries:,}")
     table.add_row("dead letters", Text(f"{snapshot.num_dead:,}", "bold red" if snapshot.num_dead else ""))
+    for name, count in sorted(_reward_failures(snapshot).items()):
+        table.add_row(f"failed: {name}", Text(f"{count:,.0f}", "red"))
     for role in ("trainer", "rollout"):
         idle = snapshot.idle_share(role)
         table.add_row(f"{role} idle", f"{idle:.0%}" if idle is not None else NOTHING)
     return table
+
+
+def _reward_failures(snapshot: RunSnapshot) -> dict[str, float]:
+    """How often each reward failed for good, as `<reward> (<kind>)`, over all workers."""
+    totals: dict[str, float] = {}
+    for beat in snapshot.workers:
+        for name, count in beat.counts.items():
+            if name.startswith(FAILURES):
+                reward, _, kind = name.removeprefix(FAILURES).rpartition(":")
+                label = f"{reward} ({kind})"
+                totals[label] = totals.get(label, 0) + count
+    return totals
 
 
 def _workers(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus]) -> Table:

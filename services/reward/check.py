@@ -1,4 +1,4 @@
-"""`python -m services.reward.check '{"function": ..., ...}'`: can the rewards of this section be loaded?
+"""`python -m services.reward.check '{"function": ..., ...}'`: can these rewards be loaded?
 
 Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
 runs whatever stands in it.
@@ -9,14 +9,18 @@ import sys
 
 from common.config import RewardConfig
 from common.errors import ConfigError
+from services.reward.group_functions import load_group_function
 from services.reward.rewards import check_reward
 
 
 def main(argument: str) -> int:
     """Check every reward of the section given as JSON; returns the exit code."""
     try:
-        for name, reward in RewardConfig.model_validate(json.loads(argument)).named.items():
+        config = RewardConfig.model_validate(json.loads(argument))
+        for name, reward in config.named.items():
             check_reward(name, reward)
+        if config.group:
+            load_group_function(config.group, config.group_kwargs)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -119,6 +119,8 @@ class Trainer:
         dropped = self.collector.drain_dropped()
         commit = self._make_commit(step, result, dropped, manifest, started_at)
         await self._commit(commit, result)
+        outstanding = self.scheduler.outstanding
+        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
         await self._finish_evaluation()
         await self._announce(manifest)
@@ -135,8 +137,6 @@ class Trainer:
         self.reconciler.commits.append(commit)
         self.version = commit.version
         self.collector.settle(result.groups)
-        outstanding = self.scheduler.outstanding
-        await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         if await self.reconciler.may_lack_records():
             await self._save()
         # What Redis has lost comes first: the stream takes no step below its last.

@@ -1,23 +1,23 @@
 """Groups that are scored as a whole, against a real Redis: once, by whoever brings the last sample."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
-from common.activity import Activity
 from common.broker import Broker
+from common.errors import LeaseLostError
 from common.keys import REWARD_GROUP, Keys
-from common.messages import Lane, Score, ScoreStatus, Trajectory
-from common.service import ServiceContext
-from common.streams import Consumer, Entry, append, group_status, read_range
-from services.reward.worker import serve
+from common.messages import Lane, ScoreStatus, Trajectory
+from common.streams import Consumer, Delivery, append, ensure_group, group_status
+from services.reward.group_result import GroupResult
+from services.reward.part import Part
+from services.reward.sample import Sample
 from services.trainer.group_results import delete_results
-from tests.trajectories import make_config, make_trajectory
+from tests.reward_worker import group, num_pending, scores, worker
 from tests.waiting import wait_until
 
 SIZE = 4
@@ -33,46 +33,6 @@ def write(tmp_path: Path) -> Callable[[str], str]:
         return str(tmp_path / "rewards.py")
 
     return write
-
-
-@contextlib.asynccontextmanager
-async def worker(
-    broker: Broker, keys: Keys, name: str = "w1", **reward: Any
-) -> AsyncIterator[ServiceContext]:
-    """A whole reward worker inside this process."""
-    config = make_config(reward={"backoff_s": 0.0, "processes": 1} | reward, streams={"lease_s": 1.0})
-    context = ServiceContext("reward", name, keys, config, broker, Path(), Activity("reward"))
-    task = asyncio.create_task(serve(context))
-    try:
-        yield context
-        context.stopping.set()
-        await asyncio.wait_for(task, 30)
-    finally:
-        task.cancel()
-
-
-def group(*texts: str, ticket: int = 0) -> list[Trajectory]:
-    return [
-        make_trajectory(ticket, index, text=text, group_size=len(texts)) for index, text in enumerate(texts)
-    ]
-
-
-async def scores(broker: Broker, keys: Keys, count: int, lane: Lane = Lane.TRAIN) -> list[Score]:
-    """All scores once there are `count`, by index; there must not be more."""
-
-    async def found() -> list[Score]:
-        entries = await read_range(broker, keys.scores(lane), Score)
-        made = [entry.message for entry in entries if isinstance(entry, Entry)]
-        return made if len(made) >= count else []
-
-    made = await wait_until(found, 60)
-    assert len(made) == count
-    return sorted(made, key=lambda score: score.key)
-
-
-async def num_pending(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> int:
-    status = await group_status(broker, keys.trajectories(lane), REWARD_GROUP)
-    return -1 if status is None else status.pending
 
 
 async def test_a_group_is_published_at_once_when_its_last_score_is_in(
@@ -226,22 +186,31 @@ async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys:
 async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring_again(
     broker: Broker, keys: Keys, write: Any, tmp_path: Path
 ) -> None:
-    source = f"""
+    path = write(f"""
         def compute_score(data_source, solution_str, ground_truth):
             open({str(tmp_path / "calls")!r}, "a").write("x")
             return float(solution_str)
-    """
-    path, trajectories = write(source), group("4", "2", "1")
+    """)
+    trajectories = group("4", "2")
     await append(broker, keys.trajectories(), *trajectories)
-    consumer = Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, "dead", Trajectory, lease_s=0.2, dead_key=keys.dead
+    dead = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "dead", Trajectory, lease_s=1.0, dead_key=keys.dead
     )
-    options = {"function": f"{path}:compute_score", "group": "rank"}
-    async with worker(broker, keys, **options):  # a worker that dies after its last result is kept
-        await append(broker, keys.trajectories(), *group("7", "8", ticket=1))
-        await scores(broker, keys, 5)
-    del consumer
-    assert (tmp_path / "calls").read_text() == "x" * 5
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    results = keys.results(0), keys.result_tickets()
+    for delivery in await dead.fetch(2, 0.0):  # it kept both results, and died before the group was published
+        assert isinstance(delivery, Delivery)
+        sample = Sample.from_trajectory(delivery.message, Lane.TRAIN)
+        parts = {"compute_score": Part(value=float(sample.solution_str))}
+        kept = await dead.store_result(delivery, *results, GroupResult.of(sample, parts, "dead", 1.0))
+    assert kept is not None and len(kept) == 2
+    async with worker(broker, keys, function=f"{path}:compute_score", group="rank"):
+        made = await scores(broker, keys, 2)
+    assert [(score.value, score.worker) for score in made] == [(1.0, "dead"), (0.0, "dead")]
+    assert not (tmp_path / "calls").exists()
+    with pytest.raises(LeaseLostError):  # should it come back from the dead
+        await dead.publish_group(delivery, keys.scores(), results[0], made)
+    assert await broker.execute("XLEN", keys.scores()) == 2
 
 
 async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, keys: Keys, write: Any) -> None:

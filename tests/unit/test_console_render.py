@@ -118,3 +118,12 @@ def test_plain_lines_come_once_in_order_and_only_for_what_is_new() -> None:
         "evaluation of version 2 on held: 0.500",
         "step 3/10",
     ]
+
+
+def test_failures_of_rewards_are_shown_by_name_and_kind_over_all_workers() -> None:
+    workers = [beat(f"reward-{number}", "reward", "score") for number in range(2)]
+    workers[0].counts.update({"failures:judge:timeout": 3, "failures:judge:http_429": 1, "failed": 4})
+    workers[1].counts.update({"failures:judge:timeout": 2})
+    text = shown(dashboard(snapshot(workers=workers)))
+    assert "failed: judge (timeout)" in text and "failed: judge (http_429)" in text
+    assert text.split("failed: judge (timeout)")[1].split()[0] == "5"

@@ -179,3 +179,31 @@ def test_a_group_with_a_logprob_that_is_no_number_is_refused_and_not_a_crash(num
 
 def test_rewards_whose_advantages_overflow_are_refused_and_not_a_crash():
     assert refused(judge(config_of(), group_of(1e308, 1e308, -1e308, -1e308))).reason == BAD_NUMBERS
+
+
+class TestPoliciesOfSingleRewards:
+    """A reward may have a failure policy of its own; its score says so."""
+
+    def with_policy(self, on_failure):
+        group = group_of(1.0, 0.0, None)
+        group.scores[2] = group.scores[2].model_copy(update={"on_failure": on_failure})
+        return group
+
+    def test_a_score_that_asks_for_it_drops_the_group(self):
+        refusal = refused(judge(config_of(), self.with_policy("drop_group")))
+        assert (refusal.reason, refusal.detail) == (FAILED_SCORE, "no answer")
+
+    def test_a_score_that_asks_for_its_sample_alone_is_obeyed_where_the_run_would_drop_the_group(self):
+        config = config_of()
+        config = config.model_copy(
+            update={"reward": config.reward.model_copy(update={"on_failure": "drop_group"})}
+        )
+        refused(judge(config, self.with_policy("")))
+        assert trained(judge(config, self.with_policy("drop_sample"))).left_out == [(2, FAILED_SCORE)]
+
+    def test_the_runs_value_is_not_for_scores_with_a_policy_of_their_own(self):
+        config = config_of()
+        update = {"on_failure": "value", "failure_value": 0.5}
+        config = config.model_copy(update={"reward": config.reward.model_copy(update=update)})
+        assert trained(judge(config, self.with_policy(""))).rewards == [1.0, 0.0, 0.5]
+        assert trained(judge(config, self.with_policy("drop_sample"))).rewards == [1.0, 0.0]

@@ -1,28 +1,28 @@
 """The built-in rewards: right, wrong and malformed answers, and their forms."""
 
-import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.dataset import read_dataset
 from services.reward.builtin import exact_match, gsm8k, math_equivalence
 from services.reward.outcome import AttemptError
 
-GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
+GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k" / "data"
 
 
-def test_gsm8k_reference_solutions_score_1_and_wrong_numbers_0() -> None:
-    answers = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
-    assert answers
-    for answer in answers:
-        reasoning, _, number = answer.rpartition("####")
-        truth = number.strip()
-        wrong = int(truth.replace(",", "")) + 1
-        assert gsm8k.compute_score("", answer, truth) == 1.0
-        assert gsm8k.compute_score("", answer, answer) == 1.0
-        assert gsm8k.compute_score("", f"{reasoning}#### {wrong}", truth) == 0.0
-        assert gsm8k.compute_score("", reasoning, truth) == 0.0
+def test_all_reference_solutions_of_gsm8k_score_1_and_wrong_numbers_0() -> None:
+    rows = read_dataset([GSM8K / "train.jsonl", GSM8K / "test.jsonl"])
+    assert len(rows) == 8792
+    for row in rows:
+        answer, truth = row.extra["answer"], row.ground_truth
+        reasoning, _, _ = answer.rpartition("####")
+        wrong = Decimal(truth) + 1
+        assert gsm8k.compute_score(row.data_source, answer, truth, row.extra) == 1.0, row.origin
+        assert gsm8k.compute_score(row.data_source, f"{reasoning}#### {wrong}", truth) == 0.0, row.origin
+        assert gsm8k.compute_score(row.data_source, reasoning, truth) == 0.0, row.origin
 
 
 @pytest.mark.parametrize(
