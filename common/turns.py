@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 
 from common import metrics
-from common.errors import ConfigError
+from common.errors import ConfigError, TidemillError
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +44,10 @@ def turn_files() -> list[Path]:
         ) from None
     devices = os.environ.get(DEVICES_VARIABLE) or "0"
     return [folder / f"device-{name.strip()}" for name in sorted(devices.split(","))]
+
+
+class TurnEndedError(TidemillError):
+    """This process takes no more turns, because leaving or entering the device failed."""
 
 
 class _Lock:
@@ -154,7 +158,8 @@ class TurnGate:
         """Work on the device inside; waits for the turn.
 
         Raises:
-            RuntimeError: turns ended, because waking or sleeping failed.
+            TurnEndedError: waking or sleeping failed; the cause is its cause.
+            ConfigError: so says the cause itself.
         """
         async with self._changed:
             self._num_waiting += 1
@@ -164,7 +169,7 @@ class TurnGate:
             finally:
                 self._num_waiting -= 1
             if not self._is_open:
-                raise RuntimeError("the device's turns have ended; restart this process")
+                self._raise_ended()
             self._num_users += 1
         try:
             yield
@@ -207,6 +212,13 @@ class TurnGate:
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_users == 0)
         log.debug("handing the device over", held_s=round(time.monotonic() - opened, 3))
+
+    def _raise_ended(self) -> None:
+        keeper = self._keeper
+        cause = keeper.exception() if keeper and keeper.done() and not keeper.cancelled() else None
+        if isinstance(cause, TidemillError):
+            raise cause
+        raise TurnEndedError(f"the device's turns have ended ({cause!r}); restart this process") from cause
 
     def _is_over(self) -> bool:
         return self._keeper is None or self._keeper.done()

@@ -72,6 +72,9 @@ class RolloutConfig(Section):
 
     engine: Literal["vllm", "transformers", "simulated"] = "vllm"
     """What generates: vLLM, plain transformers (no GPU library needed), or delays."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this machine for its rollout workers, dealt out in turn, `vllm.tensor_parallel_size` to each;
+    empty leaves the choice to the environment (CUDA_VISIBLE_DEVICES)."""
     workers: int = Field(1, ge=0, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)

@@ -68,7 +68,27 @@ class RunConfig(Section):
                 f"({self.trainer.groups_per_step}): every update takes the same number of groups"
             )
         self._algorithm_fits()
+        self._placement_fits()
         return self
+
+    @property
+    def shared_turn_s(self) -> float | None:
+        """Longest turn on a GPU that rollout workers share with a reward model; None where none is shared."""
+        models = [reward.model for reward in self.reward.named.values() if reward.model]
+        return min((model.turn_s for model in models if model.shares_rollout_gpus), default=None)
+
+    def _placement_fits(self) -> None:
+        rollout = self.rollout
+        wanted = rollout.workers * rollout.vllm.tensor_parallel_size
+        if rollout.gpus and len(rollout.gpus) != wanted:
+            raise ValueError(
+                f"rollout.gpus names {len(rollout.gpus)} GPUs, but {rollout.workers} workers with "
+                f"{rollout.vllm.tensor_parallel_size} each (rollout.vllm.tensor_parallel_size) need {wanted}"
+            )
+        if self.shared_turn_s is not None and rollout.engine == "transformers":
+            raise ValueError(
+                "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
+            )
 
     def _algorithm_fits(self) -> None:
         sampling, trainer = self.rollout.sampling, self.trainer

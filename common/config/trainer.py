@@ -109,6 +109,8 @@ class TrainerConfig(Section):
     """Pack sequences without padding where the attention allows it; else pad rows of like length."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this machine for the trainer; empty leaves the choice to CUDA_VISIBLE_DEVICES."""
     device: str = "auto"
     """`auto` takes the first GPU, else the CPU."""
     num_threads: int = Field(0, ge=0, le=1024)

@@ -19,6 +19,7 @@ from common.config import RunConfig
 from common.redis_client import URL_VARIABLE
 from common.service import RUNS_DIR_VARIABLE
 from services.console.guard import Guard
+from services.console.placement import rollout_gpus, trainer_gpus
 
 TAIL_BYTES = 8192
 TAIL_LINES = 15
@@ -62,6 +63,10 @@ def _spec(config: RunConfig, role: str, index: int, port: int, threads: int) -> 
     # Workers of one machine cannot share a port: they take it and those that follow.
     command += ["--metrics-port", str(port + index if port else 0)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    if role == "trainer":
+        env |= trainer_gpus(config)
+    elif role == "rollout":
+        env |= rollout_gpus(config, index)
     return ServiceSpec(name, role, tuple(command), env, ends_run=role == "trainer")
 
 

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from common import metrics
-from common.turns import TurnGate
+from common.errors import ConfigError
+from common.turns import TurnEndedError, TurnGate
 from services.reward.model_server.activation import activate
 from services.reward.model_server.batcher import Batcher, BusyError, ComputeError
 from services.reward.model_server.inputs import InputError, Inputs
@@ -128,7 +129,7 @@ class ScoringApp:
             return _refusal(400, str(error))
         except BusyError as error:
             return _refusal(error.status, str(error), error.retry_after_s)
-        except ComputeError as error:
+        except (ComputeError, TurnEndedError, ConfigError) as error:
             return _refusal(500, str(error))
         if request.use_activation is not False:
             scores = [activate(score, self.model.config) for score in scores]

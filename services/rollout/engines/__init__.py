@@ -4,8 +4,13 @@ Nothing heavy is imported here: torch, transformers and vllm load when an engine
 simulated run needs none of them.
 """
 
+from typing import TYPE_CHECKING
+
 from common.config.run import RunConfig
 from services.rollout.engine import Engine
+
+if TYPE_CHECKING:
+    from services.rollout.engines.turn_taking import SleepingEngine
 
 
 def build_engine(config: RunConfig, worker: str = "") -> Engine:
@@ -14,14 +19,23 @@ def build_engine(config: RunConfig, worker: str = "") -> Engine:
     `worker` is the name of this rollout worker. Where an engine's randomness is its own, workers with
     different names sample differently.
     """
-    if config.rollout.engine == "simulated":
-        from services.rollout.engines.simulated import SimulatedEngine
+    if (turn_s := config.shared_turn_s) is not None:
+        from services.rollout.engines.turn_taking import TurnTakingEngine
 
-        return SimulatedEngine(config)
+        return TurnTakingEngine(_sleeping_engine(config, worker), turn_s)
     if config.rollout.engine == "transformers":
         from services.rollout.engines.transformers import TransformersEngine
 
         return TransformersEngine(config)
+    return _sleeping_engine(config, worker)
+
+
+def _sleeping_engine(config: RunConfig, worker: str) -> "SleepingEngine":
+    """One of the engines that can leave their device."""
+    if config.rollout.engine == "simulated":
+        from services.rollout.engines.simulated import SimulatedEngine
+
+        return SimulatedEngine(config)
     from services.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(config, worker)

@@ -30,6 +30,7 @@ class SimulatedEngine:
         self._slots = asyncio.Semaphore(self._options.capacity)
         self._changes: list[tuple[float, int]] = []
         self._num_running = 0
+        self.is_awake = True
 
     @property
     def version(self) -> int:
@@ -83,6 +84,16 @@ class SimulatedEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The ids as words: `t17 t4 t99`."""
         return " ".join(f"t{token}" for token in token_ids)
+
+    async def sleep(self) -> None:
+        """Leave a device that is not there."""
+        if self._num_running:
+            raise EngineError(f"asked to sleep with {self._num_running} requests running")
+        self.is_awake = False
+
+    async def wake(self) -> None:
+        """Come back to it."""
+        self.is_awake = True
 
     async def close(self) -> None:
         """Nothing to free."""

@@ -145,6 +145,14 @@ class VllmEngine:
         """Text of a completion, without special tokens."""
         return self._running_folder().decode(token_ids)
 
+    async def sleep(self) -> None:
+        """Move the weights to the CPU's memory and drop the KV cache. Only on GPUs."""
+        await self._running_llm().sleep(level=1)
+
+    async def wake(self) -> None:
+        """Move them back."""
+        await self._running_llm().wake_up()
+
     async def close(self) -> None:
         """End vLLM's processes. Running requests fail."""
         llm, self._llm = self._llm, None

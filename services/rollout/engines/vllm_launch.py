@@ -68,6 +68,8 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         # One stream of noise serves all requests of an engine; two workers must not share it.
         "seed": request_key(seed, worker) >> 33,
     }
+    if config.shared_turn_s is not None:
+        fields["enable_sleep_mode"] = True
     if current_platform.is_cpu():
         share_cores(config.rollout)
         # Else vLLM binds its threads to cores of its choice, the same ones in every worker.
