@@ -54,6 +54,8 @@ class ServiceContext:
     reporters: list[Reporter] = field(default_factory=list)
     failure: BaseException | None = None
     """Why the service must end with an error, once it has drained."""
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    """The command line, with what the service added to it."""
 
     def __post_init__(self) -> None:
         # A restarted process has the name of the one before, but must not pass for the holder of its leases.
@@ -100,16 +102,25 @@ ServiceMain = Callable[[ServiceContext], Awaitable[None]]
 
 
 def run_service(
-    role: str, describe: str, load: Callable[[], ServiceMain], port_of: Callable[[RunConfig], int]
+    role: str,
+    describe: str,
+    load: Callable[[], ServiceMain],
+    port_of: Callable[[RunConfig], int],
+    *,
+    module: str = "",
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
 ) -> int:
     """Run one service process to its end; returns the exit code.
 
     `load` imports the service proper; it is called only after address, run and config are known to be
-    good, so that mistakes are answered before anything heavy is imported.
+    good, so that mistakes are answered before anything heavy is imported. `add_arguments` adds the service's
+    own arguments, which it finds in `ServiceContext.options`.
     """
     # Services share a machine's cores: threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    options = _parse_arguments(role, describe)
+    parser = _parser(role, module or f"services.{role}", describe)
+    add_arguments(parser)
+    options = parser.parse_args()
     configure_logs(role, options.name)
     try:
         return asyncio.run(_serve(role, options, load, port_of))
@@ -123,9 +134,9 @@ def runs_dir() -> Path:
     return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
 
 
-def _parse_arguments(role: str, describe: str) -> argparse.Namespace:
+def _parser(role: str, module: str, describe: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m services.{role}",
+        prog=f"python -m {module}",
         description=describe,
         epilog="Addresses and secrets come from the environment: TIDEMILL_REDIS_URL (and _USERNAME, "
         "_PASSWORD, _CA), TIDEMILL_RUNS_DIR. Everything else is the run's config, read from Redis.",
@@ -141,7 +152,7 @@ def _parse_arguments(role: str, describe: str) -> argparse.Namespace:
         metavar="SECTION.FIELD=VALUE",
         help="override a field of the run's config for this process only; may be repeated",
     )
-    return parser.parse_args()
+    return parser
 
 
 async def _serve(
@@ -158,7 +169,8 @@ async def _serve(
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
-        context = ServiceContext(role, options.name, keys, config, broker, run_dir, Activity(role))
+        activity = Activity(role)
+        context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         async with _signals(context), _heartbeat(context, endpoint):
             await load()(context)
         return 0

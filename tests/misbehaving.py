@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -141,3 +142,16 @@ def _send(
     fields |= {name.replace("_", "-"): value for name, value in (headers or {}).items()}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     writer.write(f"HTTP/1.1 {status} X\r\n{head}\r\n".encode() + content)
+
+
+async def serve_for_ever(host: str, port: int) -> None:
+    """A well-behaved server as a process of its own: `python -m tests.misbehaving HOST PORT`."""
+    server = MisbehavingServer(answers("Score: 7"))
+    server.port = port
+    async with server:
+        print(f"listening on {host}:{port}", flush=True)
+        await asyncio.sleep(3600)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_for_ever(sys.argv[1], int(sys.argv[2])))

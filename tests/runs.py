@@ -59,11 +59,14 @@ class ServiceRun:
             for log in sorted(self.folder.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
 
-    def start(self, role: str, name: str = "", *overrides: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, role: str, name: str = "", *overrides: str, arguments: tuple[str, ...] = ()
+    ) -> subprocess.Popen[bytes]:
         """Start one service process; its output goes into `<name>.log`."""
         name = name or role
         command = [sys.executable, "-m", f"services.{role}", "--run", self.keys.run_id, "--name", name]
         command += [part for override in overrides for part in ("--set", override)]
+        command += arguments
         variables = {
             "TIDEMILL_REDIS_URL": self.url,
             "TIDEMILL_RUNS_DIR": str(self.folder),

@@ -1,7 +1,7 @@
 """Reads a run's YAML file and its `--set` overrides, with errors that name field, value and remedy."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,24 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
             for name in ("function", "group", "tokenizer"):
                 if isinstance(section, dict) and name in section:
                     section[name] = resolve(section[name])
+            if isinstance(section, dict):
+                _resolve_servers(section, resolve, base)
+
+
+def _resolve_servers(section: dict[str, Any], resolve: Callable[[Any], Any], base: Path) -> None:
+    """The paths of a judge or a reward model; a judge's template is read here, for workers elsewhere."""
+    for kind in ("judge", "model"):
+        servers = section.get(kind)
+        if not isinstance(servers, dict):
+            continue
+        for inner, name in (("verdict", "function"), ("local_replicas", "model")):
+            if isinstance(servers.get(inner), dict) and name in servers[inner]:
+                servers[inner][name] = resolve(servers[inner][name])
+        if (file := servers.pop("template_file", "")) and not servers.get("template"):
+            try:
+                servers["template"] = (base / str(file)).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"cannot read template_file {base / str(file)}: {error}") from None
 
 
 def _explain(item: Any) -> str:

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from common.config.judge import JudgeConfig
+from common.config.remote import LocalReplicasConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
 from common.config.sandbox import SandboxConfig
 from common.config.section import Section
@@ -78,6 +79,16 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     def kind(self) -> str:
         """`function`, `judge`, `model` or `sandbox`."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def local_replicas(self) -> LocalReplicasConfig | None:
+        """The servers that `tidemill up` starts for it."""
+        return self.judge.local_replicas if self.judge is not None else None
+
+    @property
+    def routing(self) -> RoutingConfig | None:
+        """How its requests find its servers; None where it has none."""
+        return self.judge.routing if self.judge is not None else None
 
     @property
     def is_cached(self) -> bool:

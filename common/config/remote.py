@@ -71,6 +71,8 @@ class LocalReplicasConfig(Section):
     """How many."""
     model: str = Field(min_length=1)
     """Folder or hub name of the model that they serve."""
+    command: tuple[str, ...] = ()
+    """Another server than vLLM's: its command line, where {host}, {port} and {model} are filled in."""
     args: tuple[str, ...] = ()
     """Further arguments of the server, such as [--enforce-eager]."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -38,7 +38,7 @@ class ServiceSpec:
 
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
-    """The trainer, and as many rollout and reward workers as the config wants."""
+    """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants."""
     specs = [_spec(config, "trainer", 0, config.trainer.metrics_port, config.trainer.num_threads)]
     for index in range(config.rollout.workers):
         threads = config.rollout.num_threads
@@ -48,6 +48,9 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
         threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
         specs.append(_spec(config, "reward", index, config.reward.metrics_port, threads))
     specs += [_sandbox_spec(config, index) for index in range(_num_sandboxes(config))]
+    for name, reward in config.reward.named.items():
+        if reward.local_replicas is not None:
+            specs += [_replica_spec(config, name, index) for index in range(reward.local_replicas.count)]
     return specs
 
 
@@ -82,6 +85,13 @@ def _sandbox_spec(config: RunConfig, index: int) -> ServiceSpec:
     name = f"sandbox-{index}"
     command = (sys.executable, "-m", "services.jobs.sandbox", "--run", config.run_id, "--name", name)
     return ServiceSpec(name, "sandbox", command, {"OMP_NUM_THREADS": "1"})
+
+
+def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:
+    """A server of a judge or a reward model, in the care of a process that knows the run."""
+    name = f"replica-{reward}-{index}"
+    command = [sys.executable, "-m", "services.reward.replica", "--run", config.run_id, "--name", name]
+    return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)))
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:

@@ -140,7 +140,8 @@ def import_function(reference: str, field_name: str, builtins: tuple[str, ...]) 
     """
     origin, colon, name = reference.rpartition(":")
     if not colon or not origin or not name:
-        forms = f"one of {', '.join(builtins)}, path/to/file.py:name, or package.module:name"
+        named = f"one of {', '.join(builtins)}, " if builtins else ""
+        forms = f"{named}path/to/file.py:name, or package.module:name"
         problem = _form_problem(reference, builtins)
         raise ConfigError(f"{field_name} {reference!r} {problem}; expected {forms}")
     load = _load_file if origin.endswith(".py") else _load_module
@@ -183,6 +184,8 @@ def _form_problem(reference: str, builtins: tuple[str, ...]) -> str:
         return f"names no function in the file (write {reference}:compute_score)"
     if ":" in reference:
         return "is incomplete"
+    if not builtins:
+        return "names no function"
     close = difflib.get_close_matches(reference, builtins, n=1)
     return f"is no built-in reward; did you mean {close[0]!r}?" if close else "is no built-in reward"
 

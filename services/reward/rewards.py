@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from services.reward.execution import execution_of
 from services.reward.functions import RewardFunction, load_function
 from services.reward.outcome import Outcome
+from services.reward.remote.judge import check_judge, make_judge
 from services.reward.request import Request
 from services.reward.sample import Sample
 from services.reward.sandbox import SandboxReward
@@ -85,6 +86,8 @@ def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) 
         return FunctionReward(_function(name, config), config.timeout_s, processes, router)
     if config.sandbox is not None:
         return SandboxReward(config.sandbox, SandboxJobs(services.broker, services.keys))
+    if config.judge is not None:
+        return make_judge(name, config, services)
     raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
 
 
@@ -96,6 +99,9 @@ def check_reward(name: str, config: NamedRewardConfig) -> None:
     """
     if config.function is not None:
         _function(name, config)
+        return
+    if config.judge is not None:
+        check_judge(name, config)
         return
     if config.sandbox is not None:
         return

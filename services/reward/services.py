@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -9,7 +10,12 @@ from common.broker import Broker
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.keys import Keys
+from common.presence import Reporter
 from common.service import ServiceContext
+
+if TYPE_CHECKING:
+    from services.reward.remote.calls import RemoteCalls
+    from services.reward.remote.router_proxy import RouterProxies
 
 RouterAddress = Callable[[str], Awaitable[str]]
 
@@ -33,12 +39,25 @@ class RewardServices:
         default_factory=lambda: httpx.AsyncClient(timeout=None, limits=httpx.Limits())
     )
     """Without limits of its own: every reward has its own. Its connections are shared."""
+    reporters: list[Reporter] = field(default_factory=list)
+    """Fill in the worker's heartbeat."""
+    calls: "dict[str, RemoteCalls]" = field(default_factory=dict)
+    """The requests of each reward that asks servers, by its name; the rewards enter themselves."""
+    proxies: "RouterProxies | None" = None
 
     @classmethod
     def of(cls, context: ServiceContext) -> "RewardServices":
         """Those of a running worker."""
-        return cls(context.config, context.broker, context.keys, context.name)
+        from services.reward.remote.router_proxy import RouterProxies
+
+        services = cls(context.config, context.broker, context.keys, context.name)
+        services.reporters = context.reporters
+        services.proxies = RouterProxies(services.calls, services.http)
+        services.router_address = services.proxies.address
+        return services
 
     async def close(self) -> None:
-        """Close the client's connections."""
+        """Close the routers and the client's connections."""
+        if self.proxies is not None:
+            await self.proxies.close()
         await self.http.aclose()

@@ -12,13 +12,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from common import metrics
-from common.config.remote import HedgeConfig
+from common.config.remote import HedgeConfig, RemoteConfig
 from common.messages import Lane
+from common.presence import Heartbeat
 from services.reward.remote.faults import FaultKind, RemoteFault
 from services.reward.remote.hedging import HedgeDelay, hedged
 from services.reward.remote.limiter import Limiter, Permit
 from services.reward.remote.replica import Replica
+from services.reward.remote.replica_registry import ReplicaRegistry
 from services.reward.remote.router import Router
+from services.reward.services import RewardServices
 
 T = TypeVar("T")
 
@@ -34,11 +37,19 @@ class RemoteCalls:
     """Requests of one reward."""
 
     def __init__(
-        self, name: str, router: Router, limiter: Limiter, timeout_s: float, hedge: HedgeConfig | None = None
+        self,
+        name: str,
+        router: Router,
+        limiter: Limiter,
+        timeout_s: float,
+        hedge: HedgeConfig | None = None,
+        api_key_env: str = "",
     ) -> None:
         self.name, self.router, self.limiter, self.timeout_s = name, router, limiter, timeout_s
+        self.api_key_env = api_key_env
+        """Name of the environment variable with the servers' key."""
         self.errors: Counter[str] = Counter()
-        self.num_answered = self.num_failovers = self.num_hedges = 0
+        self.num_answered = self.num_failovers = self.num_hedges = self.num_tokens = 0
         self._hedge = HedgeDelay(hedge) if hedge else None
 
     async def ask(self, send: Send[T], lane: Lane, tokens: int) -> T:
@@ -58,6 +69,38 @@ class RemoteCalls:
                 self.num_failovers += 1
                 metrics.REMOTE_FAILOVERS.labels(self.name).inc()
         raise AssertionError("the last round returns or raises")
+
+    def count(self, fault: RemoteFault) -> None:
+        """A request, or what was read from its answer, was of no use."""
+        self.errors[fault.kind] += 1
+        metrics.REMOTE_ERRORS.labels(self.name, fault.kind).inc()
+
+    def count_tokens(self, prompt: int, completion: int) -> None:
+        """What an answer has cost."""
+        self.num_tokens += prompt + completion
+        metrics.REMOTE_TOKENS.labels(self.name, "prompt").inc(prompt)
+        metrics.REMOTE_TOKENS.labels(self.name, "completion").inc(completion)
+
+    def report(self, beat: Heartbeat) -> None:
+        """Fill in this reward's part of the worker's heartbeat."""
+        states = self.router.states()
+        beat.counts |= {
+            f"{self.name}/answered": self.num_answered,
+            f"{self.name}/errors": self.errors.total(),
+            f"{self.name}/failovers": self.num_failovers,
+            f"{self.name}/hedges": self.num_hedges,
+            f"{self.name}/tokens": self.num_tokens,
+            f"{self.name}/replicas": states.total(),
+            f"{self.name}/replicas_up": states["up"],
+            f"{self.name}/in_flight": sum(replica.in_flight for replica in self.router.replicas),
+        }
+        notes = [beat.detail] if beat.detail else []
+        if states["up"] < max(1, states.total()):
+            notes.append(f"{self.name}: {states['up']} of {states.total()} replicas up")
+        if self.errors:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.errors.most_common(3))
+            notes.append(f"{self.name} errors: {kinds}")
+        beat.detail = "; ".join(notes)
 
     async def close(self) -> None:
         """Stop watching replicas and give back what is held."""
@@ -91,8 +134,7 @@ class RemoteCalls:
                 sent.set()
                 return await self._timed(send, replica, permit)
         except RemoteFault as fault:
-            self.errors[fault.kind] += 1
-            metrics.REMOTE_ERRORS.labels(self.name, fault.kind).inc()
+            self.count(fault)
             raise
 
     async def _timed(self, send: Send[T], replica: Replica, permit: Permit) -> T:
@@ -114,3 +156,14 @@ class RemoteCalls:
             self._hedge.observe(time_s)
         self.num_answered += 1
         return answer
+
+
+def make_calls(name: str, config: RemoteConfig, timeout_s: float, services: RewardServices) -> RemoteCalls:
+    """The requests of the reward `name` in this worker, which reports on them in its heartbeat."""
+    registry = ReplicaRegistry(services.broker, services.keys, name, config.routing.replica_ttl_s)
+    router = Router(name, config.base_urls, config.routing, services.http, registry)
+    limiter = Limiter(services.broker, services.keys, name, config.limits)
+    calls = RemoteCalls(name, router, limiter, timeout_s, config.hedge, config.api_key_env)
+    services.reporters.append(calls.report)
+    services.calls[name] = calls
+    return calls

@@ -1,5 +1,8 @@
 """What can go wrong with a request to a server: a kind for metrics, and what it means for the next try."""
 
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
 from services.reward.outcome import AttemptError
@@ -18,11 +21,15 @@ class FaultKind(StrEnum):
     NO_VERDICT = "no_verdict"
 
 
-REPLICA_KINDS = (FaultKind.CONNECTION, FaultKind.TIMEOUT, FaultKind.SERVER_ERROR)
+REPLICA_KINDS = (FaultKind.CONNECTION, FaultKind.TIMEOUT, FaultKind.SERVER_ERROR, FaultKind.GARBAGE)
 """The replica failed: it counts against it, and another one may do better."""
-FAILOVER_KINDS = (*REPLICA_KINDS, FaultKind.RATE_LIMITED, FaultKind.GARBAGE)
+FAILOVER_KINDS = (*REPLICA_KINDS, FaultKind.RATE_LIMITED)
 FINAL_KINDS = (FaultKind.NO_REPLICA, FaultKind.REFUSED_REQUEST)
 """Asking again cannot help: the request itself is wrong, or all patience is used up."""
+
+LONGEST_RETRY_AFTER_S = 600.0
+"""A server may ask for any pause; a longer one is taken for this, or a run would stand still for it."""
+SHOWN_CHARS = 200
 
 
 class RemoteFault(AttemptError):
@@ -47,3 +54,26 @@ class RemoteFault(AttemptError):
     def may_fail_over(self) -> bool:
         """Whether another replica should be asked at once."""
         return self.fault in FAILOVER_KINDS
+
+
+def status_fault(origin: str, status: int, headers: Mapping[str, str], said: str) -> RemoteFault:
+    """The fault of an answer whose status is not one of success."""
+    message = f"{origin} answered {status}: {' '.join(said.split())[:SHOWN_CHARS]}"
+    retry_after_s = retry_after(headers.get("retry-after", ""))
+    if status == 429:
+        return RemoteFault(FaultKind.RATE_LIMITED, message, retry_after_s=retry_after_s)
+    if status >= 500 or status == 408:
+        return RemoteFault(FaultKind.SERVER_ERROR, message, retry_after_s=retry_after_s)
+    return RemoteFault(FaultKind.REFUSED_REQUEST, message)
+
+
+def retry_after(header: str) -> float:
+    """Seconds from now that a Retry-After asks for, as a number or an HTTP date; 0 where it says nothing."""
+    try:
+        wanted_s = float(header)
+    except ValueError:
+        try:
+            wanted_s = parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(max(wanted_s, 0.0), LONGEST_RETRY_AFTER_S) if wanted_s == wanted_s else 0.0

@@ -17,6 +17,8 @@ class Replica:
         self.url = url
         parts = urlsplit(url)
         self.origin = f"{parts.scheme}://{parts.netloc}"
+        self.root = self.origin + parts.path.rstrip("/").removesuffix("/v1")
+        """What a path such as /v1/chat/completions or /classify is appended to."""
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self.in_flight = 0
         self.is_healthy = True

@@ -158,9 +158,10 @@ class Router:
                 )
         elif fault.fault is FaultKind.RATE_LIMITED:
             replica.breaker.abandoned()
-            replica.pause(fault.retry_after_s or DEFAULT_PAUSE_S)
         else:
             replica.breaker.succeeded()  # it answered; that the answer is of no use is not its health
+        if fault.retry_after_s or fault.fault is FaultKind.RATE_LIMITED:
+            replica.pause(fault.retry_after_s or DEFAULT_PAUSE_S)
 
     def _adopt(self, registered: Sequence[str]) -> None:
         wanted = dict.fromkeys((*self._static, *registered))

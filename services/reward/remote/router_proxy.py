@@ -1,0 +1,173 @@
+"""A router's address for reward functions: what verl calls `reward_router_address`.
+
+A small HTTP server inside the worker, on a loopback port of its own. A request to it, to any path of the
+replicas' API, goes to the least loaded replica within the run's limits, and to another one if that fails.
+Answers are passed on whole, also those that were asked for as a stream.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from common.errors import ConfigError
+from common.messages import Lane
+from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
+from services.reward.remote.limiter import Permit
+from services.reward.remote.replica import Replica
+
+LANE_HEADER = "x-tidemill-lane"
+"""`eval` gives a request the priority of evaluation."""
+CHARS_PER_TOKEN = 3
+PASSED_ON = ("content-type", "accept", "authorization")
+METHODS = ["GET", "POST"]
+STATUSES = {FaultKind.TIMEOUT: 504, FaultKind.RATE_LIMITED: 429, FaultKind.NO_REPLICA: 503}
+BAD_GATEWAY = 502
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a replica answered."""
+
+    status: int
+    content: bytes
+    content_type: str
+
+
+class RouterProxy:
+    """The server of one router. `api_key` is sent along where a request brings none of its own."""
+
+    def __init__(self, calls: RemoteCalls, http: httpx.AsyncClient, api_key: str = "") -> None:
+        self._calls, self._http, self._api_key = calls, http, api_key
+        app = Starlette(routes=[Route("/{path:path}", self._forward, methods=METHODS)])
+        self._server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def start(self) -> str:
+        """Listen; returns `host:port`."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        name = f"router of {self._calls.name}"
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name=name)
+        return self.address
+
+    async def close(self) -> None:
+        """Stop listening; requests under way are broken off."""
+        self._server.should_exit = self._server.force_exit = True
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def _forward(self, request: Request) -> Response:
+        body = await request.body()
+        lane = Lane.EVAL if request.headers.get(LANE_HEADER) == Lane.EVAL.value else Lane.TRAIN
+        headers = {name: value for name in PASSED_ON if (value := request.headers.get(name))}
+        if self._api_key:
+            headers.setdefault("authorization", f"Bearer {self._api_key}")
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+
+        async def send(replica: Replica, permit: Permit) -> Answer:
+            answer = await self._send(replica, request.method, target, body, headers)
+            used = _usage(answer)
+            if used is not None:
+                permit.used_tokens = sum(used)
+                self._calls.count_tokens(*used)
+            return answer
+
+        try:
+            answer = await self._calls.ask(send, lane, _estimate(body))
+        except RemoteFault as fault:
+            return _refusal(fault)
+        return Response(answer.content, answer.status, media_type=answer.content_type)
+
+    async def _send(
+        self, replica: Replica, method: str, target: str, body: bytes, headers: Mapping[str, str]
+    ) -> Answer:
+        try:
+            answer = await self._http.request(
+                method, f"{replica.root}{target}", content=body or None, headers=dict(headers)
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RemoteFault(
+                FaultKind.CONNECTION, f"no answer from {replica.origin}: {str(error) or type(error).__name__}"
+            ) from error
+        # What is wrong with the request is between the function and the replica; the rest is ours.
+        if answer.status_code >= 500 or answer.status_code in (408, 429):
+            raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
+        return Answer(answer.status_code, answer.content, answer.headers.get("content-type", ""))
+
+
+class RouterProxies:
+    """The routers' addresses of one worker, by reward; each starts when it is first asked for."""
+
+    def __init__(self, calls: Mapping[str, RemoteCalls], http: httpx.AsyncClient) -> None:
+        self._calls, self._http = calls, http
+        self._proxies: dict[str, RouterProxy] = {}
+
+    async def address(self, name: str) -> str:
+        """`host:port` of the router of the reward `name`.
+
+        Raises:
+            ConfigError: there is no such router.
+        """
+        if name not in self._calls:
+            known = ", ".join(sorted(self._calls)) or "there is none"
+            raise ConfigError(
+                f"no reward with servers is called {name!r}, so there is no router of it; known: {known}"
+            )
+        if name not in self._proxies:
+            calls = self._calls[name]
+            key = os.environ.get(calls.api_key_env, "") if calls.api_key_env else ""
+            self._proxies[name] = RouterProxy(calls, self._http, key)
+            await self._proxies[name].start()
+        return self._proxies[name].address
+
+    async def close(self) -> None:
+        """Stop all servers."""
+        await asyncio.gather(*(proxy.close() for proxy in self._proxies.values()))
+
+
+class _Server(uvicorn.Server):
+    """One that leaves the process's signals to the service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _estimate(body: bytes) -> int:
+    try:
+        request = json.loads(body) if body else {}
+        wanted = request.get("max_tokens") or request.get("max_completion_tokens") or 0
+        return len(body) // CHARS_PER_TOKEN + max(0, int(wanted))
+    except (ValueError, TypeError, AttributeError):
+        return len(body) // CHARS_PER_TOKEN
+
+
+def _usage(answer: Answer) -> tuple[int, int] | None:
+    """Prompt and completion tokens, where the answer says them."""
+    if "json" not in answer.content_type:
+        return None
+    try:
+        usage = json.loads(answer.content)["usage"]
+        return int(usage["prompt_tokens"]), int(usage.get("completion_tokens") or 0)
+    except (ValueError, TypeError, LookupError):
+        return None
+
+
+def _refusal(fault: RemoteFault) -> Response:
+    """A fault in the form of OpenAI's errors."""
+    error = {"message": str(fault), "type": fault.kind, "code": fault.kind}
+    headers = {"Retry-After": f"{fault.retry_after_s:.0f}"} if fault.retry_after_s else None
+    return JSONResponse({"error": error}, STATUSES.get(fault.fault, BAD_GATEWAY), headers)

@@ -1,0 +1,174 @@
+"""One replica: its server, from start to end, and its address in the run's registry.
+
+An address is registered only while the server answers /health. It is taken back first and the server stopped
+last, so that routers send nothing to a server that is about to end.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+import httpx
+import structlog
+
+from common.config import NamedRewardConfig
+from common.config.remote import LocalReplicasConfig, RoutingConfig
+from common.errors import ConfigError, EngineError
+from common.service import ServiceContext
+from services.reward.remote.replica_registry import BEATS_PER_TTL, ReplicaRegistry
+from services.reward.remote.server_process import ServerProcess
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.25
+STARTING, SERVING = "wait:server", "serve"
+ANYWHERE = ("0.0.0.0", "::")
+
+VLLM_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all replicas of a machine take the same cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_")
+"""Beginnings of variables that lead to the run's Redis: no business of a model server."""
+
+
+async def serve(context: ServiceContext) -> None:
+    """Serve one replica until asked to stop, or until its server ends."""
+    name = context.options.reward
+    reward = context.config.reward.named.get(name)
+    if reward is None or reward.routing is None:
+        known = [key for key, found in context.config.reward.named.items() if found.routing is not None]
+        raise ConfigError(
+            f"--reward {name}: the run has no reward of that name with servers; "
+            f"it has {', '.join(known) or 'none'}"
+        )
+    port = context.options.port or _free_port(context.options.host)
+    replica = ServedReplica(context, name, reward.routing, port)
+    await replica.run(server_command(context, reward, port), server_environment(context, reward))
+
+
+class ServedReplica:
+    """A server, and what the run knows of it."""
+
+    def __init__(self, context: ServiceContext, reward: str, routing: RoutingConfig, port: int) -> None:
+        host = context.options.host
+        reached_at = socket.gethostname() if host in ANYWHERE else host
+        self.origin = f"http://{reached_at}:{port}"
+        self.url = f"{self.origin}/v1"
+        self._context, self._routing = context, routing
+        self._registry = ReplicaRegistry(context.broker, context.keys, reward, routing.replica_ttl_s)
+        self._http = httpx.AsyncClient(timeout=routing.health_timeout_s)
+
+    async def run(self, command: list[str], env: Mapping[str, str]) -> None:
+        """From the server's start to its end.
+
+        Raises:
+            EngineError: the server did not come up, or ended by itself.
+        """
+        context = self._context
+        context.activity.enter(STARTING, self.origin)
+        log.info("starting a server", url=self.url, command=" ".join(command))
+        server = await ServerProcess.start(command, env)
+        try:
+            await context.unless_stopping(self._serve(server))
+            if server.exit_code is None:
+                await self._leave()
+        finally:
+            await self._registry.withdraw(self.url)
+            await server.stop()
+            await self._http.aclose()
+
+    async def _serve(self, server: ServerProcess) -> None:
+        await self._until_healthy(server)
+        log.info("the server is up", url=self.url)
+        self._context.activity.enter(SERVING, self.origin)
+        ended = asyncio.create_task(server.wait())
+        try:
+            while not ended.done():
+                if await self._is_healthy():
+                    await self._registry.announce(self.url)
+                await asyncio.wait({ended}, timeout=self._routing.replica_ttl_s / BEATS_PER_TTL)
+        finally:
+            ended.cancel()
+        raise EngineError(f"the server ended by itself (exit code {server.exit_code}); see its output above")
+
+    async def _until_healthy(self, server: ServerProcess) -> None:
+        limit_s = self._start_timeout_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not await self._is_healthy():
+                    if server.exit_code is not None:
+                        raise EngineError(
+                            f"the server ended with exit code {server.exit_code} before it was up; see its "
+                            "output above"
+                        )
+                    await asyncio.sleep(POLL_S)
+                return
+        raise EngineError(f"the server was not healthy within {limit_s:g} s (local_replicas.start_timeout_s)")
+
+    async def _is_healthy(self) -> bool:
+        try:
+            return (await self._http.get(f"{self.origin}/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def _leave(self) -> None:
+        """Take the address back, and give routers the time to notice."""
+        await self._registry.withdraw(self.url)
+        await asyncio.sleep(self._routing.health_interval_s)
+
+    @property
+    def _start_timeout_s(self) -> float:
+        local = self._context.config.reward.named[self._context.options.reward].local_replicas
+        default: float = LocalReplicasConfig.model_fields["start_timeout_s"].default
+        return local.start_timeout_s if local else default
+
+
+def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int) -> list[str]:
+    """The command line of vLLM's OpenAI server, or of the one that the config names.
+
+    Raises:
+        ConfigError: nothing says which model to serve.
+    """
+    options, local = context.options, reward.local_replicas
+    model = options.model or (local.model if local else "")
+    if not model:
+        raise ConfigError(
+            f"reward {options.reward} has no local_replicas; say with --model what the server is to serve"
+        )
+    further = [*(local.args if local else ()), *options.server_args]
+    if local is not None and local.command:
+        filled = {"{host}": options.host, "{port}": str(port), "{model}": model}
+        return [_filled(part, filled) for part in local.command] + further
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host", options.host, "--port", str(port), "--model", model]
+    if reward.judge is not None:
+        command += ["--served-model-name", reward.judge.model_name or model]
+    return command + further
+
+
+def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> dict[str, str]:
+    """The environment of the server: this process's, without what leads to Redis, and the config's."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(PRIVATE)}
+    wanted = reward.local_replicas.env if reward.local_replicas else {}
+    index = str(context.options.index)
+    return VLLM_DEFAULTS | own | {key: value.replace("{index}", index) for key, value in wanted.items()}
+
+
+def _filled(part: str, values: Mapping[str, str]) -> str:
+    for place, value in values.items():
+        part = part.replace(place, value)
+    return part
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now. If another process takes it first, the server ends and is started again."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        port: int = found.getsockname()[1]
+        return port

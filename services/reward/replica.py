@@ -1,0 +1,46 @@
+"""`python -m services.reward.replica --run RUN_ID --reward NAME -- SERVER ARGUMENTS`: one server of a reward.
+
+Starts the server as its child, waits until it is healthy, and registers its address for all reward workers of
+the run; takes the address back when it is told to stop or the server ends. Start and stop as many as needed,
+on any machine that reaches Redis, while the run goes on.
+"""
+
+import argparse
+import sys
+
+from common.service import ServiceMain, run_service
+
+
+def main() -> int:
+    """Run one replica; returns its exit code."""
+    return run_service(
+        "replica",
+        "Serves one replica of a judge or reward model to a run. What follows `--` goes to the server.",
+        _load,
+        lambda _: 0,
+        module="services.reward.replica",
+        add_arguments=_add_arguments,
+    )
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reward", required=True, metavar="NAME", help="name below reward.rewards")
+    parser.add_argument("--model", default="", help="model to serve (default: local_replicas.model)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; give one that the reward workers reach (default: %(default)s)",
+    )
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
+    parser.add_argument("--index", type=int, default=0, help="number of the replica, for {index} in env")
+    parser.add_argument("server_args", nargs="*", help="arguments of the server, after `--`")
+
+
+def _load() -> ServiceMain:
+    from services.reward.remote.serving import serve
+
+    return serve
+
+
+if __name__ == "__main__":
+    sys.exit(main())
