@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
 MAX_TOKENS = 1 << 22

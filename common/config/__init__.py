@@ -1,5 +1,6 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
+from common.config.algorithm import AlgorithmConfig
 from common.config.data import DataConfig, ModelConfig
 from common.config.judge import JudgeConfig
 from common.config.loading import load_config, override_config, parse_config
@@ -9,7 +10,7 @@ from common.config.reward_model import RewardModelConfig
 from common.config.rollout import RolloutConfig, SamplingConfig
 from common.config.run import ExpectConfig, RunConfig, StreamsConfig
 from common.config.sandbox import SandboxConfig
-from common.config.trainer import AlgorithmConfig, EvaluationConfig, OptimizerConfig, TrainerConfig
+from common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",

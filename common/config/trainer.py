@@ -4,31 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from common.config.algorithm import AlgorithmConfig
 from common.config.section import Section
-
-
-class AlgorithmConfig(Section):
-    """Advantages and loss. Defaults: GRPO, normalised by token (DAPO), truncated importance weights."""
-
-    normalisation: Literal["sequence", "token", "constant"] = "token"
-    """`sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO (papers: see losses.py)."""
-    scale_advantages: Literal["group", "none"] = "group"
-    """Divide by the group's standard deviation (GRPO), or not (Dr. GRPO)."""
-    clip_low: float = Field(0.2, ge=0.0, le=1.0)
-    """The ratio is clipped at 1 - clip_low. With `old_logprobs: recompute` only where a step has several
-    `mini_batches`: before its first update the ratio is 1, and nothing is to be clipped."""
-    clip_high: float = Field(0.28, ge=0.0, le=100.0)
-    """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """What the ratio compares with: the policy at the start of the step, with `importance_cap` correcting
-    for staleness (decoupled, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
-    importance_cap: float | None = Field(2.0, gt=0.0, le=1000.0)
-    """Truncated importance weight of each token against the rollout logprobs; null turns it off. Only with
-    `old_logprobs: recompute`; with `rollout` the ratio itself is that weight."""
-    filter_zero_variance: bool = False
-    """Replace groups whose rewards are all equal by fresh tickets for the same step (DAPO)."""
-    mask_truncated: bool = False
-    """Leave completions that hit the length limit out of the loss (DAPO's overlong filtering)."""
 
 
 class OptimizerConfig(Section):
@@ -129,3 +106,10 @@ class TrainerConfig(Section):
     """Write TensorBoard events beside metrics.jsonl."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether logprobs under the policy at the step's start are wanted: with one update, they are its
+        own."""
+        algorithm = self.algorithm
+        return self.mini_batches > 1 and algorithm.old_logprobs == "recompute" and algorithm.has_ratio

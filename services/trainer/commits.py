@@ -30,7 +30,7 @@ def make_commit(
 ) -> Commit:
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
-    advantages = {str(g.ticket): [sample.advantage for sample in g.samples] for g in result.groups}
+    advantages = {str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups}
     return Commit(
         step=step,
         version=step + 1,

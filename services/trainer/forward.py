@@ -11,6 +11,7 @@ Shape legend: B rows, T columns, N scored tokens, C tokens of a chunk, H hidden,
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -66,8 +67,11 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     )
 
 
-def score_logits(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets (with gradient) and entropies (without), of softmax(logits / temperature).
+def score_logits(
+    logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets (with gradient) and entropies (only if asked), of softmax(logits /
+    temperature).
 
     Shapes [C], float32 (float64 where the logits are). Entropies are at least 0, at most log V.
     """
@@ -76,6 +80,10 @@ def score_logits(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tu
         logits_CV = logits_CV / temperature
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    if entropy_gradient:
+        # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
+        bounded_CV = logprobs_CV.clamp(min=torch.finfo(logprobs_CV.dtype).min)
+        return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1)
     with torch.no_grad():
         entropies_C = torch.special.entr(logprobs_CV.exp()).sum(-1)  # 0, not NaN, where p = 0
     return targets, entropies_C
@@ -87,6 +95,7 @@ def score_hidden(
     targets_N: Tensor,
     temperature: float,
     max_elements: int = LOGITS_ELEMENTS,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once.
 
@@ -95,7 +104,7 @@ def score_hidden(
     """
 
     def score_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        return score_logits(head(hidden_CH), targets_C, temperature)
+        return score_logits(head(hidden_CH), targets_C, temperature, entropy_gradient)
 
     vocabulary = cast(Tensor, head.weight).shape[0]
     chunk = max(1, max_elements // vocabulary)
@@ -107,6 +116,16 @@ def score_hidden(
     chunks = zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
     parts = [score(hidden_CH, targets_C) for hidden_CH, targets_C in chunks]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class TileScores:
+    """Of a tile's N scored tokens; `hidden_NH`, if asked for, are the last hidden states that predict
+    them."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    hidden_NH: Tensor | None = None
 
 
 class TokenScorer:
@@ -121,24 +140,33 @@ class TokenScorer:
             self.is_chunked = has_plain_head(model)
         """False where the model needs whole logits."""
 
-    def score(self, tile: Tile, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of a tile's scored tokens. Shapes [N], float32."""
-        ids_BT = tile.ids_BT.to(self._device)
+    def score(
+        self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
+    ) -> TileScores:
+        """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
+        entropies."""
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
         kwargs: dict[str, Any] = {
             name: value.to(self._device) if isinstance(value, Tensor) else value
             for name, value in tile.model_kwargs.items()
         }
         # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
-        kwargs |= {"input_ids": ids_BT, "use_cache": False}
+        kwargs |= {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
+        hidden_NH: Tensor | None = None
         with self._autocast():
             if not self.is_chunked:
-                logits = self._model(**kwargs).logits.flatten(0, 1)[sources_N]
-                return score_logits(logits, targets_N, temperature)
-            hidden = self._model.base_model(**kwargs).last_hidden_state.flatten(0, 1)[sources_N]
+                output = self._model(**kwargs, output_hidden_states=keep_hidden)
+                if keep_hidden:
+                    hidden_NH = output.hidden_states[-1].flatten(0, 1)[sources_N]
+                logits_NV = output.logits.flatten(0, 1)[sources_N]
+                return TileScores(
+                    *score_logits(logits_NV, targets_N, temperature, entropy_gradient), hidden_NH
+                )
+            hidden_NH = self._model.base_model(**kwargs).last_hidden_state.flatten(0, 1)[sources_N]
             head = output_head(self._model)
-            assert head is not None, "a chunked model has a head"
-            return score_hidden(hidden, head, targets_N, temperature)
+            assert head is not None and hidden_NH is not None, "a chunked model has a head"
+            scores = score_hidden(hidden_NH, head, targets_N, temperature, entropy_gradient=entropy_gradient)
+            return TileScores(*scores, hidden_NH if keep_hidden else None)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Master weights are float32; matrix products run in the configured dtype."""

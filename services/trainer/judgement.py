@@ -11,11 +11,13 @@ import numpy as np
 
 from common.config import RunConfig
 from common.messages import Score, ScoreStatus, Trajectory
-from services.trainer.advantages import group_advantages
-from services.trainer.samples import Prepared, Sample
+from services.trainer.samples import Prepared, PreparedTokens, Sample
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS = "bad_numbers"
+
+MAX_REWARD = 1e30
+"""Beyond this, sums and squares of rewards could overflow; no reward means such a number."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,10 @@ class Judge:
         self.algorithm = config.trainer.algorithm
 
     def judge(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
-        """Prove the staleness bound for `step`, apply the failure policy, compute advantages."""
+        """Prove the staleness bound for `step`, apply the failure policy, make samples.
+
+        Their advantages come later, from all of them together (`Advantages.assign`).
+        """
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
             return Refusal(group.ticket, STALE, detail)
@@ -76,28 +81,13 @@ class Judge:
             reasons = {score.error for score in group.scores.values() if score.error}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
             return Refusal(group.ticket, FEW_SCORES, detail)
+        if self.algorithm.filter_zero_variance and len(set(rewards.values())) == 1:
+            return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {next(iter(rewards.values()))}")
         try:
-            return self._with_advantages(group, rewards, left_out)
+            samples = [self._sample(group, index, reward) for index, reward in rewards.items()]
         except ValueError as error:
             return Refusal(group.ticket, BAD_NUMBERS, str(error))
-
-    def _with_advantages(
-        self, group: CompleteGroup, rewards: dict[int, float], left_out: list[tuple[int, str]]
-    ) -> TrainableGroup | Refusal:
-        """Advantages and samples.
-
-        Raises:
-            ValueError: a logprob, reward or advantage is not finite, or a prompt is empty.
-        """
-        values = list(rewards.values())
-        if self.algorithm.filter_zero_variance and len(set(values)) == 1:
-            return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}")
-        advantages = group_advantages(values, self.algorithm.scale_advantages)
-        samples = [
-            self._sample(group, index, value, float(advantage))
-            for (index, value), advantage in zip(rewards.items(), advantages, strict=True)
-        ]
-        return TrainableGroup(group.ticket, samples, values, left_out, group)
+        return TrainableGroup(group.ticket, samples, list(rewards.values()), left_out, group)
 
     def _rewards(self, scores: Mapping[int, Score]) -> tuple[dict[int, float], list[tuple[int, str]]]:
         """Reward of each usable sample by index, and the indices left out, with the reason."""
@@ -113,18 +103,26 @@ class Judge:
                 left_out.append((index, FAILED_SCORE))
         return rewards, left_out
 
-    def _sample(self, group: CompleteGroup, index: int, reward: float, advantage: float) -> Sample:
+    def _sample(self, group: CompleteGroup, index: int, reward: float) -> Sample:
+        """One sample with what was prepared of it.
+
+        Raises:
+            ValueError: a logprob is not finite, the reward is out of range, or the prompt is empty.
+        """
         trajectory = group.trajectories[index]
+        if not abs(reward) <= MAX_REWARD:
+            raise ValueError(f"trajectory {trajectory.key}: reward {reward} is beyond {MAX_REWARD:g}")
         mask = trajectory.mask
         if self.algorithm.mask_truncated and trajectory.finish == "length":
             mask = np.zeros_like(mask)
-        proximal = group.prepared.proximal_logprobs.get(index) if group.prepared else None
+        tokens = group.prepared.tokens.get(index, PreparedTokens()) if group.prepared else PreparedTokens()
         return replace(
             unscored_sample(trajectory),
             mask=mask,
-            advantage=advantage,
             reward=reward,
-            proximal_logprobs=proximal,
+            proximal_logprobs=tokens.proximal_logprobs,
+            reference_logprobs=tokens.reference_logprobs,
+            values=tokens.values,
         )
 
 
@@ -140,6 +138,5 @@ def unscored_sample(trajectory: Trajectory) -> Sample:
         completion_ids=trajectory.completion_ids,
         rollout_logprobs=trajectory.logprobs,
         mask=trajectory.mask,
-        advantage=0.0,
         reward=0.0,
     )

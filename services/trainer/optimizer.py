@@ -19,13 +19,24 @@ from common.errors import ConfigError
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
-def build_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> AdamW:
-    """AdamW (arXiv 1711.05101) with weight decay on matrices only: not on biases and norms."""
-    trained = [parameter for _, parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def build_optimizer(
+    parameters: NamedParameters, config: OptimizerConfig, own_rates: Mapping[str, float] | None = None
+) -> AdamW:
+    """AdamW (arXiv 1711.05101) with weight decay on matrices only: not on biases and norms.
+
+    `own_rates` are peak learning rates of parameters by name, where they differ from `config.lr`; each
+    group's `lr_share` says what part of the schedule's rate its parameters take.
+    """
+    rates = own_rates or {}
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    groups = []
+    for rate in sorted({config.lr, *rates.values()}):
+        chosen = [parameter for name, parameter in trained if rates.get(name, config.lr) == rate]
+        share = {"lr": rate, "lr_share": rate / config.lr}
+        matrices, others = [p for p in chosen if p.ndim >= 2], [p for p in chosen if p.ndim < 2]
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, **share})
+        groups.append({"params": others, "weight_decay": 0.0, **share})
+    groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory for each parameter, on CPUs and GPUs.
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from common.arrays import Float32
 from common.errors import ConfigError
 from services.trainer.micro_batches import MicroBatch
-from services.trainer.samples import Sample
+from services.trainer.samples import PreparedTokens, Sample
 
 TENSORS_FILE = "policy.safetensors"
 VALUES_FILE = "policy.json"
@@ -43,18 +43,29 @@ class MicroBatchMetrics:
     loss_sum: float = 0.0
     entropy_sum: float = 0.0
     kl_sum: float = 0.0
+    """Estimate of KL(current || reference) by the configured estimator; 0 without a reference."""
+    rollout_kl_sum: float = 0.0
     """k3 estimate of KL(rollout || current)."""
-    clipped_low: int = 0
-    clipped_high: int = 0
-    """Tokens without gradient because the ratio left its range."""
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    clipped_dual: float = 0.0
+    """Tokens without gradient because the ratio left its range (with `cispo`: with a bounded weight)."""
     weight_sum: float = 0.0
     weight_max: float = 0.0
-    """Importance weights against the rollout policy, after truncation."""
-    weights_capped: int = 0
-    """Tokens whose importance weight was truncated."""
+    """Importance weights against the rollout policy, truncated or masked."""
+    weights_bounded: float = 0.0
+    """Tokens whose importance weight was truncated or masked."""
+    raw_weight_sum: float = 0.0
+    raw_weight_square_sum: float = 0.0
+    """Importance weights before that; their effective sample size is sum^2 / sum of squares."""
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
+    value_loss_sum: float = 0.0
+    value_square_error_sum: float = 0.0
+    return_sum: float = 0.0
+    return_square_sum: float = 0.0
+    """Of the value head: its loss, (value at the step's start - return)^2, and the returns."""
 
     def __add__(self, other: "MicroBatchMetrics") -> "MicroBatchMetrics":
         def join(name: str) -> Any:
@@ -135,12 +146,15 @@ class Policy(Protocol):
         """Logprobs of every completion token under the current weights, [T] for each sample."""
         ...
 
-    def proximal_logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
-        """As `logprobs`, at the sampling temperature, under the weights that are held, else the current."""
+    def prepare(self, samples: Sequence[Sample]) -> list[PreparedTokens]:
+        """What the algorithm needs of samples before they are trained, of the weights at the step's start.
+
+        Those are the weights that are held, else the current ones. Rewards and advantages are not looked at.
+        """
         ...
 
     def hold_weights(self) -> None:
-        """Keep a copy of the current weights for `proximal_logprobs`, until `release_weights`."""
+        """Keep a copy of the current weights for `prepare`, until `release_weights`."""
         ...
 
     def release_weights(self) -> None:

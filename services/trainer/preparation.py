@@ -1,10 +1,11 @@
 """What can be computed of trajectories before their scores are in, in time that would be spent waiting.
 
 Several optimizer updates in one step move the weights within it, so the logprobs that PPO's ratio compares
-with must be taken at the start of the step (the proximal policy, arXiv 2505.24298). They depend on tokens
-and weights alone: the trainer computes them while trajectories wait for their reward.
+with must be taken at the start of the step (the proximal policy, arXiv 2505.24298); so must the estimates of
+a value head. They and the reference model's logprobs depend on tokens and weights alone: the trainer computes
+them while trajectories wait for their reward.
 
-Guarantees: prepared logprobs are those of the weights at the start of the step, whenever they are computed
+Guarantees: what is prepared is of the weights at the start of the step, whenever it is computed
 (after the first update the policy computes them with the weights it holds); one call takes one whole group
 in the order of its indices, so that the bits depend on the group alone, and a replay gets the same.
 """
@@ -20,12 +21,18 @@ from services.trainer.samples import Prepared
 
 
 class Preparer:
-    """Computes the proximal logprobs of groups, where the algorithm uses them."""
+    """Computes proximal logprobs, reference logprobs and values of groups, where the algorithm uses them."""
 
     def __init__(self, trainer: TrainerConfig, policy: Policy, thread: PolicyThread) -> None:
         self.trainer, self.policy, self.thread = trainer, policy, thread
-        self.is_needed = trainer.mini_batches > 1 and trainer.algorithm.old_logprobs == "recompute"
-        """With one update a step the ratio is 1 and the forward pass of the training itself is enough."""
+        algorithm = trainer.algorithm
+        self.is_needed_always = algorithm.needs_reference or algorithm.value.head
+        """Whether no group can be trained without; else those of the first mini-batch can."""
+        self.is_needed = trainer.needs_proximal or self.is_needed_always
+        self.needs_start_weights = trainer.mini_batches > 1 and (
+            trainer.needs_proximal or algorithm.value.head
+        )
+        """Whether it has to be computed with the weights at the start of the step, also later in it."""
 
     def is_ready(self, group: CompleteGroup | None, step: int) -> bool:
         """Whether nothing is left to compute for training the group at `step`."""
@@ -64,5 +71,4 @@ class Preparer:
             samples = [unscored_sample(group.trajectories[index]) for index in indices]
         except ValueError:
             return Prepared(step, {})  # numbers that are not finite: the judge will refuse the group
-        logprobs = self.policy.proximal_logprobs(samples)
-        return Prepared(step, dict(zip(indices, logprobs, strict=True)))
+        return Prepared(step, dict(zip(indices, self.policy.prepare(samples), strict=True)))

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.arrays import Bits, Float32, Int32
+from common.arrays import Bits, Float32, Float64, Int32
 from common.messages import TrajectoryKey
+
+PER_TOKEN = ("advantage", "returns", "proximal_logprobs", "reference_logprobs", "values")
+"""Fields that, where they are arrays, have an entry for each completion token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +32,17 @@ class Sample:
     completion_ids: Int32
     rollout_logprobs: Float32
     mask: Bits
-    advantage: float
     reward: float
+    advantage: float | Float64 = 0.0
+    """One number, or one for each completion token, [T]; `Advantages.assign` fills it in."""
+    returns: Float64 | None = None
+    """Targets of the value head, [T], with the advantage."""
     proximal_logprobs: Float32 | None = None
     """[T], under the weights at the start of the step; None where those are the current weights."""
+    reference_logprobs: Float32 | None = None
+    """[T], under the reference model, where there is one."""
+    values: Float32 | None = None
+    """[T], the value head's estimates at the start of the step, before each token is chosen."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -43,15 +53,14 @@ class Sample:
             )
         if not len(self.prompt_ids):
             raise ValueError(f"trajectory {self.key}: the prompt is empty, nothing predicts the first token")
-        if not (np.isfinite(self.advantage) and np.isfinite(self.reward)):
+        if not (np.isfinite(self.advantage).all() and np.isfinite(self.reward)):
             raise ValueError(
                 f"trajectory {self.key}: reward {self.reward} and advantage {self.advantage} must be finite"
             )
-        proximal = self.proximal_logprobs
-        if proximal is not None and len(proximal) != num_tokens:
-            raise ValueError(
-                f"trajectory {self.key}: {len(proximal)} proximal logprobs for {num_tokens} tokens"
-            )
+        for name in PER_TOKEN:
+            value = getattr(self, name)
+            if isinstance(value, np.ndarray) and value.shape != (num_tokens,):
+                raise ValueError(f"trajectory {self.key}: {name} of shape {value.shape}, not ({num_tokens},)")
         if not np.isfinite(self.rollout_logprobs).all():
             raise ValueError(f"trajectory {self.key}: rollout logprobs must be finite")
 
@@ -65,10 +74,29 @@ class Sample:
         """Completion tokens that carry loss."""
         return int(np.count_nonzero(self.mask))
 
+    @property
+    def mean_advantage(self) -> float:
+        """The advantage; of one for each token, the mean over the trained tokens (0 without any)."""
+        if not isinstance(self.advantage, np.ndarray):
+            return float(self.advantage)
+        return float(self.advantage[self.mask].mean()) if self.num_trained else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedTokens:
+    """What a policy computes of one trajectory before it is trained, [T] each: fields of `Sample`.
+
+    None where the algorithm has no use for it.
+    """
+
+    proximal_logprobs: Float32 | None = None
+    reference_logprobs: Float32 | None = None
+    values: Float32 | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What was computed of a group's trajectories before they were judged, by index, for one step."""
 
     step: int
-    proximal_logprobs: dict[int, Float32]
+    tokens: dict[int, PreparedTokens]

@@ -19,10 +19,10 @@ from common.arrays import Float32
 from common.config.run import RunConfig
 from common.errors import ConfigError
 from services.trainer.export import WEIGHTS_FILE
-from services.trainer.losses import denominator
+from services.trainer.losses.normalisation import denominator
 from services.trainer.micro_batches import MicroBatch
 from services.trainer.policy import MicroBatchMetrics, PolicyState, UpdateResult
-from services.trainer.samples import Sample
+from services.trainer.samples import PreparedTokens, Sample
 
 
 class SimulatedPolicy:
@@ -31,6 +31,7 @@ class SimulatedPolicy:
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer
         self._max_completion_tokens = config.rollout.sampling.max_tokens
+        self._needs_reference = config.trainer.algorithm.needs_reference
         self._num_updates = 0
         self._chain = xxhash.xxh3_128(b"simulated").digest()
         self._pending: list[bytes] = []
@@ -40,7 +41,7 @@ class SimulatedPolicy:
         time.sleep(self._trainer.simulated.group_s * len(batch.samples) / self._trainer.group_size)
         for sample in batch.samples:
             self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
-            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())
+            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # of each token, or one
         self._pending.append(b"|")
         normalisation = self._trainer.algorithm.normalisation
         num_sequences, num_trained = len(batch.samples), batch.num_trained
@@ -68,10 +69,18 @@ class SimulatedPolicy:
         """The rollout's own logprobs: a simulated trainer agrees with every engine."""
         return [sample.rollout_logprobs for sample in samples]
 
-    def proximal_logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
-        """Take `prepare_s` for each `group_size` samples."""
+    def prepare(self, samples: Sequence[Sample]) -> list[PreparedTokens]:
+        """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
-        return self.logprobs(samples)
+        has_values = self._trainer.algorithm.value.head
+        return [
+            PreparedTokens(
+                proximal_logprobs=sample.rollout_logprobs if self._trainer.needs_proximal else None,
+                reference_logprobs=sample.rollout_logprobs if self._needs_reference else None,
+                values=np.zeros_like(sample.rollout_logprobs) if has_values else None,
+            )
+            for sample in samples
+        ]
 
     def hold_weights(self) -> None:
         """There are none."""

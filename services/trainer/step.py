@@ -5,6 +5,8 @@ depend on the order in which its groups arrived or on how they were split, up to
 mini-batch has is the order in which they arrived; it goes into the commit with the exact micro-batches, and
 replaying that gives the same weights bit by bit.
 
+Advantages are assigned as groups arrive, or, where they depend on a whole mini-batch, when it is complete.
+
 With several updates the weights move within the step. The policy of PPO's ratio stays the one at the start
 of the step (`preparation.py`); samples of the first mini-batch need nothing for that: their ratio is 1.
 """
@@ -18,6 +20,7 @@ import structlog
 from common.errors import TidemillError
 from common.messages import Commit
 from common.service import ServiceContext
+from services.trainer.advantages import Advantages
 from services.trainer.collector import Collector, StoppedError
 from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
 from services.trainer.micro_batches import MicroBatch, form_micro_batches, rebuild, unprepared
@@ -71,6 +74,7 @@ class StepRunner:
         self.context, self.trainer, self.activity = context, context.config.trainer, context.activity
         self.policy, self.thread, self.judge = policy, thread, judge
         self.preparer = Preparer(self.trainer, policy, thread)
+        self.advantages = Advantages(context.config)
         self.has_begun = False
         """Whether the weights are those within a step: after its first update, before its last."""
 
@@ -102,14 +106,17 @@ class StepRunner:
         result = StepResult()
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         for ticket in commit.groups:
-            if ticket in later:
+            if ticket in later or self.preparer.is_needed_always:
                 with self.activity.during("prepare"):
                     await self.preparer.prepare(groups[ticket], commit.step)
             result.groups.append(self._judge_again(groups[ticket], commit.step))
-        by_key = {sample.key: sample for sample in result.samples}
         for number, composition in enumerate(commit.mini_batches):
             mini = MiniBatch()
             result.mini_batches.append(mini)
+            tickets = {ticket for micro in composition for ticket, _ in micro}
+            # In the order in which they entered, as when they were first trained.
+            groups_of_mini = self.advantages.assign([g for g in result.groups if g.ticket in tickets])
+            by_key = {sample.key: sample for group in groups_of_mini for sample in group.samples}
             batches = rebuild(composition, by_key)
             await self._accumulate(batches if number else [unprepared(b) for b in batches], mini)
             await self._update(mini)
@@ -139,15 +146,21 @@ class StepRunner:
         """
         places = self.trainer.groups_per_step // self.trainer.mini_batches
         is_first = len(result.mini_batches) == 1
+        ungraded: list[TrainableGroup] = []
         waiting: list[Sample] = []
         while places:
             if not arrived:
-                arrived += await collector.take(step, self.trainer.groups_per_step - len(result.groups))
+                num_missing = self.trainer.groups_per_step - len(result.groups) - len(ungraded)
+                arrived += await collector.take(step, num_missing)
             groups = [arrived.popleft() for _ in range(min(places, len(arrived)))]
-            if not is_first:
+            if not is_first or self.preparer.is_needed_always:
                 groups = [await self._prepared(group, step) for group in groups]
-            result.groups += groups
             places -= len(groups)
+            ungraded += groups
+            if places and self.advantages.scope == "batch":
+                continue  # the advantages of each group depend on those that are still to come
+            groups, ungraded = self.advantages.assign(ungraded), []
+            result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
             batches = form_micro_batches(waiting, self.trainer.micro_batch_tokens)
             waiting = self._hold_back(batches) if places else []
@@ -163,7 +176,8 @@ class StepRunner:
         if missing:
             while not self.context.stopping.is_set() and await collector.prepare_waiting(step, missing):
                 pass
-            await self.thread.call(self.policy.hold_weights)
+            if self.preparer.needs_start_weights:
+                await self.thread.call(self.policy.hold_weights)
 
     async def _prepared(self, group: TrainableGroup, step: int) -> TrainableGroup:
         """The group with what its samples need to be trained after the weights have moved."""

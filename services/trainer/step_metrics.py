@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from common.messages import Score
 from services.trainer.judgement import TrainableGroup
+from services.trainer.loss_metrics import loss_metrics
 from services.trainer.step import StepResult
 
 
@@ -62,18 +63,7 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 def _policy_metrics(result: StepResult) -> dict[str, float]:
     sums, updates = result.sums, result.updates
-    tokens = max(sums.tokens, 1)
-    return {
-        "loss": sums.loss_sum / sums.denominator if sums.denominator else 0.0,
-        "entropy": sums.entropy_sum / tokens,
-        "rollout_kl": sums.kl_sum / tokens,
-        "clip_ratio/low_mean": sums.clipped_low / tokens,
-        "clip_ratio/high_mean": sums.clipped_high / tokens,
-        "importance/mean": sums.weight_sum / tokens,
-        "importance/max": sums.weight_max,
-        "importance/capped_ratio": sums.weights_capped / tokens,
-        "logprob_gap/mean": sums.mismatch_sum / tokens,
-        "logprob_gap/max": sums.mismatch_max,
+    return loss_metrics(sums) | {
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
         "learning_rate": updates[-1].lr,
         "update_skipped": float(np.mean([update.skipped for update in updates])),

@@ -9,6 +9,7 @@ whatever the size of the micro-batch.
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,11 @@ from common.errors import ConfigError
 from services.trainer.digest import digest_parameters
 from services.trainer.export import export_tensors, model_tensors, save_model
 from services.trainer.forward import TokenScorer
-from services.trainer.losses import LossTerms, denominator, policy_loss, token_weight
+from services.trainer.losses.normalisation import denominator
+from services.trainer.losses.policy_loss import LossTerms, policy_loss
+from services.trainer.losses.registry import find_loss
+from services.trainer.losses.tile_tokens import tile_tokens
+from services.trainer.losses.totals import total_metrics
 from services.trainer.micro_batches import MicroBatch
 from services.trainer.model_loading import compute_dtype, load_model, pick_device
 from services.trainer.optimizer import (
@@ -35,7 +40,10 @@ from services.trainer.optimizer import (
 )
 from services.trainer.packing import CPU_TILE_TOKENS, Tile, choose_layout, make_rows, make_tiles
 from services.trainer.policy import MicroBatchMetrics, PolicyState, UpdateResult
-from services.trainer.samples import Sample
+from services.trainer.reference import PREFIX as REFERENCE
+from services.trainer.reference import ReferenceModel
+from services.trainer.samples import PreparedTokens, Sample
+from services.trainer.value_head import ValueHead
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
@@ -79,8 +87,17 @@ class TransformersPolicy:
         self._dtype = dtype
         self._temperature = temperature
         self._max_completion_tokens = max_completion_tokens
-        self._parameters = list(model.named_parameters())
-        self._optimizer = build_optimizer(self._parameters, config.optimizer)
+        algorithm = config.algorithm
+        self._surrogate = find_loss(algorithm)
+        self._reference = (
+            ReferenceModel(model, algorithm.reference, dtype) if algorithm.needs_reference else None
+        )
+        self._value_head = ValueHead(model, algorithm.value.detach) if algorithm.value.head else None
+        head_parameters = self._value_head.named() if self._value_head else []
+        self._parameters = [*model.named_parameters(), *head_parameters]
+        head_lr = algorithm.value.lr or config.optimizer.lr
+        own_rates = {name: head_lr for name, _ in head_parameters}
+        self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
         self._scorer = TokenScorer(model, dtype)
@@ -104,40 +121,35 @@ class TransformersPolicy:
             denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
         )
         parts = [self._train_tile(tile, batch) for tile in make_tiles(rows, self.layout, self._tile_tokens)]
-        return metrics + _sum_metrics(parts)
+        return metrics + total_metrics(parts)
 
-    def _train_tile(self, tile: Tile, batch: MicroBatch) -> tuple[LossTerms, Tensor]:
-        """Add one tile's gradient; return its terms and the sum of its entropies, still on the device."""
-        logprobs_N, entropies_N = self._scorer.score(tile, self._temperature)
-        algorithm, device = self._config.algorithm, logprobs_N.device
-        samples = [batch.samples[i] for i in tile.samples]
-        counts = [len(row.targets) for row in tile.rows]
-        weights = [token_weight(algorithm.normalisation, count) for count in counts]
-        # Divisions happen in float64 on the host; the product with the loss in the dtype of the logprobs.
-        per_token = np.stack(
-            [
-                np.concatenate([sample.rollout_logprobs[sample.mask] for sample in samples]),
-                np.repeat([sample.advantage for sample in samples], counts),
-                np.repeat(weights, counts),
-            ]
+    def _train_tile(self, tile: Tile, batch: MicroBatch) -> LossTerms:
+        """Add one tile's gradient; return its terms, still on the device."""
+        algorithm, head = self._config.algorithm, self._value_head
+        scores = self._scorer.score(
+            tile,
+            self._temperature,
+            entropy_gradient=algorithm.entropy_coefficient > 0.0,
+            keep_hidden=head is not None,
         )
-        rollout_N, advantages_N, weights_N = torch.from_numpy(per_token).to(device, logprobs_N.dtype)
-        terms = policy_loss(
-            logprobs_N, rollout_N, advantages_N, weights_N, algorithm, self._proximal(samples, logprobs_N)
-        )
+        values_N = head(scores.hidden_NH) if head is not None else None
+        tokens = tile_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
+        terms = policy_loss(tokens, algorithm, self._surrogate)
         terms.loss.backward()
-        return terms, entropies_N.sum()
-
-    def _proximal(self, samples: Sequence[Sample], logprobs_N: Tensor) -> Tensor | None:
-        """The proximal logprobs of a tile's trained tokens [N]; None where they are the current ones."""
-        given = [s.proximal_logprobs[s.mask] for s in samples if s.proximal_logprobs is not None]
-        if not given:
-            return None
-        assert len(given) == len(samples), "a micro-batch is prepared as a whole or not at all"
-        return torch.from_numpy(np.concatenate(given)).to(logprobs_N)
+        return terms
 
     def update(self, denominator: float) -> UpdateResult:
-        """One AdamW step, or none where the gradients are not finite or there is nothing to divide by."""
+        """One AdamW step, or none where the gradients are not finite or there is nothing to divide by.
+
+        At the end of a step the reference model follows, where that is due.
+        """
+        result = self._update(denominator)
+        num_steps, within = divmod(self._num_updates, self._config.mini_batches)
+        if self._reference is not None and not within and self._reference.is_due(num_steps):
+            self._reference.update(self._model)
+        return result
+
+    def _update(self, denominator: float) -> UpdateResult:
         lr = learning_rate(
             self._config.optimizer, self._num_updates, self._config.steps, self._config.mini_batches
         )
@@ -152,7 +164,7 @@ class TransformersPolicy:
             self.zero()
             return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_share"]
         self._optimizer.step()
         self.zero()
         return UpdateResult(norm, lr)
@@ -163,39 +175,71 @@ class TransformersPolicy:
 
     def hold_weights(self) -> None:
         """Copy the weights, in master precision on their device."""
-        self._held = {name: tensor.clone() for name, tensor in model_tensors(self._model).items()}
+        self._held = {name: tensor.clone() for name, tensor in self._weights().items()}
 
     def release_weights(self) -> None:
         """Free the copy."""
         self._held = None
 
-    def proximal_logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
-        """Under the held weights, which take the place of the current ones for the length of the call."""
-        if self._held is None:
-            return self.logprobs(samples, self._temperature)
-        current = model_tensors(self._model)
-        saved = {name: tensor.clone() for name, tensor in current.items()}
-        with torch.no_grad():
-            for name, tensor in current.items():
-                tensor.copy_(self._held[name])
-        try:
-            return self.logprobs(samples, self._temperature)
-        finally:
-            with torch.no_grad():
-                for name, tensor in current.items():
-                    tensor.copy_(saved[name])
+    def _weights(self) -> dict[str, Tensor]:
+        """Everything that updates change: of the model, and of the value head; views."""
+        head = self._value_head.named() if self._value_head else []
+        return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
+    def prepare(self, samples: Sequence[Sample]) -> list[PreparedTokens]:
+        """Logprobs and values under the held weights, logprobs under the reference, as the config needs
+        them."""
+        nothing: list[Float32 | None] = [None] * len(samples)
+        proximal, values, reference = nothing, nothing, nothing
+        if self._config.needs_proximal or self._value_head is not None:
+            with self._held_weights():
+                logprobs, values = self._score_all(samples, self._scorer, self._temperature, self._value_head)
+            proximal = logprobs if self._config.needs_proximal else nothing
+        if self._reference is not None:
+            reference, _ = self._score_all(samples, self._reference.scorer, self._temperature)
+        return [PreparedTokens(*items) for items in zip(proximal, reference, values, strict=True)]
+
+    @contextmanager
     @torch.no_grad()
+    def _held_weights(self) -> Iterator[None]:
+        """The held weights, where there are any, take the place of the current ones."""
+        if self._held is None:
+            yield
+            return
+        current = self._weights()
+        saved = {name: tensor.clone() for name, tensor in current.items()}
+        for name, tensor in current.items():
+            tensor.copy_(self._held[name])
+        try:
+            yield
+        finally:
+            for name, tensor in current.items():
+                tensor.copy_(saved[name])
+
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
+        scored, _ = self._score_all(samples, self._scorer, temperature)
+        return [logprobs for logprobs in scored if logprobs is not None]
+
+    @torch.no_grad()
+    def _score_all(
+        self,
+        samples: Sequence[Sample],
+        scorer: TokenScorer,
+        temperature: float,
+        head: ValueHead | None = None,
+    ) -> tuple[list[Float32 | None], list[Float32 | None]]:
+        """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample."""
         rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
-        results = [np.zeros(0, dtype=np.float32) for _ in samples]
+        empty: list[Float32 | None] = [np.zeros(0, dtype=np.float32) for _ in samples]
+        logprobs, values = list(empty), list(empty)
         for tile in make_tiles(rows, self.layout, self._tile_tokens):
-            logprobs_N = self._scorer.score(tile, temperature)[0].float().cpu()
-            pieces = logprobs_N.split([len(row.targets) for row in tile.rows])
-            for i, piece in zip(tile.samples, pieces, strict=True):
-                results[i] = piece.numpy()
-        return results
+            scores = scorer.score(tile, temperature, keep_hidden=head is not None)
+            counts = [len(row.targets) for row in tile.rows]
+            _place(scores.logprobs_N, counts, tile.samples, logprobs)
+            if head is not None:
+                _place(head(scores.hidden_NH), counts, tile.samples, values)
+        return logprobs, values if head else [None] * len(samples)
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, in the configured dtype; tied ones once."""
@@ -207,13 +251,21 @@ class TransformersPolicy:
 
     def state(self) -> PolicyState:
         """Master weights, moments, random state; and the number of updates, which fixes the rate."""
-        tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self._model).items()}
+        tensors = self._saved_weights()
         moments = optimizer_tensors(self._optimizer, self._parameters)
         tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
         if self._model.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
         return PolicyState(tensors, {"policy": "transformers", "updates": self._num_updates})
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        """The weights of a checkpoint: of the model, its value head and an updated reference; views."""
+        tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self._model).items()}
+        head = self._value_head.named() if self._value_head else []
+        tensors.update((name, parameter.detach()) for name, parameter in head)
+        reference = self._reference.tensors() if self._reference else {}
+        return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
 
     def save_state(self, folder: Path) -> None:
         """Write `state()` into a folder."""
@@ -223,8 +275,9 @@ class TransformersPolicy:
     def load_state(self, source: PolicyState | Path) -> None:
         """Copy a state into this policy; the weights are checked before anything is changed."""
         state = source if isinstance(source, PolicyState) else PolicyState.read(source)
-        own = model_tensors(self._model)
-        given = _strip(state.tensors, "model.")
+        own = self._saved_weights()
+        others = ("optimizer.", "rng.")
+        given = {name: value for name, value in state.tensors.items() if not name.startswith(others)}
         wrong = sorted(
             name
             for name in own.keys() | given.keys()
@@ -234,7 +287,8 @@ class TransformersPolicy:
             policy = state.values.get("policy")
             raise ConfigError(
                 f"the checkpoint is of policy {policy!r} and {len(wrong)} of its weights do not fit the "
-                f"model ({', '.join(wrong[:3])}); resume with the model the run was started with"
+                f"model ({', '.join(wrong[:3])}); resume with the model, the value head and the reference "
+                "the run was started with"
             )
         load_optimizer_tensors(self._optimizer, self._parameters, _strip(state.tensors, "optimizer."))
         for name, tensor in own.items():
@@ -254,29 +308,7 @@ def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _sum_metrics(parts: Sequence[tuple[LossTerms, Tensor]]) -> MicroBatchMetrics:
-    """Join the terms of tiles; the only point where the host waits for the device."""
-    if not parts:
-        return MicroBatchMetrics()
-    names = ("loss", "clipped_low", "clipped_high", "kl_sum", "weight_sum", "weights_capped", "mismatch_sum")
-    sums_PK = torch.stack(
-        [
-            torch.stack([getattr(terms, name).detach().double() for name in names] + [entropy.double()])
-            for terms, entropy in parts
-        ]
-    )
-    maxima_PK = torch.stack([torch.stack([terms.weight_max, terms.mismatch_max]) for terms, _ in parts])
-    sums = dict(zip((*names, "entropy_sum"), sums_PK.sum(0).tolist(), strict=True))
-    weight_max, mismatch_max = maxima_PK.amax(0).tolist()
-    return MicroBatchMetrics(
-        loss_sum=sums["loss"],
-        entropy_sum=sums["entropy_sum"],
-        kl_sum=sums["kl_sum"],
-        clipped_low=int(sums["clipped_low"]),
-        clipped_high=int(sums["clipped_high"]),
-        weight_sum=sums["weight_sum"],
-        weight_max=weight_max,
-        weights_capped=int(sums["weights_capped"]),
-        mismatch_sum=sums["mismatch_sum"],
-        mismatch_max=mismatch_max,
-    )
+def _place(values_N: Tensor, counts: list[int], samples: list[int], results: list[Float32 | None]) -> None:
+    """Cut a tile's values into those of its rows, and put each at its sample's place."""
+    for i, piece in zip(samples, values_N.float().cpu().split(counts), strict=True):
+        results[i] = piece.numpy()

@@ -1,0 +1,256 @@
+"""The `trainer.algorithm` section: advantages, loss, and what corrects and regularises them.
+
+Every combination that would train on something else than it says is refused here, with the reason. The
+papers and equations stand beside the functions, in services/trainer/advantages and services/trainer/losses;
+docs/algorithms.md says which to choose.
+"""
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from common.config.algorithm_presets import Preset, with_preset
+from common.config.section import Section
+
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "pass_at_k")
+"""Advantages that compare a completion with its siblings: a group of one teaches nothing."""
+ADVANTAGES = (*GROUP_RELATIVE, "reinforce_plus_plus", "gae")
+LOSSES = ("ppo", "gspo", "cispo", "reinforce", "sapo")
+
+_USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
+
+
+def is_users_own(name: str) -> bool:
+    """Whether a name of an advantage or loss is `path/to/file.py:name` or `package.module:name`."""
+    return bool(_USERS_OWN.match(name))
+
+
+class ImportanceConfig(Section):
+    """Weights that correct for tokens sampled by another policy than the one that is trained: older weights,
+    and an engine that computes a little differently."""
+
+    mode: Literal["auto", "truncate", "mask", "off"] = "auto"
+    """`truncate` brings weights into [low, high]; `mask` leaves out what lies outside (with `low: 0.5, high:
+    5` IcePop). `auto` is `truncate`, and `off` with `old_logprobs: rollout`, whose ratio is that weight
+    already."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One weight for each token, or one for a sequence: the product over its tokens, or their geometric
+    mean."""
+    low: float = Field(0.0, ge=0.0, le=1.0)
+    """Smallest weight."""
+    high: float = Field(2.0, ge=1.0, le=1000.0)
+    """Largest weight."""
+
+
+class KlConfig(Section):
+    """A penalty for moving away from the reference model."""
+
+    place: Literal["off", "loss", "reward"] = "off"
+    """`loss` adds the penalty to each token's loss, `reward` takes it off each token's reward."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. docs/algorithms.md says how
+    their gradients differ in the loss."""
+    coefficient: float = Field(0.001, gt=0.0, le=100.0)
+    """Weight of the penalty (beta)."""
+
+
+class ReferenceConfig(Section):
+    """The model that `kl` compares with. Without `kl` it is only measured, as the metric `kl`."""
+
+    model: Literal["off", "frozen", "updated"] = "off"
+    """`frozen` stays the starting model; `updated` follows the trained one, every `every` steps."""
+    every: int = Field(100, ge=1)
+    """Steps between updates of an `updated` reference."""
+    mixup: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of the trained model in an update: 1 copies it, less moves the reference towards it
+    (TR-DPO, arXiv 2404.09656)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """How its weights are kept; `bfloat16` halves their memory."""
+
+
+class ValueConfig(Section):
+    """A value head on the last hidden state, trained with the policy."""
+
+    head: bool = False
+    """Train one; `advantage: gae` needs it."""
+    lr: float | None = Field(None, gt=0.0, le=1.0)
+    """Peak learning rate of the head; null takes the policy's."""
+    coefficient: float = Field(0.5, gt=0.0, le=100.0)
+    """Weight of the value loss."""
+    clip: float | None = Field(0.2, gt=0.0, le=1e6)
+    """The value may move this far from its estimate at the step's start; null does not clip."""
+    detach: bool = False
+    """Keep the value loss's gradient in the head and out of the policy."""
+    whiten: bool = True
+    """Bring the advantages of a mini-batch to mean 0 and deviation 1; it then waits for all its groups."""
+
+
+class OverlongConfig(Section):
+    """DAPO's soft punishment of completions that come near the length limit."""
+
+    penalty: float = Field(0.0, ge=0.0, le=1e6)
+    """Taken off the reward of a completion at the limit; 0 is off."""
+    buffer_share: float = Field(0.2, gt=0.0, le=1.0)
+    """The last share of `rollout.sampling.max_tokens`, over which the punishment grows from 0."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss. Defaults: GRPO, normalised by token (DAPO), truncated importance weights."""
+
+    preset: Preset | None = None
+    """Defaults of a published algorithm for the fields of this section; fields given beside it win."""
+    advantage: str = "grpo"
+    """How much better a completion was than expected: a name of docs/algorithms.md, or `path.py:name`."""
+    loss: str = "ppo"
+    """What is made of advantages and probabilities: a name of docs/algorithms.md, or `path.py:name`."""
+    normalisation: Literal["sequence", "token", "constant"] = "token"
+    """What sums over tokens are divided by: `sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO."""
+    clip_low: float = Field(0.2, ge=0.0, le=1.0)
+    """The ratio is clipped at 1 - clip_low. With `old_logprobs: recompute` and one update a step the ratio is
+    1, and nothing is to be clipped."""
+    clip_high: float = Field(0.28, ge=0.0, le=100.0)
+    """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
+    dual_clip: float | None = Field(None, gt=1.0, le=1000.0)
+    """Bound of the ratio where the advantage is negative (dual-clip PPO, TRL's `delta`); null is none."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """What the ratio compares with: the policy at the step's start, with `importance` correcting for
+    staleness (decoupled PPO, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
+    importance: ImportanceConfig = ImportanceConfig()
+    entropy_coefficient: float = Field(0.0, ge=0.0, le=100.0)
+    """Weight of an entropy bonus on every trained token."""
+    kl: KlConfig = KlConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    value: ValueConfig = ValueConfig()
+    gamma: float = Field(1.0, gt=0.0, le=1.0)
+    """Discount of later tokens' rewards, of `gae` and `reinforce_plus_plus`."""
+    gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
+    """Generalised advantage estimation: 1 trusts the rewards alone, 0 the next value alone."""
+    pass_k: int = Field(4, ge=1, le=4096)
+    """k of `pass_at_k`."""
+    pass_threshold: float = Field(0.5, ge=-1e6, le=1e6)
+    """A reward of at least this is a success for `pass_at_k`."""
+    overlong: OverlongConfig = OverlongConfig()
+    filter_zero_variance: bool = False
+    """Replace groups whose rewards are all equal by fresh tickets for the same step (DAPO)."""
+    mask_truncated: bool = False
+    """Leave completions that hit the length limit out of the loss (DAPO's overlong filtering)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        return with_preset(given) if isinstance(given, dict) else given
+
+    @field_validator("advantage")
+    @classmethod
+    def _is_advantage(cls, name: str) -> str:
+        return _known(name, ADVANTAGES)
+
+    @field_validator("loss")
+    @classmethod
+    def _is_loss(cls, name: str) -> str:
+        return _known(name, LOSSES)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "AlgorithmConfig":
+        self._check_ratio()
+        self._check_parts()
+        return self
+
+    @property
+    def importance_mode(self) -> Literal["truncate", "mask", "off"]:
+        """`importance.mode` with `auto` resolved."""
+        if self.importance.mode != "auto":
+            return self.importance.mode
+        return "off" if self.old_logprobs == "rollout" else "truncate"
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss compares with old logprobs; a user's own may."""
+        return self.loss != "reinforce"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference model's logprobs are wanted for every trained token."""
+        return self.reference.model != "off"
+
+    @property
+    def has_token_advantages(self) -> bool:
+        """Whether tokens of one sequence have different advantages, as far as the built-in ones go."""
+        is_spread = self.kl.place == "reward" or self.gamma < 1.0
+        return self.advantage == "gae" or (self.advantage == "reinforce_plus_plus" and is_spread)
+
+    def _check_ratio(self) -> None:
+        """The loss, the ratio and its corrections belong together."""
+        old = self.old_logprobs
+        if self.loss == "cispo" and old != "rollout":
+            raise ValueError(
+                "loss: cispo weighs each token by its clipped ratio to the rollout: set `old_logprobs: "
+                "rollout` (with recompute `importance` does the weighing, and the loss is reinforce)"
+            )
+        if not self.has_ratio and old == "rollout":
+            raise ValueError(
+                f"loss: {self.loss} has no ratio, so `old_logprobs: rollout` would leave staleness "
+                "uncorrected; take recompute, whose `importance` weights correct for it"
+            )
+        if self.importance.mode in ("truncate", "mask") and old == "rollout":
+            raise ValueError(
+                f"importance.mode: {self.importance.mode} would weigh every token twice, for with "
+                "`old_logprobs: rollout` the ratio is the importance weight; take recompute, or mode off"
+            )
+        if self.loss == "gspo" and self.importance_mode != "off" and self.importance.level == "token":
+            raise ValueError(
+                "loss: gspo keeps or clips whole sequences, importance.level: token would weigh or mask "
+                "single tokens of them; take level sequence or geometric, or mode off"
+            )
+        if self.dual_clip is not None and self.loss not in ("ppo", "gspo"):
+            raise ValueError(
+                f"dual_clip bounds the ratio of ppo and gspo; loss: {self.loss} has no use for it"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1.0 + self.clip_high:
+            raise ValueError(
+                f"dual_clip ({self.dual_clip}) must exceed 1 + clip_high ({1.0 + self.clip_high}): it bounds "
+                "what the ordinary clip leaves open"
+            )
+
+    def _check_parts(self) -> None:
+        """KL, reference, value head and advantage belong together."""
+        if self.kl.place != "off" and not self.needs_reference:
+            raise ValueError(
+                f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "
+                "frozen or updated"
+            )
+        if self.advantage == "gae" and not self.value.head:
+            raise ValueError("advantage: gae estimates advantages from a value head: set value.head to true")
+        if self.value.head and self.advantage != "gae" and not is_users_own(self.advantage):
+            raise ValueError(
+                f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, "
+                "or leave the head out"
+            )
+        if self.loss == "gspo" and self.has_token_advantages:
+            raise ValueError(
+                f"loss: gspo has one ratio for a sequence and needs one advantage for it, but advantage: "
+                f"{self.advantage} gives one for each token (with gae, a KL penalty in the reward, or gamma "
+                "below 1). Take loss ppo, or another advantage"
+            )
+        if self.gamma < 1.0 and self.advantage not in ("gae", "reinforce_plus_plus"):
+            raise ValueError(
+                f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: "
+                f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
+                "reinforce_plus_plus"
+            )
+        if self.overlong.penalty > 0 and self.mask_truncated:
+            raise ValueError(
+                "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out "
+                "of the loss; choose one"
+            )
+
+
+def _known(name: str, names: tuple[str, ...]) -> str:
+    import difflib
+
+    if name in names or is_users_own(name):
+        return name
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"take one of {', '.join(names)}, or path.py:name"
+    raise ValueError(f"no such algorithm {name!r}; {hint}")

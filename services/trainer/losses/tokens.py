@@ -1,0 +1,80 @@
+"""What a loss is computed from, and what a surrogate objective returns.
+
+Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before `exp`: e^20 is far outside every clip range, and finite."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The N >= 1 trained tokens of a forward pass. Sequences are whole: a token's siblings are all here.
+
+    With gradient: `logprobs_N`, `values_N`, and `entropies_N` where there is an entropy bonus. The rest are
+    constants. Tensors have one dtype and device, `sequence_N` is int64 in [0, S).
+    """
+
+    logprobs_N: Tensor
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    """Normalisation: `token_weight` of each token's sequence."""
+    sequence_N: Tensor
+    num_sequences: int
+    entropies_N: Tensor
+    proximal_logprobs_N: Tensor | None = None
+    """Under the policy at the step's start; None where that is the current one."""
+    reference_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    old_values_N: Tensor | None = None
+    """The value head's estimates at the step's start."""
+    returns_N: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ratio:
+    """The policy against the old one: `log_N` with gradient, and what a loss needs to group its tokens."""
+
+    log_N: Tensor
+    advantages_N: Tensor
+    logprobs_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+
+    @property
+    def ratio_N(self) -> Tensor:
+        """current / old, per token, finite."""
+        return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surrogate:
+    """An objective per token, to be maximised, and which tokens its bounds have cut off."""
+
+    objective_N: Tensor
+    is_low_N: Tensor
+    is_high_N: Tensor
+    is_dual_N: Tensor
+
+
+def unclipped(objective_N: Tensor) -> Surrogate:
+    """An objective without bounds."""
+    none_N = torch.zeros(objective_N.shape, dtype=torch.bool, device=objective_N.device)
+    return Surrogate(objective_N, none_N, none_N, none_N)
+
+
+def sequence_sums(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Sums over the tokens of each sequence. Shape [S]."""
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
+
+
+def sequence_means(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Means over the tokens of each sequence. Shape [S]; 0 for a sequence without a token."""
+    counts_S = sequence_sums(torch.ones_like(values_N), sequence_N, num_sequences)
+    return sequence_sums(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1.0)
