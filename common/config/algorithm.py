@@ -222,7 +222,7 @@ class AlgorithmConfig(Section):
             )
         if self.advantage == "gae" and not self.value.head:
             raise ValueError("advantage: gae estimates advantages from a value head: set value.head to true")
-        if self.value.head and self.advantage != "gae" and not is_users_own(self.advantage):
+        if self.value.head and self.advantage != "gae":
             raise ValueError(
                 f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, "
                 "or leave the head out"

@@ -83,7 +83,7 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 
 def with_preset(given: dict[str, Any]) -> dict[str, Any]:
     """The section's fields with those of its preset filled in, also within sections of it."""
-    values = PRESETS.get(given.get("preset", ""), {})
+    values = next((values for name, values in PRESETS.items() if name == given.get("preset")), {})
     filled = values | given
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(given.get(name), dict):

@@ -98,7 +98,10 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
                 return f"{(base / file).resolve()}{colon}{name}"
         return value
 
-    model, data, reward = (tree.get(name) for name in ("model", "data", "reward"))
+    model, data, reward, trainer = (tree.get(name) for name in ("model", "data", "reward", "trainer"))
+    algorithm = trainer.get("algorithm") if isinstance(trainer, dict) else None
+    if isinstance(algorithm, dict):
+        algorithm |= {name: resolve(algorithm[name]) for name in ("advantage", "loss") if name in algorithm}
     if isinstance(model, dict) and "path" in model:
         model["path"] = resolve(model["path"])
     if isinstance(data, dict):

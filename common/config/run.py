@@ -2,6 +2,7 @@
 
 from pydantic import Field, model_validator
 
+from common.config.algorithm import GROUP_RELATIVE
 from common.config.data import DataConfig, ModelConfig
 from common.config.reward import RewardConfig
 from common.config.rollout import RolloutConfig
@@ -60,13 +61,12 @@ class RunConfig(Section):
                 f"reward.min_group_size ({self.reward.min_group_size}) exceeds trainer.group_size "
                 f"({self.trainer.group_size}): no group could ever be trained"
             )
-        if self.trainer.group_size < 2 and self.trainer.algorithm.filter_zero_variance:
-            raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
         if self.trainer.groups_per_step % self.trainer.mini_batches:
             raise ValueError(
                 f"trainer.mini_batches ({self.trainer.mini_batches}) must divide trainer.groups_per_step "
                 f"({self.trainer.groups_per_step}): every update takes the same number of groups"
             )
+        self._groups_fit()
         self._algorithm_fits()
         self._placement_fits()
         return self
@@ -90,6 +90,22 @@ class RunConfig(Section):
                 "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
             )
 
+    def _groups_fit(self) -> None:
+        size, algorithm = self.trainer.group_size, self.trainer.algorithm
+        if size < 2 and algorithm.filter_zero_variance:
+            raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
+        if size < 2 and algorithm.advantage in GROUP_RELATIVE:
+            raise ValueError(
+                f"trainer.algorithm.advantage: {algorithm.advantage} compares the completions of a group, "
+                f"and trainer.group_size is {size}: every advantage would be 0. Take at least 2, or "
+                "reinforce_plus_plus or gae"
+            )
+        if algorithm.advantage == "pass_at_k" and algorithm.pass_k > size:
+            raise ValueError(
+                f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds trainer.group_size ({size}): a group "
+                "holds no set of that many completions"
+            )
+
     def _algorithm_fits(self) -> None:
         sampling, trainer = self.rollout.sampling, self.trainer
         is_filtered = sampling.top_p < 1.0 or sampling.top_k > 0
@@ -98,6 +114,12 @@ class RunConfig(Section):
                 "rollout.sampling.top_p < 1 or top_k > 0 needs trainer.algorithm.old_logprobs: recompute. "
                 "The rollout logprobs are those of the filtered distribution, so a ratio against them would "
                 "be clipped for tokens that have not moved"
+            )
+        if is_filtered and trainer.algorithm.kl.place == "reward":
+            raise ValueError(
+                "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
+                "distribution, and trainer.algorithm.kl.place: reward would take their distance from the "
+                "reference for KL; put the penalty into the loss"
             )
         if trainer.evaluation.samples > 1 and trainer.evaluation.temperature == 0.0:
             raise ValueError(

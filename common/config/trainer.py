@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.config.algorithm import AlgorithmConfig
 from common.config.section import Section
@@ -106,6 +106,23 @@ class TrainerConfig(Section):
     """Write TensorBoard events beside metrics.jsonl."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
+
+    @model_validator(mode="after")
+    def _ratio_can_move(self) -> "TrainerConfig":
+        algorithm = self.algorithm
+        if self.mini_batches > 1 or algorithm.old_logprobs == "rollout":
+            return self
+        for name, is_set in (
+            (f"loss: {algorithm.loss}", algorithm.loss in ("gspo", "sapo")),
+            ("dual_clip", algorithm.dual_clip is not None),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"algorithm.{name} bounds the ratio to the old logprobs, which is always 1 with one "
+                    "update a step and `old_logprobs: recompute`; take `old_logprobs: rollout`, or several "
+                    "mini_batches"
+                )
+        return self
 
     @property
     def needs_proximal(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.algorithm_check import check_algorithm
 from common.broker import Broker
 from common.config import RunConfig, load_config
 from common.dataset import Row, read_dataset
@@ -62,6 +63,7 @@ def examine(path: Path, overrides: Iterable[str] = ()) -> Findings:
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: check_reward(findings.config.reward),
             lambda: _try_sandboxes(findings),
+            lambda: check_algorithm(findings.config.trainer.algorithm),
             lambda: _reach_redis(findings),
         )
         if (problem := _problem_of(check))
