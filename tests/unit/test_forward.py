@@ -58,7 +58,7 @@ def scored(
     results: list[torch.Tensor] = [torch.zeros(0)] * len(samples)
     for tile in make_tiles(make_rows(samples, completions_of(samples)), layout, max_tokens):
         with torch.no_grad():
-            logprobs_N, _ = scorer.score(tile, temperature)
+            logprobs_N = scorer.score(tile, temperature).logprobs_N
         pieces = logprobs_N.split([len(row.targets) for row in tile.rows])
         for i, piece in zip(tile.samples, pieces, strict=True):
             results[i] = piece

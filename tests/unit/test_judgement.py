@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.config import RunConfig
+from services.trainer.advantages import Advantages
 from services.trainer.judgement import (
     BAD_NUMBERS,
     FAILED_SCORE,
@@ -38,6 +39,11 @@ def group_of(*values: float | None, version: int = 5, **fields: Any) -> Complete
     )
 
 
+def advantages_of(config: RunConfig, verdict: TrainableGroup | Refusal) -> list[float]:
+    (group,) = Advantages(config).assign([trained(verdict)])
+    return [sample.mean_advantage for sample in group.samples]
+
+
 def config_of(**fields: Any) -> RunConfig:
     return trainer_config(group_size=4, **fields)
 
@@ -56,7 +62,7 @@ def test_a_whole_group_becomes_samples_with_advantages_of_their_own():
     verdict = trained(judge(config_of(), group_of(1.0, 0.0, 0.0, 1.0)))
     assert [sample.key for sample in verdict.samples] == [(7, 0), (7, 1), (7, 2), (7, 3)]
     # mean 0.5, unbiased std 0.57735: 0.5 / (0.57735 + 1e-4) = 0.865876
-    assert [sample.advantage for sample in verdict.samples] == pytest.approx(
+    assert advantages_of(config_of(), verdict) == pytest.approx(
         [0.865876, -0.865876, -0.865876, 0.865876], abs=1e-6
     )
     assert (verdict.rewards, verdict.left_out) == ([1.0, 0.0, 0.0, 1.0], [])
@@ -86,9 +92,7 @@ class TestFailedScores:
         assert [sample.key for sample in verdict.samples] == [(7, 0), (7, 2)]
         assert verdict.left_out == [(1, FAILED_SCORE), (3, FAILED_SCORE)]
         # Advantages over the remaining two: mean 0.5, std 0.70711: 0.5 / 0.70721 = 0.707
-        assert [sample.advantage for sample in verdict.samples] == pytest.approx(
-            [0.70701, -0.70701], abs=1e-5
-        )
+        assert advantages_of(config_of(), verdict) == pytest.approx([0.70701, -0.70701], abs=1e-5)
 
     @pytest.mark.parametrize(("min_group_size", "is_trained"), [(2, True), (3, False), (4, False)])
     def test_drop_sample_needs_min_group_size_scores(self, min_group_size, is_trained):
@@ -127,7 +131,7 @@ class TestZeroVariance:
 
     def test_without_the_filter_such_a_group_is_trained_with_advantages_of_zero(self):
         verdict = trained(judge(config_of(), group_of(1.0, 1.0, 1.0, 1.0)))
-        assert [sample.advantage for sample in verdict.samples] == [0.0] * 4
+        assert advantages_of(config_of(), verdict) == [0.0] * 4
 
 
 class TestMasks:
@@ -141,9 +145,10 @@ class TestMasks:
     def test_a_masked_completion_still_counts_in_the_groups_mean(self):
         group = group_of(1.0, 0.0)
         group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")
-        verdict = trained(judge(config_of(algorithm={"mask_truncated": True}), group))
+        config = config_of(algorithm={"mask_truncated": True})
+        verdict = trained(judge(config, group))
         assert verdict.rewards == [1.0, 0.0]
-        assert verdict.samples[1].advantage == pytest.approx(-0.70701, abs=1e-5)
+        assert advantages_of(config, verdict)[1] == pytest.approx(-0.70701, abs=1e-5)
 
     def test_the_trajectorys_own_mask_is_kept(self):
         group = group_of(1.0, 0.0)
@@ -153,9 +158,8 @@ class TestMasks:
 
 
 def test_a_group_of_one_is_trained_with_an_advantage_of_zero():
-    config = trainer_config(group_size=1, reward__min_group_size=1)
-    verdict = trained(judge(config, group_of(1.0)))
-    assert [sample.advantage for sample in verdict.samples] == [0.0]
+    config = config_of(reward__min_group_size=1)
+    assert advantages_of(config, judge(config, group_of(1.0, None, None, None))) == [0.0]
 
 
 def test_the_same_group_always_has_the_same_outcome_whatever_order_its_parts_came_in():
@@ -165,7 +169,7 @@ def test_the_same_group_always_has_the_same_outcome_whatever_order_its_parts_cam
     )
     first, second = trained(judge(config_of(), group)), trained(judge(config_of(), turned))
     assert [s.key for s in first.samples] == [s.key for s in second.samples]
-    assert [s.advantage for s in first.samples] == [s.advantage for s in second.samples]
+    assert [s.reward for s in first.samples] == [s.reward for s in second.samples]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -177,7 +181,7 @@ def test_a_group_with_a_logprob_that_is_no_number_is_refused_and_not_a_crash(num
     assert refused(judge(config_of(), group)).reason == BAD_NUMBERS
 
 
-def test_rewards_whose_advantages_overflow_are_refused_and_not_a_crash():
+def test_rewards_beyond_all_reason_are_refused_and_not_a_crash():
     assert refused(judge(config_of(), group_of(1e308, 1e308, -1e308, -1e308))).reason == BAD_NUMBERS
 
 

@@ -121,8 +121,8 @@ def test_on_policy_nothing_is_corrected_clipped_or_capped():
     metrics = policy.accumulate(one_batch(own))
     assert metrics.weight_sum / metrics.tokens == pytest.approx(1.0, abs=1e-5)
     assert metrics.mismatch_max < 1e-5
-    assert abs(metrics.kl_sum) < 1e-5
-    assert (metrics.clipped_low, metrics.clipped_high, metrics.weights_capped) == (0, 0, 0)
+    assert abs(metrics.rollout_kl_sum) < 1e-5
+    assert (metrics.clipped_low, metrics.clipped_high, metrics.weights_bounded) == (0, 0, 0)
 
 
 def test_logprobs_and_training_use_the_sampling_temperature():

@@ -54,12 +54,16 @@ def step_of_two_groups() -> StepResult:
         denominator=4.5,
         loss_sum=-9.0,
         entropy_sum=18.0,
-        kl_sum=0.9,
+        kl_sum=0.45,
+        rollout_kl_sum=0.9,
         clipped_low=1,
         clipped_high=2,
+        clipped_dual=3,
         weight_sum=9.9,
         weight_max=1.5,
-        weights_capped=3,
+        weights_bounded=3,
+        raw_weight_sum=12.0,
+        raw_weight_square_sum=20.0,
         mismatch_sum=1.8,
         mismatch_max=0.7,
     )
@@ -107,12 +111,17 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
     assert numbers["loss"] == -2.0
     expected = {
         "entropy": 2.0,
+        "kl": 0.05,
         "rollout_kl": 0.1,
         "clip_ratio/low_mean": 1 / 9,
         "clip_ratio/high_mean": 2 / 9,
-        "importance/mean": 1.1,
-        "importance/max": 1.5,
-        "importance/capped_ratio": 3 / 9,
+        "clip_ratio/region_mean": 3 / 9,
+        "clip_ratio/dual_mean": 3 / 9,
+        "sampling/importance_sampling_ratio/mean": 1.1,
+        "sampling/importance_sampling_ratio/max": 1.5,
+        "sampling/importance_sampling_ratio/bounded_mean": 3 / 9,
+        # 12^2 / (9 tokens * 20)
+        "sampling/effective_sample_size": 0.8,
         "logprob_gap/mean": 0.2,
         "logprob_gap/max": 0.7,
         "grad_norm": 0.25,
@@ -121,6 +130,18 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
         "micro_batches": 0.0,
     }
     assert {name: numbers[name] for name in expected} == pytest.approx(expected)
+    assert not any(name.startswith("value/") for name in numbers), "there is no value head"
+
+
+def test_a_value_head_is_judged_by_the_variance_it_explains():
+    # Returns 0, 1, 2, 1: mean 1, variance 0.5. Squared errors of 0.1 each: 1 - 0.1 / 0.5 = 0.8.
+    result = step_of_two_groups()
+    result.mini_batches[0].sums = MicroBatchMetrics(
+        tokens=4, value_loss_sum=0.2, value_square_error_sum=0.4, return_sum=4.0, return_square_sum=6.0
+    )
+    numbers = step_metrics(4, result, 0, 1.0)
+    assert numbers["value/explained_variance"] == pytest.approx(0.8)
+    assert (numbers["value/loss"], numbers["value/return_mean"]) == (0.05, 1.0)
 
 
 def test_a_step_with_nothing_to_train_has_finite_numbers():
