@@ -198,14 +198,19 @@ class TestUsersOwn:
             ("def advantage(rewards):\n    return rewards / 0 * 0\n", "must be finite"),
             ("def advantage(rewards):\n    return 'no'\n", "could not convert"),
             ("def advantage(rewards):\n    raise KeyError('x')\n", "KeyError"),
-            ("def advantage(rewards):\n    return [[1, 2], [1, 2]]\n", "expected one number, or one for each"),
+            (
+                "def advantage(rewards):\n    return [[1, 2], [1, 2]]\n",
+                "expected one number, or one for each",
+            ),
             ("import nowhere_to_be_found\n", "No module named"),
             ("def advantage(:\n", "line 1"),
         ],
     )
     @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
     def test_mistakes_are_found_at_the_start_and_name_the_function(self, tmp_path, text, says):
-        with pytest.raises(ConfigError, match=r"trainer\.algorithm\.advantage .*mine\.py:advantage") as caught:
+        with pytest.raises(
+            ConfigError, match=r"trainer\.algorithm\.advantage .*mine\.py:advantage"
+        ) as caught:
             assigner(advantage=self.write(tmp_path, text))
         assert says in str(caught.value)
 

@@ -128,7 +128,10 @@ class TestReinforcePlusPlus:
         assert [len(values) for values in result] == [1, 2, 1, 1]
 
     def test_equal_rewards_and_masked_sequences_give_zero(self):
-        assert [values.tolist() for values in reinforce_plus_plus([np.full(2, 0.0), np.zeros(0)])] == [[0, 0], []]
+        assert [values.tolist() for values in reinforce_plus_plus([np.full(2, 0.0), np.zeros(0)])] == [
+            [0, 0],
+            [],
+        ]
         result = reinforce_plus_plus_baseline([[0.1] * 3, [0.7] * 3], [[1, 2, 0], [1, 1, 1]])
         assert np.concatenate(result).tolist() == [0.0] * 6
 

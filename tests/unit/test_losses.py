@@ -1,38 +1,32 @@
-"""The loss: hand-computed values, two independent implementations, and what each choice does to gradients.
+"""The losses: hand-computed values, and what each choice does to gradients.
 
 The arithmetic is written beside each expectation. Logprobs are given as logs of round probabilities.
 """
 
 import math
-from collections import defaultdict
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from common.config.trainer import AlgorithmConfig
-from services.trainer.losses import (
-    clipped_surrogate,
-    denominator,
-    importance_weights,
-    policy_loss,
-    token_weight,
-)
+from common.config.algorithm import AlgorithmConfig
+from common.errors import ConfigError
+from services.trainer.losses.importance import importance_weights
+from services.trainer.losses.kl import kl_penalty
+from services.trainer.losses.normalisation import denominator, token_weight
+from services.trainer.losses.ppo import clipped_surrogate
+from services.trainer.losses.registry import find_loss
+from services.trainer.losses.tokens import sequence_means, sequence_sums
+from services.trainer.losses.value import value_loss
+from tests.losses import loss_of, make_tokens, tensor
+
+ROLLOUT = {"old_logprobs": "rollout"}
 
 
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def loss_of(probabilities, rollout, advantages, weights=None, **algorithm):
-    """`policy_loss` on probabilities; the logprobs that carry the gradient, and the terms."""
-    logprobs_N = tensor(*probabilities).log().requires_grad_()
-    weights_N = torch.ones(len(probabilities), dtype=torch.float64) if weights is None else tensor(*weights)
-    terms = policy_loss(
-        logprobs_N, tensor(*rollout).log(), tensor(*advantages), weights_N, AlgorithmConfig(**algorithm)
-    )
-    return logprobs_N, terms
+def two_and_one() -> dict[str, object]:
+    """The first two tokens are one sequence, the third is another."""
+    return {"sequence_N": torch.tensor([0, 0, 1]), "num_sequences": 2}
 
 
 @pytest.mark.parametrize(
@@ -48,84 +42,305 @@ def loss_of(probabilities, rollout, advantages, weights=None, **algorithm):
 )
 def test_clipped_surrogate_by_hand(ratio, advantage, objective, slope):
     ratio_N = tensor(ratio).requires_grad_()
-    value_N = clipped_surrogate(ratio_N, tensor(advantage), clip_low=0.2, clip_high=0.28)
-    value_N.sum().backward()
-    assert value_N.item() == pytest.approx(objective)
+    result = clipped_surrogate(ratio_N, tensor(advantage), clip_low=0.2, clip_high=0.28)
+    result.objective_N.sum().backward()
+    assert result.objective_N.item() == pytest.approx(objective)
     assert ratio_N.grad.item() == pytest.approx(slope)
 
 
-def test_importance_weights_are_truncated_from_above_only():
-    weights_N = importance_weights(tensor(0.25, 1.0, 1.5, 8.0).log(), cap=2.0)
-    np.testing.assert_allclose(weights_N, [0.25, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "slope", "is_cut"),
+    [
+        (5.0, -2.0, -6.0, 0.0, True),  # max(min(-10, -2.56), 3 * -2)
+        (2.0, -2.0, -4.0, -2.0, False),  # below the bound
+        (5.0, 2.0, 2.56, 0.0, False),  # a positive advantage has its own clip
+    ],
+)
+def test_the_dual_clip_bounds_bad_tokens_that_became_likely(ratio, advantage, objective, slope, is_cut):
+    ratio_N = tensor(ratio).requires_grad_()
+    result = clipped_surrogate(ratio_N, tensor(advantage), 0.2, 0.28, dual_clip=3.0)
+    result.objective_N.sum().backward()
+    assert result.objective_N.item() == pytest.approx(objective)
+    assert (ratio_N.grad.item(), result.is_dual_N.item()) == (pytest.approx(slope), is_cut)
 
 
-def test_importance_weights_carry_no_gradient():
-    log_ratio_N = tensor(0.1, 0.2).requires_grad_()
-    assert not importance_weights(log_ratio_N, cap=2.0).requires_grad
+class TestImportance:
+    def weights(self, ratios: list[float], **importance: object) -> list[float]:
+        config = AlgorithmConfig(importance=importance)
+        ids = torch.tensor([0, 0, 1, 1])
+        result = importance_weights(tensor(*ratios).log().requires_grad_(), ids, 2, config)
+        assert not result.weights_N.requires_grad
+        self.bounded = result.is_bounded_N.tolist()
+        self.raw = result.raw_N.tolist()
+        return result.weights_N.tolist()
 
+    def test_truncated_from_above(self):
+        assert self.weights([0.25, 1.0, 1.5, 8.0]) == pytest.approx([0.25, 1.0, 1.5, 2.0])
+        assert self.bounded == [False, False, False, True]
+        assert self.raw == pytest.approx([0.25, 1.0, 1.5, 8.0])
 
-def test_without_a_cap_there_is_no_correction():
-    assert importance_weights(tensor(-3.0, 5.0), cap=None).tolist() == [1.0, 1.0]
+    def test_truncated_on_both_sides(self):
+        assert self.weights([0.25, 1.0, 1.5, 8.0], low=0.5) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+
+    def test_icepop_masks_on_both_sides(self):
+        icepop = {"mode": "mask", "low": 0.5, "high": 5.0}
+        assert self.weights([0.25, 1.0, 4.5, 8.0], **icepop) == pytest.approx([0.0, 1.0, 4.5, 0.0])
+        assert self.bounded == [True, False, False, True]
+
+    def test_of_sequences_by_product_and_by_geometric_mean(self):
+        ratios = [0.25, 2.0, 1.5, 6.0]  # products 0.5 and 9; geometric means 0.707 and 3
+        assert self.weights(ratios, level="sequence") == pytest.approx([0.5, 0.5, 2.0, 2.0])
+        masked = self.weights(ratios, level="geometric", mode="mask")
+        assert masked == pytest.approx([math.sqrt(0.5)] * 2 + [0.0] * 2)
+
+    def test_off_is_one_and_the_raw_weights_are_still_measured(self):
+        assert self.weights([0.25, 1.0, 1.5, 8.0], mode="off") == [1.0] * 4
+        assert self.raw == pytest.approx([0.25, 1.0, 1.5, 8.0])
+
+    def test_with_rollout_they_are_off_unless_said_otherwise(self):
+        assert AlgorithmConfig(old_logprobs="rollout").importance_mode == "off"
+        assert AlgorithmConfig().importance_mode == "truncate"
 
 
 def test_recompute_weighs_each_token_and_never_clips():
     # current / rollout = 0.5, 0.6 / 0.4 = 1.5, 0.9 / 0.1 = 9 -> 2; advantages 1, -2, 3; the ratio is 1
-    logprobs_N, terms = loss_of([0.2, 0.6, 0.9], [0.4, 0.4, 0.1], [1.0, -2.0, 3.0])
+    tokens = make_tokens([0.2, 0.6, 0.9], [0.4, 0.4, 0.1], [1.0, -2.0, 3.0])
+    terms = loss_of(tokens)
     terms.loss.backward()
     # loss = -(0.5 * 1 + 1.5 * -2 + 2 * 3) = -3.5
     assert terms.loss.item() == pytest.approx(-3.5)
     # gradient = -weight * advantage: staleness never silences a token
-    np.testing.assert_allclose(logprobs_N.grad, [-0.5, 3.0, -6.0])
-    assert (terms.clipped_low.item(), terms.clipped_high.item(), terms.weights_capped.item()) == (0, 0, 1)
-    assert (terms.weight_sum.item(), terms.weight_max.item()) == pytest.approx((4.0, 2.0))
+    np.testing.assert_allclose(tokens.logprobs_N.grad, [-0.5, 3.0, -6.0])
+    counts = [terms.sums[name].item() for name in ("clipped_low", "clipped_high", "weights_bounded")]
+    assert counts == [0, 0, 1]
+    assert (terms.sums["weight_sum"].item(), terms.maxima["weight_max"].item()) == pytest.approx((4.0, 2.0))
+    # before the bound: 0.5 + 1.5 + 9, 0.25 + 2.25 + 81
+    assert terms.sums["raw_weight_sum"].item() == pytest.approx(11.0)
+    assert terms.sums["raw_weight_square_sum"].item() == pytest.approx(83.5)
 
 
-def test_rollout_clips_the_ratio_and_ignores_the_cap():
+def test_rollout_clips_the_ratio():
     # ratios 0.5, 1.5, 9 with advantages -1, 1, -3
-    logprobs_N, terms = loss_of(
-        [0.2, 0.6, 0.9], [0.4, 0.4, 0.1], [-1.0, 1.0, -3.0], old_logprobs="rollout", importance_cap=2.0
-    )
+    tokens = make_tokens([0.2, 0.6, 0.9], [0.4, 0.4, 0.1], [-1.0, 1.0, -3.0])
+    terms = loss_of(tokens, **ROLLOUT)
     terms.loss.backward()
     # min(-0.5, -0.8) = -0.8; min(1.5, 1.28) = 1.28; min(-27, -3.84) = -27; loss = 0.8 - 1.28 + 27
     assert terms.loss.item() == pytest.approx(26.52)
     # d(ratio) / d(logprob) = ratio: only the third keeps its gradient, 3 * 9
-    np.testing.assert_allclose(logprobs_N.grad, [0.0, 0.0, 27.0])
-    assert (terms.clipped_low.item(), terms.clipped_high.item(), terms.weights_capped.item()) == (1, 1, 0)
-    assert (terms.weight_sum.item(), terms.weight_max.item()) == (3.0, 1.0)
+    np.testing.assert_allclose(tokens.logprobs_N.grad, [0.0, 0.0, 27.0])
+    counts = [terms.sums[name].item() for name in ("clipped_low", "clipped_high", "weights_bounded")]
+    assert counts == [1, 1, 0]
+    assert (terms.sums["weight_sum"].item(), terms.maxima["weight_max"].item()) == (3.0, 1.0)
 
 
-@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-def test_on_policy_the_loss_is_the_plain_policy_gradient(old_logprobs):
-    probabilities, advantages, weights = [0.2, 0.6, 0.9], [1.0, -2.0, 3.0], [0.5, 0.5, 1.0]
-    logprobs_N, terms = loss_of(probabilities, probabilities, advantages, weights, old_logprobs=old_logprobs)
+def test_decoupled_the_ratio_is_to_the_steps_start_and_the_weight_is_its_own():
+    # current / proximal = 0.6 / 0.5 = 1.2 and 0.4 / 0.5 = 0.8; proximal / rollout = 0.5 / 0.4 = 1.25, 5 -> 2
+    proximal = {"proximal_logprobs_N": tensor(0.5, 0.5).log()}
+    tokens = make_tokens([0.6, 0.4], [0.4, 0.1], [1.0, -1.0], **proximal)
+    terms = loss_of(tokens, clip_low=0.1, clip_high=0.5)
     terms.loss.backward()
-    # the ratio is exactly 1, so these are equalities: -(0.5 * 1 - 0.5 * 2 + 1 * 3) = -2.5
-    assert terms.loss.item() == -2.5
-    assert logprobs_N.grad.tolist() == [-0.5, 1.0, -3.0]
-    assert terms.weight_max.item() == 1.0
-    assert terms.kl_sum.item() == terms.mismatch_sum.item() == terms.mismatch_max.item() == 0.0
+    # -(1.25 * 1.2 + 2 * min(-0.8, -0.9)) = -1.5 + 1.8
+    assert terms.loss.item() == pytest.approx(0.3)
+    np.testing.assert_allclose(tokens.logprobs_N.grad, [-1.5, 0.0], atol=1e-12)
+    assert terms.sums["clipped_low"].item() == 1
+    plain = make_tokens([0.6, 0.4], [0.4, 0.1], [1.0, -1.0], **proximal)
+    # reinforce has no ratio: its weights are current / rollout, 1.5 and 4 -> 2
+    loss_of(plain, loss="reinforce").loss.backward()
+    np.testing.assert_allclose(plain.logprobs_N.grad, [-1.5, 2.0])
+
+
+class TestSequenceRatio:
+    def test_gspo_by_hand(self):
+        # Ratios 1.2, 0.9 in one sequence: s = sqrt(1.08) = 1.0392; and 0.5 in another. A = 1, 1, -1.
+        tokens = make_tokens([0.6, 0.45, 0.25], [0.5, 0.5, 0.5], [1.0, 1.0, -1.0], **two_and_one())
+        terms = loss_of(tokens, loss="gspo", **ROLLOUT)
+        terms.loss.backward()
+        s = math.sqrt(1.08)
+        # -(2 s + min(-0.5, -0.8)); the second sequence is clipped below
+        assert terms.loss.item() == pytest.approx(-2 * s + 0.8)
+        # d s / d logprob = s / 2 for each of the two tokens, and both have A s in the sum
+        np.testing.assert_allclose(tokens.logprobs_N.grad, [-s, -s, 0.0], atol=1e-12)
+        assert terms.sums["clipped_low"].item() == 1
+
+    def test_with_the_sequence_normalisation_it_is_the_papers_mean_over_sequences(self):
+        fields = two_and_one() | {"weights_N": tensor(0.5, 0.5, 1.0)}
+        tokens = make_tokens([0.6, 0.45, 0.25], [0.5, 0.5, 0.5], [1.0, 1.0, -1.0], **fields)
+        terms = loss_of(tokens, loss="gspo", normalisation="sequence", **ROLLOUT)
+        assert terms.loss.item() == pytest.approx(-(math.sqrt(1.08) - 0.8))
+
+    def test_sums_and_means_of_sequences(self):
+        ids = torch.tensor([0, 2, 2])
+        assert sequence_sums(tensor(1, 2, 4), ids, 3).tolist() == [1, 0, 6]
+        assert sequence_means(tensor(1, 2, 4), ids, 3).tolist() == [1, 0, 3]
+
+
+def test_cispo_bounds_the_weight_and_keeps_every_gradient():
+    # ratios 1.5, 9 -> 5, 0.5; with clip_low 1 there is no lower bound
+    tokens = make_tokens([0.6, 0.9, 0.2], [0.4, 0.1, 0.4], [1.0, 2.0, -1.0])
+    terms = loss_of(tokens, loss="cispo", clip_low=1.0, clip_high=4.0, **ROLLOUT)
+    terms.loss.backward()
+    # gradient = -weight * advantage
+    np.testing.assert_allclose(tokens.logprobs_N.grad, [-1.5, -10.0, 0.5])
+    expected = -(1.5 * math.log(0.6) + 10 * math.log(0.9) - 0.5 * math.log(0.2))
+    assert terms.loss.item() == pytest.approx(expected)
+    assert terms.sums["clipped_high"].item() == 1
+
+
+def test_sapo_fades_on_both_sides_of_one():
+    tokens = make_tokens([0.5, 0.9, 0.3], [0.5, 0.3, 0.9], [1.0, 1.0, -1.0])
+    loss_of(tokens, loss="sapo", **ROLLOUT).loss.backward()
+
+    # d/dr [4 / t sigmoid(t (r - 1))] = 4 p (1 - p), times r; at r = 1 it is 1
+    def slope(r: float, t: float) -> float:
+        p = 1 / (1 + math.exp(-t * (r - 1)))
+        return 4 * p * (1 - p) * r
+
+    expected = [-1.0, -slope(3.0, 1.0), slope(1 / 3, 1.05)]
+    np.testing.assert_allclose(tokens.logprobs_N.grad, expected, rtol=1e-9)
+
+
+LOSSES = [
+    {"loss": "ppo"},
+    {"loss": "ppo", **ROLLOUT},
+    {"loss": "reinforce"},
+    {"loss": "gspo", "importance": {"level": "sequence"}},
+    {"loss": "cispo", **ROLLOUT},
+    {"loss": "sapo", **ROLLOUT},
+]
+
+
+@pytest.mark.parametrize("algorithm", LOSSES, ids=str)
+def test_on_policy_every_loss_has_the_plain_policy_gradient(algorithm):
+    probabilities, advantages = [0.2, 0.6, 0.9], [1.0, 1.0, 3.0]
+    fields = two_and_one() | {"weights_N": tensor(0.5, 0.5, 1.0)}
+    tokens = make_tokens(probabilities, probabilities, advantages, **fields)
+    terms = loss_of(tokens, **algorithm)
+    terms.loss.backward()
+    np.testing.assert_allclose(tokens.logprobs_N.grad, [-0.5, -0.5, -3.0], atol=1e-12)
+    assert terms.maxima["weight_max"].item() == 1.0
+    for name in ("rollout_kl_sum", "mismatch_sum", "clipped_low", "clipped_high"):
+        assert terms.sums[name].item() == 0.0
+
+
+@pytest.mark.parametrize("algorithm", LOSSES, ids=str)
+def test_absurd_ratios_stay_finite(algorithm):
+    tokens = make_tokens([0.5, 0.5], [0.5, 0.5], [-1.0, 1.0])
+    logprobs_N = torch.tensor([-1.0, -500.0], requires_grad=True)  # e^499 is infinite in float32
+    fields = {
+        "logprobs_N": logprobs_N,
+        "rollout_logprobs_N": torch.tensor([-500.0, -1.0]),
+        "advantages_N": torch.tensor([-1.0, 1.0]),
+        "sequence_N": torch.tensor([0, 1]),
+        "num_sequences": 2,
+        "reference_logprobs_N": torch.tensor([-500.0, -1.0]),
+    }
+    terms = loss_of(
+        replace(tokens, **fields), kl={"place": "loss"}, reference={"model": "frozen"}, **algorithm
+    )
+    terms.loss.backward()
+    assert torch.isfinite(terms.loss) and torch.isfinite(logprobs_N.grad).all()
+    assert all(torch.isfinite(value) for value in terms.sums.values())
 
 
 @pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
 def test_kl_and_mismatch_compare_the_current_policy_with_the_rollout(old_logprobs):
-    _, terms = loss_of([0.2, 0.6], [0.4, 0.4], [1.0, 1.0], old_logprobs=old_logprobs)
+    terms = loss_of(make_tokens([0.2, 0.6], [0.4, 0.4], [1.0, 1.0]), old_logprobs=old_logprobs)
     # k3 = r - 1 - log r at r = 0.5 and r = 1.5
     k3 = (0.5 - 1 - math.log(0.5)) + (1.5 - 1 - math.log(1.5))
-    assert terms.kl_sum.item() == pytest.approx(k3)
+    assert terms.sums["rollout_kl_sum"].item() == pytest.approx(k3)
     # |log 0.5| = 0.693, |log 1.5| = 0.405
-    assert terms.mismatch_sum.item() == pytest.approx(math.log(2) + math.log(1.5))
-    assert terms.mismatch_max.item() == pytest.approx(math.log(2))
+    assert terms.sums["mismatch_sum"].item() == pytest.approx(math.log(2) + math.log(1.5))
+    assert terms.maxima["mismatch_max"].item() == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-def test_absurd_ratios_stay_finite(old_logprobs):
-    logprobs_N = tensor(-1.0, -500.0).float().requires_grad_()  # e^499 is infinite in float32
-    rest = (tensor(-500.0, -1.0), tensor(-1.0, 1.0), tensor(1.0, 1.0))
-    algorithm = AlgorithmConfig(old_logprobs=old_logprobs)
-    terms = policy_loss(logprobs_N, *(values.float() for values in rest), algorithm)
+class TestKl:
+    D = math.log(1.5)  # 0.6 under the policy, 0.4 under the reference
+
+    @pytest.mark.parametrize(
+        ("estimator", "value", "slope"),
+        [("k1", D, D), ("k2", D**2 / 2, D), ("k3", 2 / 3 - 1 + D, 1 - 2 / 3)],
+    )
+    def test_values_and_gradients_by_hand(self, estimator, value, slope):
+        logprobs_N = tensor(0.6).log().requires_grad_()
+        penalty_N = kl_penalty(logprobs_N, tensor(0.4).log(), estimator)
+        penalty_N.sum().backward()
+        assert penalty_N.item() == pytest.approx(value)
+        assert logprobs_N.grad.item() == pytest.approx(slope)
+
+    @pytest.mark.parametrize(("estimator", "is_right"), [("k1", True), ("k2", True), ("k3", False)])
+    def test_which_gradients_are_that_of_the_true_kl(self, estimator, is_right):
+        """In expectation over the policy's own tokens, written out over a vocabulary of four."""
+        logits = tensor(0.3, -0.5, 1.2, 0.0).requires_grad_()
+        reference = tensor(0.1, 0.2, 0.3, 0.4).log()
+        true = (logits.softmax(0) * (logits.log_softmax(0) - reference)).sum()
+        (expected,) = torch.autograd.grad(true, logits)
+        logprobs_N = logits.log_softmax(0)
+        estimated = (logprobs_N.exp().detach() * kl_penalty(logprobs_N, reference, estimator)).sum()
+        (gradient,) = torch.autograd.grad(estimated, logits)
+        assert torch.allclose(gradient, expected, atol=1e-9) is is_right
+        if estimator != "k2":
+            assert estimated.item() == pytest.approx(true.item())  # k1 and k3 are unbiased as values
+
+    def test_in_the_loss_it_is_weighted_as_the_token_is_and_counted(self):
+        fields = {"weights_N": tensor(0.5), "reference_logprobs_N": tensor(0.4).log()}
+        kl = {"place": "loss", "estimator": "k2", "coefficient": 0.1}
+        tokens = make_tokens([0.6], [0.6], [0.0], **fields)
+        terms = loss_of(tokens, kl=kl, reference={"model": "frozen"})
+        assert terms.loss.item() == pytest.approx(0.5 * 0.1 * self.D**2 / 2)
+        assert terms.sums["kl_sum"].item() == pytest.approx(self.D**2 / 2)
+
+    def test_a_reference_without_a_penalty_is_only_measured(self):
+        tokens = make_tokens([0.6], [0.6], [0.0], reference_logprobs_N=tensor(0.4).log())
+        terms = loss_of(tokens, reference={"model": "frozen"})
+        assert terms.loss.item() == 0.0
+        assert terms.sums["kl_sum"].item() == pytest.approx(2 / 3 - 1 + self.D)
+
+
+def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient():
+    entropies_N = tensor(1.0, 3.0).requires_grad_()
+    fields = {"entropies_N": entropies_N, "weights_N": tensor(1.0, 0.5)}
+    terms = loss_of(make_tokens([0.6, 0.6], [0.6, 0.6], [0.0, 0.0], **fields), entropy_coefficient=0.1)
     terms.loss.backward()
-    assert all(torch.isfinite(getattr(terms, name)).all() for name in ("loss", "kl_sum", "weight_sum"))
-    assert torch.isfinite(logprobs_N.grad).all()
+    assert terms.loss.item() == pytest.approx(-0.1 * (1.0 + 1.5))
+    np.testing.assert_allclose(entropies_N.grad, [-0.1, -0.05])
+    assert terms.sums["entropy_sum"].item() == 4.0
+
+
+class TestValueLoss:
+    @pytest.mark.parametrize(
+        ("value", "old", "target", "clip", "loss", "slope"),
+        [
+            (1.0, 0.5, 0.0, 0.2, 0.5, 1.0),  # max(1, 0.49) / 2: moving back is not clipped
+            (1.0, 0.5, 2.0, 0.2, 0.845, 0.0),  # max(1, 1.69) / 2: it has moved far enough
+            (0.6, 0.5, 2.0, 0.2, 0.98, -1.4),  # within the clip
+            (1.0, 0.5, 2.0, None, 0.5, -1.0),
+        ],
+    )
+    def test_by_hand(self, value, old, target, clip, loss, slope):
+        values_N = tensor(value).requires_grad_()
+        result_N = value_loss(values_N, tensor(old), tensor(target), clip)
+        result_N.sum().backward()
+        assert (result_N.item(), values_N.grad.item()) == pytest.approx((loss, slope))
+
+    def test_joins_the_loss_with_its_coefficient_and_its_diagnostics(self):
+        fields = {
+            "values_N": tensor(1.0, 0.0),
+            "old_values_N": tensor(0.5, 0.0),
+            "returns_N": tensor(0.0, 3.0),
+            "weights_N": tensor(1.0, 0.5),
+        }
+        value = {"head": True, "coefficient": 0.1, "clip": None}
+        tokens = make_tokens([0.6, 0.6], [0.6, 0.6], [0.0, 0.0], **fields)
+        terms = loss_of(tokens, advantage="gae", value=value)
+        # 0.1 * (1 * 0.5 + 0.5 * 4.5)
+        assert terms.loss.item() == pytest.approx(0.275)
+        expected = {
+            "value_loss_sum": 5.0,
+            "value_square_error_sum": 0.25 + 9.0,
+            "return_sum": 3.0,
+            "return_square_sum": 9.0,
+        }
+        assert {name: terms.sums[name].item() for name in expected} == pytest.approx(expected)
 
 
 def test_weights_and_denominators_of_the_three_normalisations():
@@ -152,133 +367,35 @@ def test_a_sequence_without_trained_tokens_counts_where_sequences_are_counted():
     assert denominator("constant", 1, 0, 10) == 10.0
 
 
-# The same loss on rectangles [B, T], once by loops over numpy scalars and once by TRL.
+class TestUsersOwn:
+    def write(self, folder, text: str) -> str:
+        (folder / "mine.py").write_text(text)
+        return f"{folder / 'mine.py'}:loss"
 
-MAX_COMPLETION = 8
+    def test_takes_a_ratio_and_returns_the_objective_of_each_token(self, tmp_path):
+        name = self.write(tmp_path, "def loss(ratio):\n    return 2 * ratio.ratio_N * ratio.advantages_N\n")
+        tokens = make_tokens([0.6, 0.9], [0.4, 0.3], [1.0, -1.0])
+        loss_of(tokens, loss=name, **ROLLOUT).loss.backward()
+        np.testing.assert_allclose(tokens.logprobs_N.grad, [-3.0, 6.0])
 
+    def test_may_read_the_algorithms_fields(self, tmp_path):
+        text = "def loss(ratio, algorithm):\n    return algorithm.clip_high * ratio.logprobs_N\n"
+        tokens = make_tokens([0.6], [0.6], [1.0])
+        loss_of(tokens, loss=self.write(tmp_path, text), clip_high=7.0).loss.backward()
+        np.testing.assert_allclose(tokens.logprobs_N.grad, [-7.0])
 
-def rectangle(seed: int) -> SimpleNamespace:
-    """Random logprobs of 4 sequences; masks of 8, 5, 1 and 0 tokens."""
-    rng = np.random.default_rng(seed)
-    mask_BT = np.arange(MAX_COMPLETION)[None] < np.array([8, 5, 1, 0])[:, None]
-    mask_BT[0, 3] = False
-    return SimpleNamespace(
-        current=rng.normal(-1.5, 0.6, mask_BT.shape).astype(np.float32),
-        rollout=rng.normal(-1.5, 0.6, mask_BT.shape).astype(np.float32),
-        advantages=rng.normal(size=4).astype(np.float32),
-        mask=mask_BT,
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("def loss(ratio):\n    return ratio.log_N.sum()\n", "objective of each token"),
+            ("def loss(ratio):\n    return ratio.log_N.detach()\n", "without a gradient"),
+            ("def loss(ratio):\n    return ratio.log_N / 0\n", "not finite"),
+            ("def loss(ratio):\n    return ratio.nothing\n", "AttributeError"),
+            ("def loss(logprobs):\n    return logprobs\n", "expected arguments among"),
+        ],
     )
-
-
-def our_loss(data: SimpleNamespace, algorithm: AlgorithmConfig) -> tuple[float, np.ndarray]:
-    """Loss divided by its denominator, and its gradient [B, T]."""
-    current_BT = torch.tensor(data.current, requires_grad=True)
-    mask_BT = torch.tensor(data.mask)
-    counts = data.mask.sum(1)
-    weights = [token_weight(algorithm.normalisation, int(count)) for count in counts]
-    terms = policy_loss(
-        current_BT[mask_BT],
-        torch.tensor(data.rollout)[mask_BT],
-        torch.tensor(np.repeat(data.advantages, counts)),
-        torch.tensor(np.repeat(weights, counts), dtype=torch.float32),
-        algorithm,
-    )
-    size = denominator(algorithm.normalisation, len(counts), int(counts.sum()), MAX_COMPLETION)
-    (terms.loss / size).backward()
-    return terms.loss.item() / size, current_BT.grad.numpy()
-
-
-def loop_loss(data: SimpleNamespace, algorithm: AlgorithmConfig) -> float:
-    """The papers' formulas, one token at a time."""
-    per_sequence, num_tokens = [], 0
-    for b in range(len(data.advantages)):
-        objectives = []
-        for t in range(MAX_COMPLETION):
-            if not data.mask[b, t]:
-                continue
-            ratio = math.exp(float(data.current[b, t]) - float(data.rollout[b, t]))
-            advantage = float(data.advantages[b])
-            if algorithm.old_logprobs == "recompute":
-                objectives.append(min(ratio, algorithm.importance_cap) * advantage)
-            else:
-                clipped = max(min(ratio, 1 + algorithm.clip_high), 1 - algorithm.clip_low)
-                objectives.append(min(ratio * advantage, clipped * advantage))
-        num_tokens += len(objectives)
-        per_sequence.append(objectives)
-    if algorithm.normalisation == "sequence":
-        means = [sum(objectives) / len(objectives) if objectives else 0.0 for objectives in per_sequence]
-        return -sum(means) / len(means)
-    total = sum(map(sum, per_sequence))
-    return -total / (num_tokens if algorithm.normalisation == "token" else len(per_sequence) * MAX_COMPLETION)
-
-
-@pytest.mark.parametrize("normalisation", ["sequence", "token", "constant"])
-@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-@pytest.mark.parametrize("seed", range(3))
-def test_equals_the_formulas_written_as_loops(normalisation, old_logprobs, seed):
-    algorithm = AlgorithmConfig(normalisation=normalisation, old_logprobs=old_logprobs)
-    data = rectangle(seed)
-    assert our_loss(data, algorithm)[0] == pytest.approx(loop_loss(data, algorithm), abs=1e-5)
-
-
-@pytest.fixture(scope="module")
-def trl_trainer_class():
-    module = pytest.importorskip("trl.trainer.grpo_trainer", reason="the reference implementation")
-    return module.GRPOTrainer
-
-
-def trl_loss(trainer_class, data: SimpleNamespace, algorithm: AlgorithmConfig) -> tuple[float, np.ndarray]:
-    """TRL's own `_compute_loss`, given our logprobs in place of a model's."""
-    current_BT = torch.tensor(data.current, requires_grad=True)
-    mask_BT = torch.tensor(data.mask).long()
-    is_decoupled = algorithm.old_logprobs == "recompute"
-    ratio_BT = torch.exp(torch.tensor(data.current - data.rollout)).clamp(max=algorithm.importance_cap)
-    identity = SimpleNamespace(
-        num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value
-    )
-    stub = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (current_BT, torch.zeros_like(current_BT), None),
-        loss_type={"sequence": "grpo", "token": "dapo", "constant": "dr_grpo"}[algorithm.normalisation],
-        epsilon_low=algorithm.clip_low,
-        epsilon_high=algorithm.clip_high,
-        use_vllm=is_decoupled,
-        vllm_importance_sampling_correction=is_decoupled,
-        args=SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
-        max_completion_length=MAX_COMPLETION,
-        accelerator=identity,
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1,
-        importance_sampling_level="token",
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        aux_loss_enabled=False,
-        beta=0.0,
-        _entropy_bonus_enabled=False,
-        _metrics={"train": defaultdict(list)},
-    )
-    inputs = {
-        "prompt_ids": torch.ones(4, 1, dtype=torch.long),
-        "prompt_mask": torch.ones(4, 1, dtype=torch.long),
-        "completion_ids": torch.ones_like(mask_BT),
-        "completion_mask": mask_BT,
-        "advantages": torch.tensor(data.advantages),
-        "num_items_in_batch": mask_BT.sum(),
-        "importance_sampling_ratio": ratio_BT,
-    }
-    if not is_decoupled:
-        inputs["old_per_token_logps"] = torch.tensor(data.rollout)
-    loss = trainer_class._compute_loss(stub, None, inputs)
-    loss.backward()
-    return loss.item(), current_BT.grad.numpy()
-
-
-@pytest.mark.parametrize("normalisation", ["sequence", "token", "constant"])
-@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-def test_equals_trl_in_value_and_gradient(trl_trainer_class, normalisation, old_logprobs):
-    algorithm = AlgorithmConfig(normalisation=normalisation, old_logprobs=old_logprobs)
-    for seed in range(3):
-        data = rectangle(seed)
-        ours, our_gradient_BT = our_loss(data, algorithm)
-        theirs, their_gradient_BT = trl_loss(trl_trainer_class, data, algorithm)
-        assert ours == pytest.approx(theirs, abs=1e-5)
-        np.testing.assert_allclose(our_gradient_BT, their_gradient_BT, atol=1e-5)
+    def test_mistakes_are_found_at_the_start_and_name_the_function(self, tmp_path, text, says):
+        name = self.write(tmp_path, text)
+        with pytest.raises(ConfigError, match=r"trainer\.algorithm\.loss .*mine\.py:loss") as caught:
+            find_loss(AlgorithmConfig(loss=name))
+        assert says in str(caught.value)
