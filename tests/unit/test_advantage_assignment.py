@@ -133,7 +133,7 @@ class TestGae:
     MASK = np.array([True, False, True])
 
     def test_goes_over_trained_tokens_and_fills_in_the_values_targets(self):
-        # The token in the middle is no action: rewards 0, 1 and values 0.5, 0.25, as in the function's docstring.
+        # The token in the middle is no action: rewards 0, 1, values 0.5, 0.25 as in the function's docstring.
         advantages = assigner(advantage="gae", value={"head": True, "whiten": False}, gae_lambda=0.5)
         assert advantages.scope == "group"
         (done,) = assigned(advantages, group(0, sample(0, 0, 1.0, values=self.VALUES, mask=self.MASK)))
@@ -200,7 +200,7 @@ class TestUsersOwn:
             ("def advantage(rewards):\n    raise KeyError('x')\n", "KeyError"),
             (
                 "def advantage(rewards):\n    return [[1, 2], [1, 2]]\n",
-                "expected one number, or one for each",
+                "expected one number, or one",
             ),
             ("import nowhere_to_be_found\n", "No module named"),
             ("def advantage(:\n", "line 1"),

@@ -85,7 +85,7 @@ class TestPassAtK:
     @pytest.mark.parametrize("successes", range(7))
     @pytest.mark.parametrize("k", [1, 2, 3, 6])
     def test_equals_the_mean_over_all_sets_of_k(self, successes, k):
-        """Every set has a reward, sets are normalised as GRPO does, a completion gets the mean of its sets."""
+        """Sets have rewards, which are normalised as in GRPO; a completion gets the mean of its sets."""
         rewards = [1.0] * successes + [0.0] * (6 - successes)
         sets = list(itertools.combinations(range(6), k))
         set_rewards = np.array([max(rewards[i] for i in members) for members in sets])

@@ -149,7 +149,8 @@ def test_paths_of_a_users_own_are_relative_to_the_config(tmp_path):
     (tmp_path / "mine.py").touch()
     path = tmp_path / "run.yaml"
     path.write_text(
-        "model: {path: m}\ndata: {train: t.jsonl}\ntrainer: {algorithm: {advantage: 'mine.py:f', loss: ppo}}\n"
+        "model: {path: m}\ndata: {train: t.jsonl}\n"
+        "trainer: {algorithm: {advantage: 'mine.py:f', loss: ppo}}\n"
     )
     algorithm = load_config(path).trainer.algorithm
     assert (algorithm.advantage, algorithm.loss) == (f"{tmp_path / 'mine.py'}:f", "ppo")

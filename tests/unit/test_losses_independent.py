@@ -193,7 +193,7 @@ def trl_loss(
 
 
 def trl_importance(data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool) -> torch.Tensor:
-    """What TRL 1.16 computes while it generates (`_generate_and_score_completions`), which needs an engine."""
+    """What TRL 1.16 computes in `_generate_and_score_completions`, which needs an engine."""
     importance = algorithm.importance
     mask_BT = torch.tensor(data.mask)
     base = data.proximal if has_proximal else data.current
