@@ -219,7 +219,7 @@ class TransformersPolicy:
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
         scored, _ = self._score_all(samples, self._scorer, temperature)
-        return [logprobs for logprobs in scored if logprobs is not None]
+        return [logprobs.astype(np.float32) for logprobs in scored if logprobs is not None]
 
     @torch.no_grad()
     def _score_all(
@@ -229,7 +229,10 @@ class TransformersPolicy:
         temperature: float,
         head: ValueHead | None = None,
     ) -> tuple[list[Float32 | None], list[Float32 | None]]:
-        """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample."""
+        """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample.
+
+        float32; float64 for a model of that precision, so that comparisons of gradients are not rounded.
+        """
         rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
         empty: list[Float32 | None] = [np.zeros(0, dtype=np.float32) for _ in samples]
         logprobs, values = list(empty), list(empty)
@@ -310,5 +313,6 @@ def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _place(values_N: Tensor, counts: list[int], samples: list[int], results: list[Float32 | None]) -> None:
     """Cut a tile's values into those of its rows, and put each at its sample's place."""
-    for i, piece in zip(samples, values_N.float().cpu().split(counts), strict=True):
+    wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+    for i, piece in zip(samples, wide_N.cpu().split(counts), strict=True):
         results[i] = piece.numpy()

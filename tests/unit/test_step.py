@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,13 +16,14 @@ from common.config import RunConfig
 from common.keys import Keys
 from common.messages import Commit
 from common.streams import Entry
+from services.trainer.advantages import Advantages
 from services.trainer.commits import make_commit
 from services.trainer.intake import Intake
 from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
 from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.preparation import Preparer
-from services.trainer.samples import Sample
+from services.trainer.samples import PreparedTokens
 from services.trainer.step import StepResult, StepRunner
 from services.trainer.transformers_policy import TransformersPolicy
 from tests.models import PIECES, make_policy, one_batch, run_config
@@ -143,25 +146,47 @@ def weights_of(policy: TransformersPolicy) -> torch.Tensor:
 
 
 def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
-    """What a step is: every mini-batch in one piece, ratios against the policy at the start of the step."""
-    policy, judge = policy_of(config), Judge(config)
+    """What a step is: every mini-batch in one piece, all that it compares with from the start of the step."""
+    policy, judge, advantages = policy_of(config), Judge(config), Advantages(config)
     mini_batches = []
     for tickets in np.split(np.array(order), config.trainer.mini_batches):
-        samples: list[Sample] = []
+        groups = []
         for ticket in tickets:
             verdict = judge.judge(group_of(int(ticket)), 0)
             assert isinstance(verdict, TrainableGroup)
-            samples += verdict.samples
-        mini_batches.append(samples)
-    start = [policy.logprobs(samples) for samples in mini_batches]
-    for samples, logprobs in zip(mini_batches, start, strict=True):
-        proximal = [
-            Sample(*(getattr(s, name) for name in list(Sample.__slots__)[:-1]), proximal_logprobs=values)
-            for s, values in zip(samples, logprobs, strict=True)
-        ]
-        policy.update(policy.accumulate(one_batch(proximal)).denominator)
+            prepared = policy.prepare(verdict.samples)
+            samples = [
+                replace(sample, **{name: getattr(tokens, name) for name in PreparedTokens.__slots__})
+                for sample, tokens in zip(verdict.samples, prepared, strict=True)
+            ]
+            groups.append(replace(verdict, samples=samples))
+        mini_batches.append([s for group in advantages.assign(groups) for s in group.samples])
+    for samples in mini_batches:
+        policy.update(policy.accumulate(one_batch(samples)).denominator)
     return weights_of(policy)
 
+
+KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.1}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo rollout": {"old_logprobs": "rollout", "dual_clip": 2.0},
+    "gspo": {"preset": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    "cispo": {"preset": "cispo"},
+    "sapo": {"loss": "sapo", "old_logprobs": "rollout", "normalisation": "sequence"},
+    "rloo": {"preset": "rloo", **KL},
+    "dr_grpo": {"preset": "dr_grpo"},
+    "dapo": {"preset": "dapo", "filter_zero_variance": False},
+    "reinforce_plus_plus": {"preset": "reinforce_plus_plus", **KL},
+    "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "loss": "reinforce"},
+    "gae": {"preset": "ppo", **KL},
+    "gae alone": {"preset": "ppo", "value": {"whiten": False, "detach": True}},
+    "pass_at_k": {"advantage": "pass_at_k", "pass_k": 1},
+    "kl and entropy": {
+        "reference": {"model": "updated", "every": 1},
+        "kl": {"place": "loss", "coefficient": 0.5},
+        "entropy_coefficient": 0.1,
+    },
+    "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
+}
 
 PORTIONS = st.lists(st.integers(1, GROUPS), max_size=GROUPS)
 
@@ -185,6 +210,33 @@ def test_mini_batches_trained_as_groups_arrive_equal_those_trained_at_once(
     expected = train_whole(config, order)
     distance = (weights_of(policy) - expected).norm() / (expected - before).norm()
     assert distance.item() < 1e-6
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 4])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_gives_the_same_step_however_its_groups_arrive(name, num_mini_batches):
+    config = config_of(num_mini_batches, **ALGORITHMS[name])
+    rng = np.random.default_rng(num_mini_batches)
+    for micro_batch_tokens in (16, 100):
+        order = rng.permutation(GROUPS).tolist()
+        portions = rng.integers(1, GROUPS, 4).tolist()
+        policy = policy_of(config)
+        before = weights_of(policy)
+        run_step(
+            config_of(num_mini_batches, micro_batch_tokens, **ALGORITHMS[name]), policy, order, portions, 3
+        )
+        expected = train_whole(config, order)
+        assert ((weights_of(policy) - expected).norm() / (expected - before).norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_replayed_bit_by_bit(name):
+    config = config_of(2, **ALGORITHMS[name])
+    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    commit = commit_of(run_step(config, live, [5, 2, 7, 0, 1, 6, 3, 4], [3, 4], num_waiting=2))
+    groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
+    asyncio.run(runner_of(config, replayed).replay(commit, groups))
+    assert live.digest() == replayed.digest() != policy_of(config, torch.float32).digest()
 
 
 def test_with_one_update_the_order_of_arrival_does_not_matter():
@@ -255,7 +307,7 @@ def test_weights_are_held_only_for_groups_that_have_not_arrived_before_the_first
 
 def test_what_waits_for_its_score_is_prepared_before_the_weights_move():
     calls = calls_of(config_of(2, 400), portions=[4, 4], num_waiting=GROUPS)
-    assert "proximal_logprobs" not in calls[calls.index("update") :]
+    assert "prepare" not in calls[calls.index("update") :]
 
 
 def test_the_ratio_after_the_first_update_is_against_the_start_of_the_step():
