@@ -6,9 +6,9 @@ docs/algorithms.md says which to choose.
 """
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from common.config.algorithm_presets import Preset, with_preset
 from common.config.section import Section
@@ -17,6 +17,9 @@ GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "pa
 """Advantages that compare a completion with its siblings: a group of one teaches nothing."""
 ADVANTAGES = (*GROUP_RELATIVE, "reinforce_plus_plus", "gae")
 LOSSES = ("ppo", "gspo", "cispo", "reinforce", "sapo")
+
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads `off` as false."""
 
 _USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
 
@@ -30,7 +33,7 @@ class ImportanceConfig(Section):
     """Weights that correct for tokens sampled by another policy than the one that is trained: older weights,
     and an engine that computes a little differently."""
 
-    mode: Literal["auto", "truncate", "mask", "off"] = "auto"
+    mode: Annotated[Literal["auto", "truncate", "mask", "off"], OFF] = "auto"
     """`truncate` brings weights into [low, high]; `mask` leaves out what lies outside (with `low: 0.5, high:
     5` IcePop). `auto` is `truncate`, and `off` with `old_logprobs: rollout`, whose ratio is that weight
     already."""
@@ -46,7 +49,7 @@ class ImportanceConfig(Section):
 class KlConfig(Section):
     """A penalty for moving away from the reference model."""
 
-    place: Literal["off", "loss", "reward"] = "off"
+    place: Annotated[Literal["off", "loss", "reward"], OFF] = "off"
     """`loss` adds the penalty to each token's loss, `reward` takes it off each token's reward."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. docs/algorithms.md says how
@@ -58,7 +61,7 @@ class KlConfig(Section):
 class ReferenceConfig(Section):
     """The model that `kl` compares with. Without `kl` it is only measured, as the metric `kl`."""
 
-    model: Literal["off", "frozen", "updated"] = "off"
+    model: Annotated[Literal["off", "frozen", "updated"], OFF] = "off"
     """`frozen` stays the starting model; `updated` follows the trained one, every `every` steps."""
     every: int = Field(100, ge=1)
     """Steps between updates of an `updated` reference."""

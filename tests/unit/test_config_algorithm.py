@@ -135,6 +135,16 @@ class TestPresets:
         assert (config.trainer.algorithm.loss, config.trainer.algorithm.clip_low) == ("gspo", 0.1)
 
 
+def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {path: m}\ndata: {train: t.jsonl}\n"
+        "trainer: {algorithm: {importance: {mode: off}, kl: {place: off}, reference: {model: off}}}\n"
+    )
+    algorithm = load_config(path).trainer.algorithm
+    assert (algorithm.importance.mode, algorithm.kl.place, algorithm.reference.model) == ("off",) * 3
+
+
 def test_every_name_of_the_config_has_a_function_behind_it():
     for name in ADVANTAGES:
         value = {"head": name == "gae"}

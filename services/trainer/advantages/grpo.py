@@ -14,7 +14,7 @@ STD_EPSILON = 1e-4
 
 
 def dr_grpo(rewards: Rewards) -> NDArray[np.float64]:
-    """r - mean(r). Shape [G], float64. Dr. GRPO, arXiv 2503.20783, eq. 2.
+    """r - mean(r). Shape [G], float64. Dr. GRPO, arXiv 2503.20783.
 
     Without the division by the deviation, which weighs very easy and very hard prompts more. Rewards 2, 0,
     1, 1 give 1, -1, 0, 0.
@@ -30,7 +30,7 @@ def dr_grpo(rewards: Rewards) -> NDArray[np.float64]:
 
 
 def grpo(rewards: Rewards) -> NDArray[np.float64]:
-    """(r - mean(r)) / (std(r) + 1e-4). Shape [G], float64. GRPO, arXiv 2402.03300, section 4.1.2.
+    """(r - mean(r)) / (std(r) + 1e-4). Shape [G], float64. GRPO, arXiv 2402.03300, outcome supervision.
 
     The standard deviation is the unbiased one (divisor G - 1), as in TRL; the paper does not say which.
     Rewards 1, 0, 0, 1 have mean 0.5 and std 0.57735, which gives +-0.86588.

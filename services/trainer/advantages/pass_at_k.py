@@ -1,7 +1,7 @@
 """Pass@k training: reward for a set of k completions that holds at least one success.
 
-"Pass@k Training for Adaptively Balancing Exploration and Exploitation", arXiv 2508.10751, section 3.3: the
-expectation over all sets of k out of the G completions, in closed form.
+"Pass@k Training for Adaptively Balancing Exploration and Exploitation", arXiv 2508.10751: its analytical
+derivation, the expectation over all sets of k out of the G completions, in closed form.
 """
 
 from math import comb

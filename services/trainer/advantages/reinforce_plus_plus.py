@@ -13,7 +13,7 @@ from services.trainer.advantages.whitening import Float64s, whiten
 
 
 def reinforce_plus_plus(token_rewards: Sequence[Float64s], gamma: float = 1.0) -> list[Float64s]:
-    """whiten(G_t) with G_t = r_t + gamma G_{t+1}. N arrays [A], float64. Section 3.1, eq. 8 and 9.
+    """whiten(G_t) with G_t = r_t + gamma G_{t+1}. N arrays [A], float64.
 
     Token rewards hold the KL penalty of each token (k1, by `kl.place: reward`), and the sequence's reward at
     its last token. Rewards 1 and 0 of sequences of 1 and 2 tokens: returns [1], [0, 0], mean 1/3, variance
@@ -25,7 +25,7 @@ def reinforce_plus_plus(token_rewards: Sequence[Float64s], gamma: float = 1.0) -
 def reinforce_plus_plus_baseline(
     groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]
 ) -> list[Float64s]:
-    """whiten(r - mean of the group). N arrays [A], one value repeated, float64. Section 3.2, eq. 10.
+    """whiten(r - mean of the group). N arrays [A], one value repeated, float64.
 
     `lengths` are the numbers of trained tokens, which weigh the mean and the deviation.
 

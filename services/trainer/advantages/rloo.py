@@ -10,7 +10,7 @@ from services.trainer.advantages.rewards import Rewards
 def rloo(rewards: Rewards) -> NDArray[np.float64]:
     """r_i - mean of the other rewards = G / (G - 1) * (r_i - mean(r)). Shape [G], float64.
 
-    RLOO, arXiv 2402.14740, eq. 8: a baseline that does not depend on the completion itself, so the policy
+    RLOO, arXiv 2402.14740: a baseline that does not depend on the completion itself, so the policy
     gradient stays unbiased. Rewards 1, 0, 0, 1 give 2/3, -2/3, -2/3, 2/3. Equal rewards and a group of one
     give exactly zero.
 

@@ -35,7 +35,7 @@ def importance_weights(
       framework secretly brings you off-policy RL training"); the behaviour weight of decoupled PPO (AReaL,
       arXiv 2505.24298, eq. 5). A little bias for bounded variance.
     * `mask`: w where it lies in [low, high], else 0. Masked importance sampling; on tokens with bounds on
-      both sides it is IcePop (Ring-1T, arXiv 2510.18855, eq. 3: low 0.5, high 5). What is masked still counts
+      both sides it is IcePop (Ring-1T, arXiv 2510.18855: low 0.5, high 5). What is masked still counts
       in D.
     * `off`: 1.
 

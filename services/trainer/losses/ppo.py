@@ -28,7 +28,7 @@ def clipped_surrogate(
     """min(r A, clip(r, 1 - low, 1 + high) A), and at least `dual_clip` * A where A < 0. Shapes [N].
 
     arXiv 1707.06347, eq. 7; separate bounds are DAPO's clip-higher (arXiv 2503.14476); the dual clip is arXiv
-    1912.09729, eq. 5 (TRL's `delta`). The gradient is zero where a positive advantage meets r > 1 + high, or
+    1912.09729 (TRL's `delta`). The gradient is zero where a positive advantage meets r > 1 + high, or
     a negative one r < 1 - low (those tokens have already moved enough) or r > `dual_clip` (one token that
     became much likelier would outweigh all others). r = 1.5, A = 2, high = 0.28 gives 2.56.
     """

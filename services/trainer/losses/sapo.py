@@ -12,7 +12,7 @@ TEMPERATURE_POSITIVE, TEMPERATURE_NEGATIVE = 1.0, 1.05
 def sapo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """A * sigmoid(t (r - 1)) * 4 / t with t by the sign of A. Shapes [N].
 
-    SAPO, arXiv 2511.20347, eq. 5 and 6: at r = 1 the gradient is that of PPO, and it fades on both sides
+    SAPO, arXiv 2511.20347: at r = 1 the gradient is that of PPO, and it fades on both sides
     instead of ending at a bound. r = 1 gives 2 A / t.
     """
     positive_N = torch.full_like(ratio.advantages_N, TEMPERATURE_POSITIVE)
