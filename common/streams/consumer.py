@@ -8,7 +8,7 @@ holder falls silent. Every call may be repeated after a lost connection.
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +41,8 @@ class Delivery(Generic[M]):
     attempts: int
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when another consumer has taken the message over: stop working on it."""
+    on_lost: Callable[[], object] | None = None
+    """Called then, for who holds thousands and wants no task for each that waits."""
 
 
 class Consumer(Generic[M]):
@@ -67,6 +69,8 @@ class Consumer(Generic[M]):
         self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
         self.label, self.max_bytes = label or key.rpartition(":")[2], max_bytes
         self.held: dict[str, Delivery[M]] = {}
+        self._settling: set[str] = set()
+        """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
         self._cursor = START
         self._next_reclaim = 0.0
         self._waited_s = broker.waited_s
@@ -137,7 +141,8 @@ class Consumer(Generic[M]):
         """
         args = [self.group, self.name, delivery.entry_id, sample.index, sample.group_size, SCHEMA]
         args.append(codec.encode_payload(sample))
-        result = await self._script("publish_sample", args, 0, out_key, progress_key)
+        with self._settles(delivery.entry_id):
+            result = await self._script("publish_sample", args, 0, out_key, progress_key)
         self._require_lease(delivery.entry_id, result)
         if result == 2:
             self.held.pop(delivery.entry_id, None)
@@ -163,7 +168,8 @@ class Consumer(Generic[M]):
         payload = codec.encode_payload(result) if result is not None else b""
         group = (message.ticket, message.index, message.group_size)
         args = [self.group, self.name, delivery.entry_id, *group, payload]
-        reply = await self._script("store_result", args, 0, results_key, tickets_key)
+        with self._settles(delivery.entry_id):
+            reply = await self._script("store_result", args, 0, results_key, tickets_key)
         self._require_lease(delivery.entry_id, reply)
         if isinstance(reply, list):
             return reply
@@ -184,9 +190,9 @@ class Consumer(Generic[M]):
         """
         payloads = [codec.encode_payload(score) for score in scores]
         args = [self.group, self.name, delivery.entry_id, SCHEMA, *payloads]
-        self._require_lease(
-            delivery.entry_id, await self._script("publish_group", args, 0, out_key, results_key)
-        )
+        with self._settles(delivery.entry_id):
+            reply = await self._script("publish_group", args, 0, out_key, results_key)
+        self._require_lease(delivery.entry_id, reply)
         self.held.pop(delivery.entry_id, None)
 
     async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
@@ -203,7 +209,8 @@ class Consumer(Generic[M]):
             part = ids[start : start + MAX_HELD_IN_ONE_CALL]
             all_lost = [entry_id.encode() for entry_id in part]
             for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
-                self._lose(entry_id.decode())
+                if entry_id.decode() not in self._settling:  # the settling call finds out for itself
+                    self._lose(entry_id.decode())
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]]) -> None:
         """Give messages back unfinished: whoever reclaims next gets them, and no attempt is counted."""
@@ -238,7 +245,9 @@ class Consumer(Generic[M]):
 
     async def _complete(self, pairs: Sequence[tuple[str, bytes]], out_key: str) -> list[bool]:
         args = [self.group, self.name, SCHEMA, *(part for pair in pairs for part in pair)]
-        done = [bool(flag) for flag in await self._script("complete", args, [0] * len(pairs), out_key)]
+        with self._settles(*(entry_id for entry_id, _ in pairs)):
+            flags = await self._script("complete", args, [0] * len(pairs), out_key)
+        done = [bool(flag) for flag in flags]
         for (entry_id, _), is_done in zip(pairs, done, strict=True):
             if is_done:
                 self.held.pop(entry_id, None)
@@ -254,6 +263,15 @@ class Consumer(Generic[M]):
         self.held[delivery.entry_id] = delivery
         return delivery
 
+    @contextlib.contextmanager
+    def _settles(self, *entry_ids: str) -> Iterator[None]:
+        """While the block waits for Redis, `renew` may find these acknowledged: that is no lost lease."""
+        self._settling.update(entry_ids)
+        try:
+            yield
+        finally:
+            self._settling.difference_update(entry_ids)
+
     def _require_lease(self, entry_id: str, reply: Any) -> None:
         """Scripts answer 0 where the lease is gone."""
         if reply == 0:
@@ -264,6 +282,8 @@ class Consumer(Generic[M]):
         delivery = self.held.pop(entry_id, None)
         if delivery is not None:
             delivery.lost.set()
+            if delivery.on_lost is not None:
+                delivery.on_lost()
             metrics.LEASES_LOST.labels(self.label).inc()
             log.warning("lease lost, another worker took over", stream=self.label, entry=entry_id)
 

@@ -111,11 +111,9 @@ class RewardLane:
         self.num_held += 1
         self.tally.took(self.lane)
         task = tasks.create_task(self._score(delivery))
-        lost = tasks.create_task(delivery.lost.wait())
         self.scoring.add(task)
         # Another worker has the trajectory then: what was begun here is worth nothing any more.
-        lost.add_done_callback(lambda _: task.cancel())
-        task.add_done_callback(lambda _: lost.cancel())
+        delivery.on_lost = task.cancel
         task.add_done_callback(lambda _: self._finish(delivery, task))
 
     async def _score(self, delivery: Delivery[Trajectory]) -> Score | None:
