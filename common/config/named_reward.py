@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from common.config.judge import JudgeConfig
-from common.config.remote import LocalReplicasConfig, RoutingConfig
+from common.config.remote import LocalReplicasConfig, RemoteConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
 from common.config.sandbox import SandboxConfig
 from common.config.section import Section
@@ -83,12 +83,17 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     @property
     def local_replicas(self) -> LocalReplicasConfig | None:
         """The servers that `tidemill up` starts for it."""
-        return self.judge.local_replicas if self.judge is not None else None
+        return self.remote.local_replicas if self.remote is not None else None
 
     @property
     def routing(self) -> RoutingConfig | None:
         """How its requests find its servers; None where it has none."""
-        return self.judge.routing if self.judge is not None else None
+        return self.remote.routing if self.remote is not None else None
+
+    @property
+    def remote(self) -> RemoteConfig | None:
+        """What it has in common with others that ask servers."""
+        return self.judge or self.model
 
     @property
     def is_cached(self) -> bool:

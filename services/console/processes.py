@@ -19,7 +19,7 @@ from common.config import RunConfig
 from common.redis_client import URL_VARIABLE
 from common.service import RUNS_DIR_VARIABLE
 from services.console.guard import Guard
-from services.console.placement import rollout_gpus, trainer_gpus
+from services.console.placement import replica_gpus, rollout_gpus, trainer_gpus
 
 TAIL_BYTES = 8192
 TAIL_LINES = 15
@@ -91,7 +91,8 @@ def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:
     """A server of a judge or a reward model, in the care of a process that knows the run."""
     name = f"replica-{reward}-{index}"
     command = [sys.executable, "-m", "services.reward.replica", "--run", config.run_id, "--name", name]
-    return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)))
+    env = replica_gpus(config, config.reward.named[reward].model, index)
+    return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)), env)
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:

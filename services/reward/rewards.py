@@ -16,6 +16,7 @@ from services.reward.functions import RewardFunction, load_function
 from services.reward.outcome import Outcome
 from services.reward.remote.judge import check_judge, make_judge
 from services.reward.request import Request
+from services.reward.reward_model import check_model_reward, make_model_reward
 from services.reward.sample import Sample
 from services.reward.sandbox import SandboxReward
 from services.reward.sandbox_jobs import SandboxJobs
@@ -86,9 +87,9 @@ def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) 
         return FunctionReward(_function(name, config), config.timeout_s, processes, router)
     if config.sandbox is not None:
         return SandboxReward(config.sandbox, SandboxJobs(services.broker, services.keys))
-    if config.judge is not None:
-        return make_judge(name, config, services)
-    raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
+    if config.model is not None:
+        return make_model_reward(name, config, services)
+    return make_judge(name, config, services)
 
 
 def check_reward(name: str, config: NamedRewardConfig) -> None:
@@ -103,9 +104,8 @@ def check_reward(name: str, config: NamedRewardConfig) -> None:
     if config.judge is not None:
         check_judge(name, config)
         return
-    if config.sandbox is not None:
-        return
-    raise ConfigError(f"reward {name}: rewards of kind {config.kind} are not available in this version")
+    if config.model is not None:
+        check_model_reward(name, config.model)
 
 
 def _function(name: str, config: NamedRewardConfig) -> RewardFunction:

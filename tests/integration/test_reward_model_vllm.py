@@ -11,7 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from common.config.reward_model import RewardModelConfig
+from services.reward.model_server.inputs import Inputs
+from services.reward.model_server.protocol import ScoringRequest
 from services.reward.model_server.scoring_model import ScoringModel
+from services.reward.reward_model import make_body
+from tests.integration.test_reward_model_reward import SAMPLE, reward_of
 from tests.reward_models import tiny_classifier
 from tests.waiting import wait_until
 
@@ -20,7 +25,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed; install vllm (GPU) or
 TOLERANCE = 1e-3
 """vLLM's kernels are others; scores of the tiny model are around 1."""
 ROWS = [[5, 6, 7], [9] * 40, [3], [4, 8, 15, 16, 23]]
-CHAT = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +68,15 @@ async def test_vllm_and_this_project_agree(url: str, path: Path) -> None:
         for item, scores in zip(items, model.score(ROWS), strict=True):
             assert item["probs"] == pytest.approx(scores.tolist(), abs=TOLERANCE)
         assert max(abs(value) for item in items for value in item["probs"]) > 100 * TOLERANCE
-        (chat,) = (
-            await client.post("/classify", json={"messages": CHAT, "use_activation": False})
-        ).json()["data"]
-        assert len(chat["probs"]) == 2
+    async with httpx.AsyncClient(timeout=60) as http:  # the same as a run's reward
+        rewards = [reward_of(url, http, server="vllm", input=sent, label=1) for sent in ("ids", "chat")]
+        outcomes = [await reward.score(SAMPLE) for reward in rewards]
+        for reward in rewards:
+            await reward.close()
+    inputs = Inputs(str(path), model.vocab_size, 128)
+    (chat,) = inputs.rows(ScoringRequest(**make_body(SAMPLE, RewardModelConfig())))
+    for outcome, scores in zip(outcomes, model.score([[5, 6, 7], chat]), strict=True):
+        assert outcome.value == pytest.approx(float(scores[1]), abs=TOLERANCE)
 
 
 async def _is_healthy(client: httpx.AsyncClient) -> Any:

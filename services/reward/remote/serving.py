@@ -16,6 +16,7 @@ import structlog
 
 from common.config import NamedRewardConfig
 from common.config.remote import LocalReplicasConfig, RoutingConfig
+from common.config.reward_model import RewardModelConfig
 from common.errors import ConfigError, EngineError
 from common.service import ServiceContext
 from services.reward.remote.replica_registry import BEATS_PER_TTL, ReplicaRegistry
@@ -146,11 +147,33 @@ def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int
     if local is not None and local.command:
         filled = {"{host}": options.host, "{port}": str(port), "{model}": model}
         return [_filled(part, filled) for part in local.command] + further
+    if reward.model is not None:
+        return [*model_server_command(reward.model, model, options.host, port), *further]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--host", options.host, "--port", str(port), "--model", model]
     if reward.judge is not None:
         command += ["--served-model-name", reward.judge.model_name or model]
     return command + further
+
+
+def model_server_command(config: RewardModelConfig, model: str, host: str, port: int) -> list[str]:
+    """The command line of a reward model's server: this project's, or vLLM's pooling API."""
+    where = ["--host", host, "--port", str(port), "--model", model]
+    name = ["--served-model-name", config.served_name] if config.served_name else []
+    if config.server == "vllm":
+        return [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--runner",
+            "pooling",
+            *where,
+            *name,
+        ]
+    command = [sys.executable, "-m", "services.reward.model_server", "--head", config.head, *where, *name]
+    if config.shares_rollout_gpus:
+        command += ["--share-device", "--turn-s", str(config.turn_s)]
+    return command
 
 
 def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> dict[str, str]:
