@@ -13,7 +13,9 @@ from common.config.section import Section
 from common.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((REPO / "examples").glob("**/*.yaml"))
+SECTIONS = sorted((REPO / "examples" / "rewards").glob("*.yaml"))
+"""Examples of the `reward` section alone."""
+EXAMPLES = sorted(set((REPO / "examples").glob("**/*.yaml")) - set(SECTIONS))
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
 
@@ -37,6 +39,12 @@ def test_every_example_is_a_valid_config_whose_files_exist(path: Path) -> None:
     for file in (*train, *config.data.eval.values()):
         assert Path(file).is_absolute(), file
         assert Path(file).exists(), file
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda path: path.name)
+def test_every_example_of_a_section_is_valid(path: Path) -> None:
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert parse_config(MINIMAL | tree, str(path)).reward.named.keys() == tree["reward"]["rewards"].keys()
 
 
 def test_two_lines_are_a_config() -> None:
