@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import structlog
 from redis import exceptions as redis_errors
@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from common import metrics
-from common.errors import BrokerError, UnreachableError
+from common.errors import BrokerError, OutageError, UnreachableError
 from common.redis_client import (
     CA_VARIABLE,
     PASSWORD_VARIABLE,
@@ -41,6 +41,7 @@ ANSWER_TIMEOUT_S = 30.0
 """Longer than any blocking read of ours, so that it only fires when the server is gone."""
 MAX_BLOCK_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
+STOP_PATIENCE_S = 5.0
 
 T = TypeVar("T")
 
@@ -82,6 +83,8 @@ class Broker:
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.waited_s = 0.0
+        self.is_stopping = False
+        """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
         self._loaded: set[str] = set()
 
     @classmethod
@@ -176,7 +179,11 @@ class Broker:
         await self.redis.aclose()
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `send` while its error is one that passes."""
+        """Repeat `send` while its error is one that passes.
+
+        Raises:
+            OutageError: the service must stop, and Redis does not come back.
+        """
         try:
             return await _answered(send)
         except redis_errors.NoPermissionError as error:
@@ -185,11 +192,14 @@ class Broker:
             if not _is_passing(error):
                 raise
             await self._leave_replica(error)
-        async for attempt in AsyncRetrying(
+        attempts = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
             wait=wait_random_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S),
             before_sleep=self._say_waiting,
-        ):
+            stop=lambda state: self.is_stopping and (state.seconds_since_start or 0.0) > STOP_PATIENCE_S,
+            retry_error_callback=_give_up,
+        )
+        async for attempt in attempts:
             with attempt:
                 try:
                     result = await _answered(send)
@@ -211,6 +221,14 @@ class Broker:
         metrics.REDIS_WAIT.inc(pause_s)
         if state.attempt_number in (1, 5) or state.attempt_number % 20 == 0:
             log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
+
+
+def _give_up(state: RetryCallState) -> NoReturn:
+    error = state.outcome.exception() if state.outcome else None
+    raise OutageError(
+        f"Redis has been away for {state.seconds_since_start:.0f} s ({error}), and this service was asked to "
+        "stop: it ends without handing back what it holds. Others take that over after one lease."
+    ) from None
 
 
 async def _answered(send: Callable[[], Awaitable[T]]) -> T:

@@ -27,6 +27,12 @@ class UnreachableError(BrokerError):
     """Redis does not answer, which may pass."""
 
 
+class OutageError(UnreachableError):
+    """Redis stayed away from a service that was asked to stop: it ends without handing anything back."""
+
+    exit_code = 1
+
+
 class CodecError(TidemillError):
     """An entry of a stream cannot be decoded; its bytes belong in the dead-letter stream."""
 
@@ -49,3 +55,10 @@ class EngineError(TidemillError):
 
 class RewardError(TidemillError):
     """A reward could not be computed; carries the reason in plain words."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -23,7 +23,7 @@ from common import metrics
 from common.activity import Activity
 from common.broker import Broker
 from common.config import RunConfig, override_config
-from common.errors import TidemillError
+from common.errors import TidemillError, first_cause
 from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
 from common.logs import configure_logs
@@ -124,9 +124,12 @@ def run_service(
     configure_logs(role, options.name)
     try:
         return asyncio.run(_serve(role, options, load, port_of))
-    except TidemillError as error:
-        print(f"tidemill {role}: {error}", file=sys.stderr)
-        return error.exit_code
+    except (TidemillError, BaseExceptionGroup) as error:
+        cause = first_cause(error)
+        if not isinstance(cause, TidemillError):
+            raise
+        print(f"tidemill {role}: {cause}", file=sys.stderr)
+        return cause.exit_code
 
 
 def runs_dir() -> Path:
@@ -187,6 +190,7 @@ async def _signals(context: ServiceContext) -> AsyncIterator[None]:
             os._exit(130)
         log.info("stopping: finishing or handing back what is held")
         context.stopping.set()
+        context.broker.is_stopping = True
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

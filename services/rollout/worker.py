@@ -9,7 +9,7 @@ import asyncio
 import structlog
 
 from common import metrics
-from common.errors import EngineError, LeaseLostError
+from common.errors import BrokerError, EngineError, LeaseLostError, first_cause
 from common.keys import ROLLOUT_GROUP
 from common.messages import DeadLetter, Lane, Ticket
 from common.presence import Heartbeat
@@ -85,8 +85,8 @@ class RolloutWorker:
         self.groups.discard(task)
         metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(len(self.groups))
         if not task.cancelled() and (error := task.exception()):
-            cause = _first_cause(error)
-            log.error("the engine failed; stopping so that it is started anew", error=str(cause))
+            cause = first_cause(error)
+            log.error("this process cannot go on; stopping so that it is started anew", error=str(cause))
             self.context.fail(cause)
 
     async def _work(self, delivery: Delivery[Ticket]) -> None:
@@ -100,10 +100,10 @@ class RolloutWorker:
                 generation.result()
         except* LeaseLostError:
             log.info("group taken over by another worker", ticket=ticket)
-        except* EngineError:
-            raise
+        except* (EngineError, BrokerError):
+            raise  # the ticket is as good as ever
         except* Exception as failures:
-            cause = _first_cause(failures)
+            cause = first_cause(failures)
             log.error("group failed", ticket=ticket, error=str(cause))
             await self._bury(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
         finally:
@@ -135,10 +135,3 @@ class RolloutWorker:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
         await self.consumer.leave()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The first error inside nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from common import broker as broker_module
 from common.broker import Broker
 from common.embedded import EmbeddedRedis
-from common.errors import UnreachableError
+from common.errors import OutageError, UnreachableError
 from common.files import LockedError, locked
 from common.keys import REWARD_GROUP, Keys
 from common.messages import Trajectory
 from common.streams import Consumer, append, ensure_group
 from tests.trajectories import make_trajectory
+from tests.waiting import wait_until
 
 LEASE_S = 0.4
 
@@ -66,6 +68,26 @@ async def test_a_worker_may_be_told_to_wait_for_a_server(
         broker = await connecting
         await broker.close()
     finally:
+        server.stop()
+
+
+async def test_who_must_stop_does_not_wait_for_a_server_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    broker = await Broker.connect(server.url)
+    server.kill()
+    try:
+        reading = asyncio.create_task(broker.execute("GET", "x"))
+        await wait_until(lambda: broker.waited_s > 0)
+        assert not reading.done()
+        monkeypatch.setattr(broker_module, "STOP_PATIENCE_S", 0.1)
+        broker.is_stopping = True
+        with pytest.raises(OutageError, match="asked to stop"):
+            await reading
+    finally:
+        await broker.close()
         server.stop()
 
 
