@@ -17,7 +17,7 @@ from services.trainer.simulated_policy import SimulatedPolicy
 from services.trainer.weights import WeightStore
 from tests.training import answering, messages, num_commits, replayed_digests
 from tests.waiting import wait_until
-from tests.whole_trainer import GROUPS, assert_trained_once, has_commits, run
+from tests.whole_trainer import GROUPS, assert_trained_once, crash_after_commit, has_commits, run
 
 
 async def test_a_full_disk_is_waited_out_and_can_be_stopped(make, broker, keys, monkeypatch):
@@ -112,3 +112,13 @@ async def _is_at_rest(broker: Broker, keys: Keys) -> bool:
     tickets = await broker.execute("XLEN", keys.prompts())
     num_announced = id_order(await last_id(broker, keys.weights))[0] - 1
     return num_announced == await num_commits(broker, keys) == tickets / GROUPS - 1
+
+
+async def test_streams_are_trimmed_also_where_no_trainer_lives_for_two_checkpoints(make, broker, keys):
+    """What a restarted trainer finds on the disk counts as kept, or memory would grow with every crash."""
+    options = {"steps": 20, "trims": True, "checkpoint_every": 4, "keep_checkpoints": 2}
+    async with answering(broker, keys):
+        for step in (5, 9, 13):
+            await crash_after_commit(make(**options), step)
+    (first, _), *_ = await broker.execute("XRANGE", keys.prompts(), "-", "+", "COUNT", 1)
+    assert id_order(first.decode())[0] > 8 * GROUPS, "the checkpoints of versions 8 and 12 are kept"

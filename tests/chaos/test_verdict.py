@@ -1,0 +1,104 @@
+"""The judge of a run under chaos sees what it is there to see."""
+
+from typing import Any
+
+import pytest
+
+from common.broker import Broker
+from common.keys import Keys
+from common.messages import Commit, Trajectory
+from common.streams import append
+from tests.chaos.archive import Archive, StreamCopy
+from tests.chaos.faults import KILLS, Kind, plan
+from tests.chaos.verdict import judge
+from tests.training import lose_tail
+from tests.trajectories import make_trajectory
+
+SIZE, MAX_STALENESS = 2, 1
+
+
+def commit_of(step: int, *tickets: int, **fields: Any) -> Commit:
+    keys = tuple((ticket, index) for ticket in tickets for index in range(SIZE))
+    return Commit(
+        **{"step": step, "version": step + 1, "mini_batches": ((keys,),), "groups": tickets, **fields}
+    )
+
+
+@pytest.fixture
+def archive() -> Archive:
+    """Four tickets, two in a step, each trained one step after its version."""
+    archive = Archive(Broker.__new__(Broker), Keys("judged"))
+    for ticket in range(4):
+        for index in range(SIZE):
+            sample = make_trajectory(ticket, index, group_size=SIZE, spans=((max(0, ticket // 2 - 1), 0),))
+            archive.trajectories.entries[f"{ticket + 1}-{index}"] = sample
+    put(archive, commit_of(0, 0, 1), commit_of(1, 2, 3))
+    return archive
+
+
+def put(archive: Archive, *commits: Commit) -> None:
+    archive.commits.entries |= {f"{commit.step + 1}-0": commit for commit in commits}
+
+
+def test_a_whole_history_is_clean(archive: Archive) -> None:
+    verdict = judge(archive, SIZE, MAX_STALENESS)
+    assert verdict.is_clean
+    assert (verdict.steps, verdict.trained, verdict.max_staleness) == (2, 4 * SIZE, 1)
+
+
+def test_a_ticket_that_no_commit_tells_of_is_lost(archive: Archive) -> None:
+    put(archive, commit_of(1, 3))
+    assert judge(archive, SIZE, MAX_STALENESS).lost == SIZE
+    put(archive, commit_of(1, 3, dropped=((2, -1, "dead"),)))
+    assert judge(archive, SIZE, MAX_STALENESS).is_clean
+
+
+def test_a_sample_that_its_commit_does_not_account_for_is_lost(archive: Archive) -> None:
+    keys = ((2, 0), (3, 0), (3, 1))
+    put(archive, commit_of(1, 2, 3, mini_batches=((keys,),)))
+    assert judge(archive, SIZE, MAX_STALENESS).lost == 1
+
+
+def test_a_sample_in_two_commits_is_duplicated(archive: Archive) -> None:
+    put(archive, commit_of(2, 3))
+    assert judge(archive, SIZE, 5).duplicated == SIZE
+
+
+@pytest.mark.parametrize("spans", [((0, 0),), ((0, 0), (9, 1))])
+def test_a_token_that_is_too_old_or_of_the_future_is_a_violation(archive: Archive, spans: Any) -> None:
+    put(archive, commit_of(2), commit_of(3, 4))
+    for index in range(SIZE):
+        archive.trajectories.entries[f"5-{index}"] = make_trajectory(4, index, group_size=SIZE, spans=spans)
+    assert judge(archive, SIZE, MAX_STALENESS).violations == SIZE
+
+
+def test_a_trained_sample_that_nobody_has_seen_proves_nothing(archive: Archive) -> None:
+    del archive.trajectories.entries["1-0"]
+    assert judge(archive, SIZE, MAX_STALENESS).violations == 1
+
+
+def test_a_hole_in_the_commits_is_found(archive: Archive) -> None:
+    del archive.commits.entries["1-0"]
+    assert judge(archive, SIZE, MAX_STALENESS).gaps == [0]
+
+
+async def test_copies_keep_what_is_trimmed_and_tell_what_redis_has_lost(broker: Broker, keys: Keys) -> None:
+    copy = StreamCopy(keys.trajectories(), Trajectory)
+    ids = await append(broker, copy.key, *(make_trajectory(ticket) for ticket in range(5)))
+    await copy.follow(broker)
+    await broker.execute("XTRIM", copy.key, "MINID", ids[2])
+    await lose_tail(broker, copy.key, ids[3])
+    (late,) = await append(broker, copy.key, make_trajectory(9))
+    await copy.compare(broker)
+    assert list(copy.entries) == [*ids[:4], late]
+    assert list(copy.lost) == [ids[4]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_plan_has_every_kind_of_kill_and_is_that_of_its_seed(seed: int) -> None:
+    faults = plan(seed, 20, steps=45)
+    kinds = [fault.kind for fault in faults]
+    assert [kinds.count(kind) for kind in KILLS] == [5, 5, 5, 5]
+    assert kinds.count(Kind.JOIN) == kinds.count(Kind.LEAVE) >= 2
+    assert max(fault.at_version for fault in faults) < 45
+    assert faults == plan(seed, 20, steps=45) != plan(seed + 1, 20, steps=45)
