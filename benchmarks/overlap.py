@@ -1,15 +1,27 @@
 """How much of the reward's and the rollout's time the trainer hides: the experiment of verl #2854.
 
-    python -m benchmarks.overlap                     # k = 0 and 1, early start off and on
-    python -m benchmarks.overlap --consumers 1,2,4,8 # and how many reward consumers that takes
+    python -m benchmarks.overlap                  # 1, 2, 4, 8 reward consumers: a quarter of an hour
+    python -m benchmarks.overlap --consumers 1,4
 
-Real services as processes on a real Redis; only the work itself is simulated, with the delays of the
-original (8 x H20, 7B, batch 1024 x 5, rewards of 1 to 40 s) divided by `--scale`, and its batch and its
-256 reward slots divided by `--shrink`. Stage times of the original, in seconds: generation 40, old
-logprobs 46, reference 37, update 127.
+Real services as processes on a real Redis; only the work itself is simulated. The original: 8 x H20, 7B,
+batch 1024 x 5 in 4 mini-batches of 256, rewards that take uniform(1, 40) s for each sample, scored by at
+most 256 threads; stages of 40 s (generation), 46 s (old logprobs), 37 s (reference) and 127 s (update).
+Every time is divided by `--scale`. Batch, mini-batches and reward slots are divided by `--shrink` together,
+so that a reward consumer here is their whole reward service: 256 / shrink slots.
 
-Step time is the median over steps, without the first `--warm-up` ones. `ratio` is step time over the
-busy time of the slowest stage: trainer (measured), generation, or reward (samples x mean delay / slots).
+| mode | off-policy | updates a step | early start |
+|---|---|---|---|
+| baseline | no | 4 | no: logprobs while rewards are waited for, updates after the last one |
+| mini-batch | no | 4 | each update as soon as its own groups are in |
+| one step | k = 1 | 4 | no |
+| both | k = 1 | 4 | yes |
+
+Unlike theirs, generation has its own GPUs, so with `one step` the trainer's stages are 210 s of their 250.
+Old and reference logprobs are forward passes over one group at a time, in time that would be spent waiting.
+
+Step time is the median over steps, without the first `--warm-up` ones, and is printed on the original's
+scale. Savings are against the baseline with one consumer. `ratio` is step time over the busy time of the
+slowest stage: trainer (measured), generation, or reward (samples x mean delay / slots).
 """
 
 import asyncio
@@ -27,9 +39,11 @@ from common.presence import read_heartbeats
 from common.streams import Entry, read_range
 from tests.runs import ServiceRun, simulated_config
 
-GENERATION_S, TRAINING_S = 40.0, 46.0 + 37.0 + 127.0
+GENERATION_S, LOGPROBS_S, TRAINING_S = 40.0, 46.0 + 37.0, 127.0
 REWARD_S = (1.0, 40.0)
-GROUPS, GROUP_SIZE, REWARD_SLOTS = 1024, 5, 256
+GROUPS, GROUP_SIZE, MINI_BATCHES, REWARD_SLOTS = 1024, 5, 4, 256
+PUBLISHED_S = {"baseline": 583, "mini-batch": 509, "one step": 420, "both": 424}
+"""Their median step, in seconds, without validation."""
 PUBLISHED_SAVING = {"mini-batch": 0.123, "one step": 0.252, "both": 0.309}
 
 
@@ -66,7 +80,11 @@ async def measure(setting: Setting, scale: float, shrink: int, steps: int, warm_
             trainer__max_staleness=setting.max_staleness,
             trainer__start_early=setting.start_early,
             trainer__micro_batch_tokens=max(64, groups * GROUP_SIZE * 20 // 32),
-            trainer__simulated={"group_s": TRAINING_S / scale / groups},
+            trainer__mini_batches=MINI_BATCHES,
+            trainer__simulated={
+                "group_s": TRAINING_S / scale / groups,
+                "prepare_s": LOGPROBS_S / scale / groups,
+            },
             trainer__checkpoint_every=1000,
             rollout__simulated={
                 "group_s": GENERATION_S / scale / 2,
@@ -104,7 +122,8 @@ def _outcome(
         for commit in commits
     ]
     total = sum(commit.metrics["step_time_s"] for commit in commits)
-    busy = [commit.metrics["time/train_s"] + commit.metrics["time/update_s"] for commit in commits]
+    stages_of_trainer = ("time/prepare_s", "time/train_s", "time/update_s")
+    busy = [sum(commit.metrics.get(name, 0.0) for name in stages_of_trainer) for commit in commits]
     mean_reward_s = sum(REWARD_S) / 2 / scale
     stages = {
         "trainer": statistics.median(busy),
@@ -117,26 +136,31 @@ def _outcome(
 
 def main(
     scale: Annotated[float, typer.Option(help="divide all delays by this")] = 40.0,
-    shrink: Annotated[int, typer.Option(help="divide batch and reward slots by this")] = 4,
+    shrink: Annotated[int, typer.Option(help="divide batch and reward slots by this")] = 8,
     steps: Annotated[int, typer.Option(help="steps of each run")] = 8,
     warm_up: Annotated[int, typer.Option(help="steps left out at the start")] = 2,
-    consumers: Annotated[str, typer.Option(help="reward consumers, such as 1,2,4,8")] = "4",
+    consumers: Annotated[str, typer.Option(help="reward consumers, such as 1,2,4,8")] = "1,2,4,8",
 ) -> None:
     """Compare on-policy and one step off-policy, with and without early start."""
+    if GROUPS // shrink % MINI_BATCHES or REWARD_SLOTS % shrink:
+        raise typer.BadParameter(f"must divide {REWARD_SLOTS}", param_hint="--shrink")
     counts = [int(count) for count in consumers.split(",")]
     modes = (("baseline", 0, False), ("mini-batch", 0, True), ("one step", 1, False), ("both", 1, True))
-    settings = [Setting(name, k, early, count) for count in counts for name, k, early in modes]
+    first = Setting(*modes[0], consumers=1)  # what savings are against, whatever else is asked for
+    settings = [Setting(*mode, consumers=count) for count in counts for mode in modes]
+    settings = [first, *(setting for setting in settings if setting != first)]
     outcomes: dict[Setting, Outcome] = {}
     for setting in settings:
         print(f"running: {setting.name}, {setting.consumers} reward consumer(s)", flush=True)
         outcomes[setting] = asyncio.run(measure(setting, scale, shrink, steps, warm_up))
-    baseline = outcomes[settings[0]]
-    rows = [_row(setting, outcomes[setting], baseline) for setting in settings]
+    baseline = outcomes[first]
+    rows = [_row(setting, outcomes[setting], baseline, scale) for setting in settings]
     columns = (
         "mode",
         "k",
         "consumers",
         "step s",
+        "theirs",
         "saving",
         "theirs",
         "trainer idle",
@@ -144,7 +168,10 @@ def main(
         "slowest",
         "ratio",
     )
-    note = f"{machine()}. Delays / {scale:g}, batch / {shrink}. Saving is against the first row."
+    note = (
+        f"{machine()}. Delays / {scale:g}, batch and slots / {shrink}; step times are measured x {scale:g}. "
+        f"Saving is against the first row; theirs had one reward service of {REWARD_SLOTS} threads."
+    )
     print_table("Overlap: the experiment of verl #2854", columns, rows, note)
     savings = {mode: _best_saving(mode, outcomes, baseline) for mode, _, _ in modes[1:]}
     best = min((o for s, o in outcomes.items() if s.name == "both"), key=lambda outcome: outcome.step_s)
@@ -162,15 +189,17 @@ def main(
     )
 
 
-def _row(setting: Setting, outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
-    theirs = PUBLISHED_SAVING.get(setting.name)
+def _row(setting: Setting, outcome: Outcome, baseline: Outcome, scale: float) -> tuple[str, ...]:
+    is_theirs = setting.consumers == 1
+    saving = PUBLISHED_SAVING.get(setting.name) if is_theirs else None
     return (
         setting.name,
         str(setting.max_staleness),
         str(setting.consumers),
-        f"{outcome.step_s:.2f}",
+        f"{outcome.step_s * scale:.0f}",
+        str(PUBLISHED_S[setting.name]) if is_theirs else "",
         f"{1 - outcome.step_s / baseline.step_s:.1%}",
-        f"{theirs:.1%}" if theirs else "",
+        f"{saving:.1%}" if saving else "",
         f"{outcome.trainer_idle:.1%}",
         f"{outcome.rollout_idle:.1%}",
         outcome.slowest_stage,
