@@ -88,6 +88,11 @@ class TrainerConfig(Section):
     """Recompute activations in the backward pass to save memory."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine for the trainer; empty leaves the choice to CUDA_VISIBLE_DEVICES."""
+    compile: bool = False
+    """Compile the model with torch.compile: minutes at the start, faster steps. Where that fails, a warning
+    says why, and the run goes on without."""
+    liger: Literal["auto", "on", "off"] = "auto"
+    """Liger's fused kernels (`pip install 'tidemill[liger]'`, GPUs only). `auto` uses them where they are."""
     device: str = "auto"
     """`auto` takes the first GPU, else the CPU."""
     num_threads: int = Field(0, ge=0, le=1024)

@@ -21,6 +21,7 @@ from common.arrays import Float32
 from common.config.run import RunConfig
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
+from services.trainer.acceleration import accelerate_model
 from services.trainer.digest import digest_parameters
 from services.trainer.export import export_tensors, model_tensors, save_model
 from services.trainer.forward import TokenScorer
@@ -61,6 +62,7 @@ def load_policy(config: RunConfig) -> "TransformersPolicy":
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
     model = load_model(config.model, pick_device(trainer.device))
+    accelerate_model(model, trainer)
     return TransformersPolicy(
         model,
         trainer,

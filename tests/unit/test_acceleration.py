@@ -1,0 +1,50 @@
+"""Compiled models give the same numbers; what cannot be had is said, and never half applied."""
+
+import numpy as np
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+
+from common.errors import ConfigError
+from services.trainer.acceleration import compile_model, wants_liger
+from tests.models import accumulate_all, gradients_of, make_policy, make_samples, one_batch, tiny_llama
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_a_compiled_model_has_the_same_logprobs_and_gradients_for_every_shape():
+    compiled = tiny_llama()
+    assert compile_model(compiled, backend="aot_eager")
+    assert compiled.base_model._compiled_call_impl is not None
+    plain_policy, policy = make_policy(), make_policy(model=compiled)
+    assert all(parameter.grad is None for parameter in compiled.parameters()), "the trial left a gradient"
+    for count in (5, 12):
+        samples = make_samples(count)
+        for mine, plain in zip(policy.logprobs(samples), plain_policy.logprobs(samples), strict=True):
+            np.testing.assert_allclose(mine, plain, atol=1e-5)
+    for each in (policy, plain_policy):
+        accumulate_all(each, [one_batch(make_samples(12))])
+    torch.testing.assert_close(gradients_of(policy), gradients_of(plain_policy), atol=1e-5, rtol=1e-4)
+
+
+def test_without_a_compiler_training_goes_on_without_compiling(monkeypatch, capsys):
+    monkeypatch.setattr(inductor_config.cpp, "cxx", (None, "/nonexistent/c++"))
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    model = tiny_llama(seed=1)
+    assert not compile_model(model)
+    assert "training without it" in capsys.readouterr().out
+    assert model.base_model._compiled_call_impl is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert make_policy(model=model).logprobs(make_samples(2))
+
+
+def test_liger_is_left_out_where_it_cannot_run_and_refused_where_it_was_demanded(monkeypatch):
+    assert not wants_liger("auto", CPU)
+    assert not wants_liger("off", CUDA)
+    with pytest.raises(ConfigError, match=r"CUDA GPUs, and the model is on cpu.*auto or off"):
+        wants_liger("on", CPU)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert not wants_liger("auto", CUDA)
+    with pytest.raises(ConfigError, match=r"pip install 'tidemill\[liger\]'"):
+        wants_liger("on", CUDA)
