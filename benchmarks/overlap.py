@@ -81,6 +81,7 @@ async def measure(setting: Setting, scale: float, shrink: int, steps: int, warm_
             trainer__start_early=setting.start_early,
             trainer__micro_batch_tokens=max(64, groups * GROUP_SIZE * 20 // 32),
             trainer__mini_batches=MINI_BATCHES,
+            trainer__algorithm={"reference": {"model": "frozen"}},  # so that every group is prepared
             trainer__simulated={
                 "group_s": TRAINING_S / scale / groups,
                 "prepare_s": LOGPROBS_S / scale / groups,

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.trainer_cases import CASES, CPU_SHAPE, make_batch
+from benchmarks.trainer_cases import CASES
 
 SIDES = ("tidemill", "trl")
 MIB = 1 << 20
@@ -71,16 +71,15 @@ def main(
     rows: list[tuple[str, ...]] = []
     speed: dict[tuple[str, str], float] = {}
     peak: dict[tuple[str, str], float] = {}
-    for name, case in CASES.items():
+    for name in CASES:
         results: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for _ in range(rounds):
             for side in SIDES:
                 print(f"running: {name}, {side}", flush=True)
                 results[side].append(measure(side, name, budget, steps, threads))
-        num_tokens = sum(sample.num_tokens for sample in make_batch(case, CPU_SHAPE.vocabulary))
         for side in SIDES:
             step_s = min(step for result in results[side] for step in result["step_s"])
-            speed[name, side] = num_tokens / step_s
+            speed[name, side] = results[side][0]["tokens"] / step_s
             peak[name, side] = max(result["peak_bytes"] for result in results[side])
         rows += [_row(name, side, speed, peak, results[side][0]["grad_norm"]) for side in SIDES]
     columns = ("case", "side", "tokens/s", "to TRL", "peak MiB", "to TRL", "norm")

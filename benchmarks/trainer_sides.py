@@ -34,6 +34,7 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
         model.to("cuda")  # type: ignore[arg-type]
     run = {"tidemill": run_tidemill, "trl": run_trl}[side]
     result = run(model, samples, budget_tokens * scale, steps)
+    result["tokens"] = sum(sample.num_tokens for sample in samples)
     print(json.dumps(result), flush=True)
 
 
@@ -71,7 +72,7 @@ def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, step
         {
             "micro_batch_tokens": budget_tokens,
             "optimizer": {"lr": LR, "max_grad_norm": MAX_GRAD_NORM},
-            "algorithm": {"normalisation": "token", "importance_cap": None},
+            "algorithm": {"normalisation": "token", "importance": {"mode": "off"}},
         }
     )
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32

@@ -5,6 +5,8 @@ the reason; `auto`, and a compiler that fails, leave the model as it was.
 """
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import structlog
 import torch
@@ -56,7 +58,7 @@ def _apply_liger(model: PreTrainedModel) -> None:
     log.info("using Liger's kernels", model=str(model.config.model_type))
 
 
-def compile_model(model: PreTrainedModel, backend: str = "inductor") -> bool:
+def compile_model(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> bool:
     """Compile the model's body for any shape; the head works by chunks and stays as it is.
 
     A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler

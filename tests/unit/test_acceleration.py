@@ -1,9 +1,7 @@
 """Compiled models give the same numbers; what cannot be had is said, and never half applied."""
 
-import numpy as np
 import pytest
 import torch
-from torch._inductor import config as inductor_config
 
 from common.errors import ConfigError
 from services.trainer.acceleration import compile_model, wants_liger
@@ -12,28 +10,26 @@ from tests.models import accumulate_all, gradients_of, make_policy, make_samples
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_a_compiled_model_has_the_same_logprobs_and_gradients_for_every_shape():
-    compiled = tiny_llama()
+def test_a_compiled_model_has_the_same_gradients_for_every_shape():
+    compiled = tiny_llama(num_hidden_layers=1)
     assert compile_model(compiled, backend="aot_eager")
     assert compiled.base_model._compiled_call_impl is not None
-    plain_policy, policy = make_policy(), make_policy(model=compiled)
+    plain_policy, policy = make_policy(model=tiny_llama(num_hidden_layers=1)), make_policy(model=compiled)
     assert all(parameter.grad is None for parameter in compiled.parameters()), "the trial left a gradient"
-    for count in (5, 12):
-        samples = make_samples(count)
-        for mine, plain in zip(policy.logprobs(samples), plain_policy.logprobs(samples), strict=True):
-            np.testing.assert_allclose(mine, plain, atol=1e-5)
     for each in (policy, plain_policy):
-        accumulate_all(each, [one_batch(make_samples(12))])
+        accumulate_all(each, [one_batch(make_samples(count, seed=count)) for count in (2, 5, 12)])
     torch.testing.assert_close(gradients_of(policy), gradients_of(plain_policy), atol=1e-5, rtol=1e-4)
 
 
-def test_without_a_compiler_training_goes_on_without_compiling(monkeypatch, capsys):
-    monkeypatch.setattr(inductor_config.cpp, "cxx", (None, "/nonexistent/c++"))
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
-    torch._dynamo.reset()
-    model = tiny_llama(seed=1)
-    assert not compile_model(model)
-    assert "training without it" in capsys.readouterr().out
+def test_where_the_compiler_fails_training_goes_on_without_it(capsys):
+    def without_compiler(*_: object) -> None:
+        raise RuntimeError("no C++ compiler found")
+
+    model = tiny_llama(num_hidden_layers=1)
+    assert not compile_model(model, backend=without_compiler)
+    printed = capsys.readouterr().out
+    assert "training without it" in printed
+    assert "no C++ compiler found" in printed
     assert model.base_model._compiled_call_impl is None
     assert all(parameter.grad is None for parameter in model.parameters())
     assert make_policy(model=model).logprobs(make_samples(2))
