@@ -123,7 +123,11 @@ def test_nothing_outlives_its_program(isolation: dict[str, Any]) -> None:
         "'import time; time.sleep(600)'])\n"
         "time.sleep(0.3)\nprint('ok')"
     )
-    assert passes(code, ANY_OUTPUT)
+    count = "import glob; print(len(glob.glob('/proc/[0-9]*')))"
+    cases = make_cases(code, ANY_OUTPUT, 1) + make_cases(count, ANY_OUTPUT, 1)
+    (first, second), _ = run_cases(cases, LIMITS)
+    assert first["stdout"] == "ok\n"
+    assert int(second["stdout"]) <= 2  # the jail itself, and the program that counts
     assert not [p for p in psutil.process_iter() if mark in " ".join(_cmdline(p))]
 
 
