@@ -16,6 +16,7 @@ loaded their reward before that. `efficiency` is ideal time over measured time.
 import asyncio
 import heapq
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ async def measure(consumers: int, slots: int, scale: float, groups: int) -> Outc
             await asyncio.sleep(HEARTBEAT_S)  # the next one tells the lag of the end
             watching.cancel()
     ideal_s = ideal_time_s(delays_s, consumers * slots)
+    print(f"{consumers} x {slots}: {ended_s - started_s:.2f} s, ideal {ideal_s:.2f} s", file=sys.stderr)
     return Outcome(consumers, slots, ended_s - started_s, ideal_s, watch.most_in_flight, watch.loop_lag_ms)
 
 
