@@ -118,16 +118,16 @@ async def measure(consumers: int, slots: int, scale: float, groups: int) -> Outc
 
 
 async def _start(run: ServiceRun, consumers: int) -> None:
-    """Start the consumers and wait until each has joined the group."""
+    """Start the consumers and wait until all of them have loaded their reward and read."""
     for number in range(consumers):
         run.start("reward", f"reward-{number}")
-    while True:
-        status = await group_status(run.broker, run.keys.trajectories(), REWARD_GROUP)
-        beats = await read_heartbeats(run.broker, run.keys)
-        if status is not None and status.consumers == len(beats) == consumers:
-            break
-        await asyncio.sleep(POLL_S)
+    await wait_until(lambda: _are_ready(run, consumers), 300)
     await asyncio.sleep(HEARTBEAT_S)  # the lag of the start is told, and over
+
+
+async def _are_ready(run: ServiceRun, consumers: int) -> bool:
+    beats = await read_heartbeats(run.broker, run.keys)
+    return sum("in_flight" in beat.counts for beat in beats) == consumers
 
 
 async def _append(run: ServiceRun, delays_s: Sequence[float]) -> None:
