@@ -49,6 +49,12 @@ async def test_the_least_loaded_replica_gets_the_next_request(http: httpx.AsyncC
         assert (await held.enter_async_context(router.lease())).url == leased[4].url
 
 
+async def test_a_replica_to_avoid_is_asked_only_when_there_is_no_other(http: httpx.AsyncClient) -> None:
+    async with servers(2) as (first, second), make_router(http, first, second) as router:
+        assert [await _leased(router, {first.url}) for _ in range(4)] == [second.url] * 4
+        assert await _leased(router, {first.url, second.url}) in (first.url, second.url)
+
+
 async def test_a_replica_that_is_down_gets_nothing_until_it_is_up_again(http: httpx.AsyncClient) -> None:
     async with servers(2) as (sick, well), make_router(http, sick, well) as router:
         sick.health = 503
@@ -214,6 +220,7 @@ async def test_a_hedge_takes_nothing_from_those_that_wait_for_the_limits(stage: 
         async with stage.calls(*found, hedge=HedgeConfig(after_s=0.01), **limits) as calls:
             await asyncio.gather(*(calls.ask(stage.send, Lane.TRAIN, 0) for _ in range(6)))
         assert sum(server.peak for server in found) <= 2
+        assert calls.num_hedges <= 2  # only the last two had nobody behind them
 
 
 async def _leased(router: Router, avoid: set[str] | None = None) -> str:

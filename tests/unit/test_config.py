@@ -44,7 +44,8 @@ def test_every_example_is_a_valid_config_whose_files_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", SECTIONS, ids=lambda path: path.name)
 def test_every_example_of_a_section_is_valid(path: Path) -> None:
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert parse_config(MINIMAL | tree, str(path)).reward.named.keys() == tree["reward"]["rewards"].keys()
+    config = load_config(path, ["model.path=model", "data.train=train.jsonl"])
+    assert config.reward.named.keys() == tree["reward"]["rewards"].keys()
 
 
 def test_two_lines_are_a_config() -> None:

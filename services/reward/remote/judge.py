@@ -15,6 +15,7 @@ from services.reward.outcome import MAX_DETAIL_CHARS, Outcome
 from services.reward.remote.calls import RemoteCalls, make_calls
 from services.reward.remote.faults import RemoteFault
 from services.reward.remote.limiter import Permit
+from services.reward.remote.local_replicas import check_local_replicas
 from services.reward.remote.openai_requests import Judgement, OpenAIRequests, check_openai
 from services.reward.remote.replica import Replica
 from services.reward.remote.template import JudgePrompt, Message
@@ -97,5 +98,6 @@ def check_judge(name: str, config: NamedRewardConfig) -> None:
     """
     assert config.judge is not None
     check_openai(name, config.judge)
+    check_local_replicas(name, config)
     JudgePrompt(name, config.judge)
     make_verdict(config.judge.verdict)
