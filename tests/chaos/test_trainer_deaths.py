@@ -32,6 +32,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.timeout(900)  # sixteen lives, on a busy machine
 @pytest.mark.parametrize("seed", [0])
 async def test_at_any_point_of_a_step(tmp_path: Path, one_thread: None, seed: int) -> None:
     """Every point of the list once, in random order, and three times more within the micro-batches."""
