@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from services.trainer.simulated_policy import SimulatedPolicy
 from tests.chaos.driver import torment
 from tests.chaos.faults import KILLS, Kind, plan
@@ -11,6 +13,7 @@ from tests.runs import simulated_config
 STEPS, NUM_KILLS, SEED = 16, 8, 5
 
 
+@pytest.mark.timeout(900)  # a dozen starts of processes, on a busy machine
 async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path,
 ) -> None:
