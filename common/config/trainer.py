@@ -73,7 +73,8 @@ class TrainerConfig(Section):
     batch_order: Literal["in_order", "as_ready"] = "in_order"
     """`in_order` is reproducible; `as_ready` takes the first complete groups, for long tails."""
     start_early: bool = True
-    """Train on groups as they complete instead of waiting for the whole batch; same result."""
+    """Train on groups as they complete instead of waiting for the whole batch; same result. Advantages
+    that are normalised over a mini-batch wait for its groups all the same."""
     policy: Literal["transformers", "simulated"] = "transformers"
     """What is trained: a Hugging Face causal language model, or delays."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

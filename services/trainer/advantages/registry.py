@@ -114,6 +114,5 @@ def _gae(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
 
 def _values(episode: Episode) -> Float64s:
     sample = episode.sample
-    if sample.values is None:
-        raise AssertionError(f"sample {sample.key} has no values; `Policy.prepare` makes them")
+    assert sample.values is not None, "`Policy.prepare` comes before advantages"
     return sample.values[sample.mask].astype(np.float64)
