@@ -35,7 +35,8 @@ def effective_share(sums: MicroBatchMetrics) -> float:
     """
     if not sums.tokens or not sums.raw_weight_square_sum:
         return 1.0
-    return sums.raw_weight_sum**2 / (sums.tokens * sums.raw_weight_square_sum)
+    # Equal weights give a little more than 1 by rounding.
+    return min(1.0, sums.raw_weight_sum**2 / (sums.tokens * sums.raw_weight_square_sum))
 
 
 def _value_metrics(sums: MicroBatchMetrics, tokens: int) -> dict[str, float]:
