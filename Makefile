@@ -21,12 +21,12 @@ BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
 VLLM := $(VENV)/.vllm.stamp
 
-.PHONY: help demo test check bench bench-name chaos clean distclean
+.PHONY: help demo demo-judge test check bench bench-name chaos clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 		printf '%-14s %s\n' "  $$name" "$$text"; done
 	@echo
 	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11 or newer)"
@@ -34,6 +34,9 @@ help: ## list the commands
 
 demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## train a small model and watch it learn (ENGINE=transformers|vllm)
 	$(BIN)/tidemill up examples/arith/config.yaml --set rollout.engine=$(ENGINE)
+
+demo-judge: $(BASE) $(VLLM) ## the same with a language model as judge: two vLLM servers behind a router
+	$(BIN)/tidemill up examples/judge/config.yaml
 
 test: $(BASE) $(DEV) $(VLLM) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
 	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PYTEST_ARGS)

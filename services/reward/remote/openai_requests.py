@@ -77,9 +77,8 @@ class OpenAIRequests:
             raise _garbage(replica, str(error)) from error
         except openai.APIError as error:
             cause = error.__cause__ or error
-            raise RemoteFault(
-                FaultKind.CONNECTION, f"no answer from {replica.origin}: {cause or type(cause).__name__}"
-            ) from error
+            reason = str(cause) or type(cause).__name__
+            raise RemoteFault(FaultKind.CONNECTION, f"no answer from {replica.origin}: {reason}") from error
         except (ValueError, TypeError, AttributeError) as error:  # the client could not read it
             raise _garbage(replica, str(error)) from error
         return self._read(replica, answer)
