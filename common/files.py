@@ -30,6 +30,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _REMEDIES = {
     errno.ENOSPC: "free some space on that disk",
     errno.EDQUOT: "raise the quota, or free some space",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EROFS: "mount it writable",
     errno.EACCES: "give this user permission to write there",
     errno.EPERM: "give this user permission to write there",

@@ -20,6 +20,9 @@ LOOP_LAG_SECONDS = Histogram(
 
 REDIS_RETRIES = Counter("tidemill_redis_retries_total", "Redis commands repeated after a passing error")
 REDIS_WAIT = Counter("tidemill_redis_wait_seconds_total", "Time spent waiting for Redis to come back")
+REDIS_MEMORY_SHARE = Gauge(
+    "tidemill_redis_memory_share", "Memory of Redis in use over its maxmemory; 0 without a limit"
+)
 
 DELIVERIES = Counter("tidemill_deliveries_total", "Messages received through a consumer group", ["stream"])
 RECLAIMED = Counter("tidemill_reclaimed_total", "Messages taken over from a silent consumer", ["stream"])

@@ -103,16 +103,31 @@ class _PackedInC:
         return [hiredis.pack_command((*name.split(), *rest))]
 
 
+class _Master:
+    """What the Sentinels said last, for all connections of a client."""
+
+    def __init__(self, sentinel: Sentinel, service: str) -> None:
+        self.sentinel, self.service = sentinel, service
+        self.address = ("", 0)
+
+
 class _ToMaster:
-    """Connections that ask the Sentinels for the master's address whenever they connect."""
+    """Connections that ask the Sentinels for the master's address whenever they connect.
 
-    def __init__(self, sentinel: Sentinel, service: str, **options: Any) -> None:
+    Once one of them has found another master than before, the others leave the old one too, which may not
+    know yet that it has been replaced: what it is still given would be lost.
+    """
+
+    def __init__(self, master: _Master, **options: Any) -> None:
         super().__init__(**options)
-        self._sentinel, self._service = sentinel, service
+        self._master = master
 
-    async def connect(self) -> None:
-        if not self.is_connected:  # type: ignore[attr-defined]
-            self.host, self.port = await self._sentinel.discover_master(self._service)
+    async def connect(self: Any) -> None:
+        if self.is_connected and (self.host, self.port) != self._master.address:
+            await self.disconnect()
+        if not self.is_connected:
+            self.host, self.port = await self._master.sentinel.discover_master(self._master.service)
+            self._master.address = (self.host, self.port)
         await super().connect()  # type: ignore[misc]
 
 
@@ -172,7 +187,6 @@ def _sentinel_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
         **known,
         **options,
         "db": int(match["db"] or 0),
-        "sentinel": sentinel,
-        "service": unquote(match["name"]),
+        "master": _Master(sentinel, unquote(match["name"])),
         "connection_class": _MasterTlsConnection if has_tls else _MasterConnection,
     }

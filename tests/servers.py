@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -180,3 +180,48 @@ def command_lines(pids: list[int]) -> str:
 
 def _hash(password: str) -> str:
     return hashlib.sha256(password.encode()).hexdigest()
+
+
+class SentinelPair:
+    """A master, its replica, and one Sentinel that watches both."""
+
+    def __init__(self, folder: Path, down_after_ms: int = 500) -> None:
+        self.master, self.replica = (
+            RedisServer(folder / name, "--repl-diskless-sync-delay", "0") for name in ("master", "replica")
+        )
+        self.sentinel = RedisServer(folder / "sentinel", sentinel=True)
+        self.down_after_ms = down_after_ms
+
+    def __enter__(self) -> "SentinelPair":
+        self.master.start()
+        self.replica.options += ["--replicaof", f"127.0.0.1 {self.master.port}"]
+        self.replica.start()
+        self.sentinel.options += [
+            f"sentinel monitor mymaster 127.0.0.1 {self.master.port} 1",
+            f"sentinel down-after-milliseconds mymaster {self.down_after_ms}",
+            "sentinel failover-timeout mymaster 5000",
+        ]
+        self.sentinel.start()
+        self._wait(self.is_replicated)
+        self._wait(lambda: self.sentinel.client.sentinel_master("mymaster")["num-slaves"] == 1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in (self.sentinel, self.replica, self.master):
+            server.kill()
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/mymaster"
+
+    def is_replicated(self) -> bool:
+        """Whether the replica has all that the master has."""
+        ours, theirs = self.master.client.info("replication"), self.replica.client.info("replication")
+        is_up = theirs.get("master_link_status") == "up"
+        return is_up and ours["master_repl_offset"] == theirs["slave_repl_offset"]
+
+    def _wait(self, predicate: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not predicate():
+            assert time.monotonic() < deadline, "the replica does not follow its master"
+            time.sleep(0.05)

@@ -175,6 +175,18 @@ class CheckpointStore:
                 )
         return found
 
+    def keep_only(self, version: int) -> bool:
+        """Remove all others, if every byte of this one can be read back; else change nothing."""
+        try:
+            _verified_state(self.folder / version_name(version), version)
+        except _TornError as error:
+            log.error("the newest checkpoint is not whole; keeping older ones", problem=str(error))
+            return False
+        for other in self.versions():
+            if other != version:
+                retire_folder(self.folder / version_name(other))
+        return True
+
     def _prune(self, saved: int) -> None:
         """Keep the newest `keep` up to the one just saved; those above it were torn and passed over."""
         versions = self.versions()

@@ -1,4 +1,8 @@
-"""Saves checkpoints, and trims the streams below what the oldest kept one needs."""
+"""Saves checkpoints, and trims the streams below what the oldest kept one needs.
+
+Guarantees: an entry goes only when every checkpoint on the disk can do without it; checkpoints of earlier
+processes count too.
+"""
 
 import asyncio
 from base64 import b64encode
@@ -45,6 +49,7 @@ class Checkpointer:
         # Those above the restored one are not whole; the store removes them when it saves.
         known = [state for state in store.states() if state.version <= version]
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
+        self._changing = asyncio.Lock()
 
     async def save(self, version: int, dropped: Sequence[Dropped], commits: Iterable[Commit]) -> None:
         """Write the checkpoint of `version`, then let go of what no kept checkpoint needs.
@@ -61,11 +66,28 @@ class Checkpointer:
             counters={"trajectories": self.intake.num_trajectories},
             commits=[b64encode(codec.encode_payload(commit)).decode() for commit in commits],
         )
+        async with self._changing:
+            await self._save(state)
+
+    async def keep_newest_only(self) -> None:
+        """Give up all checkpoints but the newest whole one, and let go of what only they needed."""
+        async with self._changing:
+            if not self._kept:
+                return
+            newest = self._kept[-1]
+            if len(self._kept) > 1:
+                if not await asyncio.to_thread(self.store.keep_only, newest.version):
+                    return
+                self._kept = deque([newest], self._kept.maxlen)
+                log.warning("gave up older checkpoints to make room in Redis", kept=newest.version)
+            await self._trim(newest)
+
+    async def _save(self, state: TrainerState) -> None:
         with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
             await until_stored(self.context, partial(asyncio.to_thread, self.recorder.sync))
             write = partial(self.thread.call, self.store.save, state, self.policy.save_state)
             await until_stored(self.context, write)
-        if self._kept and self._kept[-1].version == version:
+        if self._kept and self._kept[-1].version == state.version:
             self._kept.pop()  # replaced on the disk too: the one before is still kept
         self._kept.append(state)
         if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:

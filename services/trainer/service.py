@@ -13,6 +13,7 @@ from services.trainer.collector import Collector, StoppedError
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
 from services.trainer.judgement import Judge
+from services.trainer.memory_watch import MemoryWatch
 from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
@@ -59,7 +60,7 @@ async def _train(context: ServiceContext) -> None:
     commits = await replayer.adopt(restored, dropped)
     version = restored + len(commits)
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
-        readers = [
+        background = [
             context.start(intake.read_trajectories(), "trajectory reader"),
             context.start(intake.read_scores(), "score reader"),
             context.start(intake.read_dead(), "dead-letter reader"),
@@ -68,6 +69,8 @@ async def _train(context: ServiceContext) -> None:
             await replayer.replay(commits, recorder)
             collector.dropped += replayer.pending_drops
             checkpointer = Checkpointer(context, store, policy, thread, scheduler, intake, recorder, restored)
+            memory = MemoryWatch(context, checkpointer)
+            background.append(context.start(memory.watch(), "memory watch"))
             trainer = Trainer(
                 context,
                 version=version,
@@ -80,6 +83,7 @@ async def _train(context: ServiceContext) -> None:
                 reconciler=reconciler,
                 evaluator=evaluator,
                 checkpointer=checkpointer,
+                memory=memory,
                 weights=WeightStore(context.run_dir),
                 recorder=recorder,
             )
@@ -88,9 +92,9 @@ async def _train(context: ServiceContext) -> None:
         except StoppedError:
             log.info("stopped while replaying commits; nothing was changed")
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
     context.raise_failure()
 
 

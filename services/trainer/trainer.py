@@ -26,6 +26,7 @@ from services.trainer.commits import append_commit, make_commit
 from services.trainer.evaluation import EvaluationResult, Evaluator
 from services.trainer.group_results import delete_results
 from services.trainer.intake import Intake
+from services.trainer.memory_watch import MemoryWatch
 from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.reconciler import Reconciler
@@ -56,6 +57,7 @@ class Trainer:
         reconciler: Reconciler,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
+        memory: MemoryWatch,
         weights: WeightStore,
         recorder: Recorder,
     ) -> None:
@@ -65,6 +67,7 @@ class Trainer:
         self.scheduler, self.intake, self.collector = scheduler, intake, collector
         self.reconciler, self.evaluator = reconciler, evaluator
         self.checkpointer, self.weights, self.recorder = checkpointer, weights, recorder
+        self.memory = memory
         self._trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
@@ -122,10 +125,13 @@ class Trainer:
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
+        # Before anything else is written: others may wait for memory that only a checkpoint frees.
+        is_saved = await self.memory.after_step(self._save)
         await self._finish_evaluation()
         await self._announce(manifest)
         self._observe(commit)
-        if self.version % self.config.checkpoint_every == 0 and self.version < self.config.steps:
+        is_due = self.version % self.config.checkpoint_every == 0
+        if is_due and not is_saved and self.version < self.config.steps:
             await self._save()
 
     async def _commit(self, commit: Commit, result: StepResult) -> None:
