@@ -181,7 +181,10 @@ class Collector:
         await self.reconciler.restore_lost()
 
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
-        await self.reconciler.restore_lost()
+        if await self.reconciler.has_restarted():
+            await self._recover_from_restart()
+        else:
+            await self.reconciler.restore_lost()
         if quiet_s > self.trainer.reissue_after_s:
             for ticket in await self.reconciler.find_abandoned(self.intake.groups.values()):
                 log.warning("no stream holds what is missing of this group", ticket=ticket)

@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 BLOCK_S = 1.0
 READ_COUNT = 256
+CLOCKS_APART_MS = 60_000
+"""Most that the clocks of two servers may differ which replace each other."""
 
 M = TypeVar("M", bound=Message)
 
@@ -147,8 +149,8 @@ class Intake:
             for stream, position in self.high_water().items()
         }
         low = self._low_water(untaken)
-        self._trajectories = _reader_at(self._trajectories, low[TRAJECTORIES])
-        self._scores = _reader_at(self._scores, low[SCORES])
+        self._trajectories = _reader_at(self._trajectories, _with_margin(low[TRAJECTORIES]))
+        self._scores = _reader_at(self._scores, _with_margin(low[SCORES]))
         for group in untaken:
             group.trajectories.clear()
             group.scores.clear()
@@ -235,6 +237,12 @@ class Intake:
 
     def _is_new(self, stream: str, entry_id: str) -> bool:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
+
+
+def _with_margin(position: str) -> str:
+    """An earlier position: a new master's clock, and so its entry ids, may be behind those that were read."""
+    milliseconds, _ = id_order(position)
+    return f"{max(0, milliseconds - CLOCKS_APART_MS)}-0"
 
 
 def _reader_at(reader: OffsetReader[M], position: str) -> OffsetReader[M]:

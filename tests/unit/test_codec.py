@@ -319,15 +319,48 @@ def test_what_cannot_be_sent_is_refused_by_the_sender() -> None:
         codec.encode(make_trajectory(extra={"thing": object()}))
 
 
-def test_nothing_in_the_repository_unpickles() -> None:
-    unsafe = re.compile(
-        r"^\s*(?:import|from)\s+(?:cloud)?(?:pickle|dill|marshal|shelve|joblib)\b|torch\.load\("
-    )
+UNSAFE = re.compile(
+    r"^\s*(?:import|from)\s+(?:cloud)?(?:pickle|dill|marshal|shelve|joblib)\b"
+    r"|\btorch\.load\(|allow_pickle|read_pickle|\byaml\.(?:unsafe_|full_)?load\(|(?<![.\w])(?:eval|exec)\("
+    r"|trust_remote_code=True|PickleSerializer"
+)
+RQ = re.compile(r"^\s*(?:import|from)\s+rq\b", re.MULTILINE)
+"""RQ pickles its jobs unless it is given another serializer."""
+
+
+def sources() -> list[Path]:
+    folders = ("common", "services", "benchmarks", "examples", "infra")
+    return [path for folder in folders for path in sorted((REPO / folder).rglob("*.py"))]
+
+
+def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads() -> None:
     offenders = [
         f"{path.relative_to(REPO)}:{number}"
-        for folder in ("common", "services", "benchmarks")
-        for path in sorted((REPO / folder).rglob("*.py"))
+        for path in sources()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if unsafe.search(line)
+        if UNSAFE.search(line)
     ]
+    texts = {path: path.read_text(encoding="utf-8") for path in sources()}
+    offenders += [
+        f"{path.relative_to(REPO)} uses RQ without JSONSerializer"
+        for path, text in texts.items()
+        if RQ.search(text) and "JSONSerializer" not in text
+    ]
+    assert len(texts) > 100
     assert offenders == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "    from dill import loads",
+        "state = torch.load(path, weights_only=True)",
+        "np.load(path, allow_pickle=True)",
+        "yaml.load(text)",
+        "value = eval(text)",
+    ],
+)
+def test_what_would_unpickle_is_found(line: str) -> None:
+    assert UNSAFE.search(line)
+    assert not UNSAFE.search("model.eval()")
