@@ -68,6 +68,29 @@ def test_state_and_tensors_come_back_as_they_were_saved(tmp_path: Path) -> None:
     assert loaded(tmp_path) == (12, 4.0)
 
 
+def test_a_restarted_trainer_knows_the_states_of_all_that_can_be_restored(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for version in (2, 4, 6):
+        store.save(state(version), Policy(version).save_state)
+    (tmp_path / "checkpoints" / "v00000004" / "checkpoint.json").write_text("{")
+    assert [known.version for known in CheckpointStore(tmp_path, keep=3).states()] == [2, 6]
+
+
+def test_older_ones_are_given_up_only_for_a_newest_that_can_be_read_back(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for version in (2, 4, 6):
+        store.save(state(version), Policy(version).save_state)
+    tensors = tmp_path / "checkpoints" / "v00000006" / "model.safetensors"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-1] + b"?")
+    assert not store.keep_only(6)
+    assert store.versions() == [2, 4, 6]
+    tensors.write_bytes(whole)
+    assert store.keep_only(6)
+    assert loaded(tmp_path) == (6, 6.0)
+    assert store.versions() == [6]
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for version in (2, 4, 6):
