@@ -321,10 +321,13 @@ def test_what_cannot_be_sent_is_refused_by_the_sender() -> None:
 
 UNSAFE = re.compile(
     r"^\s*(?:import|from)\s+(?:cloud)?(?:pickle|dill|marshal|shelve|joblib)\b"
-    r"|\btorch\.load\(|allow_pickle|read_pickle|\byaml\.(?:unsafe_|full_)?load\(|(?<![.\w])(?:eval|exec)\("
+    r"|\btorch\.load\(|allow_pickle|read_pickle|\byaml\.(?:unsafe_|full_)?load\("
     r"|trust_remote_code=True|PickleSerializer"
 )
-RQ = re.compile(r"^\s*(?:import|from)\s+rq\b", re.MULTILINE)
+RUNS_TEXT = re.compile(r"(?<![.\w])(?:eval|exec)\(")
+SANDBOX = "services/jobs/sandbox/"
+"""Where running untrusted code is the purpose."""
+RQ = re.compile(r"^\s*(?:import rq\b|from rq\S* import .*\b(?:Queue|\w*Worker|Job|Repeat)\b)", re.MULTILINE)
 """RQ pickles its jobs unless it is given another serializer."""
 
 
@@ -339,6 +342,7 @@ def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads() -> None:
         for path in sources()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if UNSAFE.search(line)
+        or (RUNS_TEXT.search(line) and not path.relative_to(REPO).as_posix().startswith(SANDBOX))
     ]
     texts = {path: path.read_text(encoding="utf-8") for path in sources()}
     offenders += [
@@ -362,5 +366,5 @@ def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads() -> None:
     ],
 )
 def test_what_would_unpickle_is_found(line: str) -> None:
-    assert UNSAFE.search(line)
-    assert not UNSAFE.search("model.eval()")
+    assert UNSAFE.search(line) or RUNS_TEXT.search(line)
+    assert not UNSAFE.search("model.eval()") and not RUNS_TEXT.search("model.eval()")
