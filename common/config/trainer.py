@@ -82,11 +82,14 @@ class TrainerConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
     micro_batch_tokens: int = Field(16_384, ge=16)
-    """Most tokens (prompt plus completion) in one forward pass."""
+    """Most tokens (prompt plus completion) in one forward pass, of each rank."""
     packing: bool = True
     """Pack sequences without padding where the attention allows it; else pad rows of like length."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    num_ranks: int = Field(1, ge=1, le=4096)
+    """Processes that train one model together, a GPU each, sharded with FSDP2. The trainer starts them on its
+    own machine; for several machines start it with torchrun."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine for the trainer; empty leaves the choice to CUDA_VISIBLE_DEVICES."""
     compile: bool = False
@@ -112,6 +115,22 @@ class TrainerConfig(Section):
     """Write TensorBoard events beside metrics.jsonl."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
+
+    @model_validator(mode="after")
+    def _ranks_can_share(self) -> "TrainerConfig":
+        algorithm = self.algorithm
+        for name, is_set in (
+            ("policy: simulated", self.policy == "simulated"),
+            ("algorithm.value.head", algorithm.value.head),
+            ("algorithm.reference.model: updated", algorithm.reference.model == "updated"),
+            ("compile", self.compile),
+        ):
+            if is_set and self.num_ranks > 1:
+                raise ValueError(
+                    f"num_ranks is {self.num_ranks}, but {name} works on one rank only; leave it out, or set "
+                    "num_ranks to 1"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ratio_can_move(self) -> "TrainerConfig":

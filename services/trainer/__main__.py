@@ -1,5 +1,6 @@
 """`python -m services.trainer --run RUN_ID`: schedule, train and commit. Wiring only."""
 
+import os
 import sys
 
 from common.service import ServiceMain, run_service
@@ -13,6 +14,10 @@ def load() -> ServiceMain:
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("RANK", "0")):  # torchrun has started this one as a follower
+        from services.trainer.follower import main
+
+        sys.exit(main())
     sys.exit(
         run_service(
             "trainer",

@@ -10,6 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from services.trainer.export import whole_tensor
+
 PIECE_BYTES = 1 << 26
 """Bytes hashed at once; what a GPU tensor needs of host memory."""
 
@@ -18,7 +20,7 @@ def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """32 hexadecimal digits for `(name, tensor)` pairs given in any order."""
     hasher = xxhash.xxh3_128()
     for _, tensor in sorted(parameters, key=lambda pair: pair[0]):
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = whole_tensor(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
         for piece in flat.split(PIECE_BYTES):
             hasher.update(piece.cpu().numpy())
     return hasher.hexdigest()

@@ -11,10 +11,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 WEIGHTS_FILE = "model.safetensors"
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor, or where it is sharded its rows from every rank, on the CPU; all ranks must call this."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
 def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -27,7 +33,8 @@ def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Weights under their published names, floating point ones in `dtype`."""
-    for name, tensor in revert_weight_conversion(model, model_tensors(model)).items():
+    tensors = {name: whole_tensor(tensor) for name, tensor in model_tensors(model).items()}
+    for name, tensor in revert_weight_conversion(model, tensors).items():
         yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
@@ -68,7 +69,8 @@ def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: 
     gradients = [parameter.grad for _, parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0.0
-    norm = float(get_total_norm(gradients)) / denominator
+    total = get_total_norm(gradients)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total) / denominator
     if math.isfinite(norm):
         scale = min(1.0, max_norm / norm) / denominator if norm > 0.0 else 1.0 / denominator
         for gradient in gradients:

@@ -23,9 +23,12 @@ from common.arrays import Float32
 from common.errors import ConfigError
 from services.trainer.micro_batches import MicroBatch
 from services.trainer.samples import PreparedTokens, Sample
+from services.trainer.shard_files import ShardReader
 
 TENSORS_FILE = "policy.safetensors"
 VALUES_FILE = "policy.json"
+
+_NO_STATE = "{} holds no state of a policy: {}; resume from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +106,40 @@ class PolicyState:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, folder / TENSORS_FILE)
+        self.write_values(folder)
+
+    def write_values(self, folder: Path) -> None:
+        """Write `policy.json` alone, beside tensors that ranks write."""
         (folder / VALUES_FILE).write_text(json.dumps(self.values, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> "PolicyState":
-        """Read what `write` wrote.
+        """Read what `write` wrote, or what ranks wrote, each its shard.
 
         Raises:
             ConfigError: the folder holds no readable state.
         """
+        values = cls.read_values(folder)
         try:
-            values = json.loads((folder / VALUES_FILE).read_text(encoding="utf-8"))
-            return cls(load_file(folder / TENSORS_FILE), values)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(
-                f"{folder} holds no state of a policy: {error}; resume from another checkpoint"
-            ) from error
+            if (folder / TENSORS_FILE).exists():
+                return cls(load_file(folder / TENSORS_FILE), values)
+            reader = ShardReader(folder)
+            return cls({name: reader.read(name) for name in reader.names}, values)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(_NO_STATE.format(folder, error)) from error
+
+    @staticmethod
+    def read_values(folder: Path) -> dict[str, Any]:
+        """Read `policy.json` alone.
+
+        Raises:
+            ConfigError: the folder holds none that is readable.
+        """
+        try:
+            values: dict[str, Any] = json.loads((folder / VALUES_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(_NO_STATE.format(folder, error)) from error
+        return values
 
 
 class Policy(Protocol):

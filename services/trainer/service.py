@@ -17,10 +17,12 @@ from services.trainer.memory_watch import MemoryWatch
 from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
+from services.trainer.ranks import lead_ranks
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.recovery import Replayer, restore_checkpoint
 from services.trainer.scheduler import Scheduler
+from services.trainer.sharded_policy import ShardedPolicy
 from services.trainer.step import StepRunner
 from services.trainer.trainer import Trainer
 from services.trainer.weights import WeightStore
@@ -48,6 +50,20 @@ async def _train(context: ServiceContext) -> None:
     prompts, evaluator = await asyncio.to_thread(_load_data, context)
     thread = PolicyThread()
     policy = await thread.call(_load_policy, context)
+    try:
+        await _train_policy(context, policy, thread, prompts, evaluator)
+    finally:
+        if isinstance(policy, ShardedPolicy):
+            await thread.call(policy.close)
+
+
+async def _train_policy(
+    context: ServiceContext,
+    policy: Policy,
+    thread: PolicyThread,
+    prompts: PromptSource,
+    evaluator: Evaluator,
+) -> None:
     intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
     scheduler = Scheduler(context.broker, context.keys, context.config, prompts, intake.expect)
     store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
@@ -117,6 +133,12 @@ def _load_policy(context: ServiceContext) -> Policy:
         from services.trainer.simulated_policy import SimulatedPolicy
 
         return SimulatedPolicy(context.config)
+    ranks = lead_ranks(context.config.trainer)
+    if ranks is not None:
+        from services.trainer.rank_policy import load_rank_policy
+
+        ranks.broadcast(context.config.model_dump_json().encode())
+        return ShardedPolicy(load_rank_policy(context.config, ranks), ranks)
     from services.trainer.transformers_policy import load_policy
 
     return load_policy(context.config)

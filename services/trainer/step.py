@@ -75,6 +75,8 @@ class StepRunner:
         self.policy, self.thread, self.judge = policy, thread, judge
         self.preparer = Preparer(self.trainer, policy, thread)
         self.advantages = Advantages(context.config)
+        # One forward pass on each rank.
+        self.micro_batch_tokens = self.trainer.micro_batch_tokens * self.trainer.num_ranks
         self.has_begun = False
         """Whether the weights are those within a step: after its first update, before its last."""
 
@@ -162,7 +164,7 @@ class StepRunner:
             groups, ungraded = self.advantages.assign(ungraded), []
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
-            batches = form_micro_batches(waiting, self.trainer.micro_batch_tokens)
+            batches = form_micro_batches(waiting, self.micro_batch_tokens)
             waiting = self._hold_back(batches) if places else []
             await self._accumulate([unprepared(b) for b in batches] if is_first else batches, mini)
 
@@ -189,7 +191,7 @@ class StepRunner:
 
     def _hold_back(self, batches: list[MicroBatch]) -> list[Sample]:
         """Take the last micro-batch away while it is nearly empty: more groups are on their way."""
-        if batches and batches[-1].num_tokens < MIN_FILL * self.trainer.micro_batch_tokens:
+        if batches and batches[-1].num_tokens < MIN_FILL * self.micro_batch_tokens:
             return list(batches.pop().samples)
         return []
 

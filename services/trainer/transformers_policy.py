@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,16 @@ def load_policy(config: RunConfig) -> "TransformersPolicy":
     Raises:
         ConfigError: the model or the device cannot be used.
     """
+    model, options = policy_parts(config, pick_device(config.trainer.device))
+    return TransformersPolicy(model, config.trainer, **options)
+
+
+def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model on its device, and what else a policy is made of, as keyword arguments.
+
+    Raises:
+        ConfigError: the model cannot be used.
+    """
     trainer = config.trainer
     if trainer.num_threads:
         torch.set_num_threads(trainer.num_threads)
@@ -61,15 +72,14 @@ def load_policy(config: RunConfig) -> "TransformersPolicy":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
-    model = load_model(config.model, pick_device(trainer.device))
+    model = load_model(config.model, device)
     accelerate_model(model, trainer)
-    return TransformersPolicy(
-        model,
-        trainer,
-        dtype=compute_dtype(config.model),
-        temperature=config.rollout.sampling.temperature,
-        max_completion_tokens=config.rollout.sampling.max_tokens,
-    )
+    sampling = config.rollout.sampling
+    return model, {
+        "dtype": compute_dtype(config.model),
+        "temperature": sampling.temperature,
+        "max_completion_tokens": sampling.max_tokens,
+    }
 
 
 class TransformersPolicy:
@@ -94,6 +104,7 @@ class TransformersPolicy:
         self._reference = (
             ReferenceModel(model, algorithm.reference, dtype) if algorithm.needs_reference else None
         )
+        self._scorer = self._make_scorer(model)
         self._value_head = ValueHead(model, algorithm.value.detach) if algorithm.value.head else None
         head_parameters = self._value_head.named() if self._value_head else []
         self._parameters = [*model.named_parameters(), *head_parameters]
@@ -102,19 +113,28 @@ class TransformersPolicy:
         self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
-        self._scorer = TokenScorer(model, dtype)
         is_recurrent = bool(getattr(model, "_is_stateful", False))
         self.layout = choose_layout(config.packing, model.device, model.config, is_recurrent)
         self._tile_tokens = config.micro_batch_tokens
+        """Of one forward pass."""
         if model.device.type == "cpu":
             self._tile_tokens = min(CPU_TILE_TOKENS, config.micro_batch_tokens)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()  # transformers checkpoints in training mode only; dropout is 0 in both
 
+    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
+        return TokenScorer(model, self._dtype)
+
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
+        return self._accumulate(batch, self._tiles_of(batch))
+
+    def _tiles_of(self, batch: MicroBatch) -> list[Tile]:
         rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
+        return make_tiles(rows, self.layout, self._tile_tokens)
+
+    def _accumulate(self, batch: MicroBatch, tiles: Sequence[Tile]) -> MicroBatchMetrics:
         normalisation = self._config.algorithm.normalisation
         num_sequences, num_trained = len(batch.samples), batch.num_trained
         metrics = MicroBatchMetrics(
@@ -122,8 +142,7 @@ class TransformersPolicy:
             tokens=num_trained,
             denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
         )
-        parts = [self._train_tile(tile, batch) for tile in make_tiles(rows, self.layout, self._tile_tokens)]
-        return metrics + total_metrics(parts)
+        return metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
 
     def _train_tile(self, tile: Tile, batch: MicroBatch) -> LossTerms:
         """Add one tile's gradient; return its terms, still on the device."""

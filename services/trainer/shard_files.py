@@ -1,0 +1,70 @@
+"""A policy's state in the files of several ranks, read again by any number of them.
+
+Each rank writes `policy-00000-of-00002.safetensors` with its rows of every sharded tensor; where they belong
+is in the file's own metadata. Rank r of n holds rows [r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2
+does. A state in one file (`policy.safetensors`) is read the same way.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.errors import ConfigError
+
+PATTERN = "policy*.safetensors"
+
+
+def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row and end of a rank's share. 5 rows over 2 ranks are (0, 3) and (3, 5)."""
+    count = -(-num_rows // size)
+    return min(num_rows, rank * count), min(num_rows, (rank + 1) * count)
+
+
+def write_shard(folder: Path, rank: int, size: int, tensors: dict[str, Tensor], rows: dict[str, int]) -> None:
+    """Write a rank's tensors; `rows` has the number of rows of those that are sharded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = {name: rows_of(num_rows, rank, size)[0] for name, num_rows in rows.items()}
+    path = folder / f"policy-{rank:05}-of-{size:05}.safetensors"
+    save_file(tensors, path, metadata={"first_rows": json.dumps(first, sort_keys=True)})
+
+
+class ShardReader:
+    """Reads rows of tensors out of a state's files.
+
+    Raises:
+        ConfigError: the folder holds no state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._pieces: dict[str, list[tuple[int, Path]]] = {}
+        for path in sorted(folder.glob(PATTERN)):
+            with safe_open(path, "pt") as file:
+                first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                    self._pieces.setdefault(name, []).append((first_rows.get(name, 0), path))
+        if not self._pieces:
+            raise ConfigError(f"{folder} holds no state of a policy; resume from another checkpoint")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return sorted(self._pieces)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor, or all of it."""
+        parts: list[Tensor] = []
+        for first, path in sorted(set(self._pieces[name])):
+            with safe_open(path, "pt") as file:
+                piece = file.get_slice(name)
+                if not piece.get_shape():
+                    scalar: Tensor = file.get_tensor(name)
+                    return scalar
+                end = first + piece.get_shape()[0]
+                low = min(max(start, first), end)
+                high = max(low, end if stop is None else min(stop, end))
+                parts.append(piece[low - first : high - first])
+        return torch.cat(parts)
