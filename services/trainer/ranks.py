@@ -92,8 +92,9 @@ def _losses_told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
         raise RankLostError(
-            f"another rank of the trainer has ended, its log says why ({' '.join(str(error).split())[:200]}). "
+            f"another rank of the trainer has ended, its log says why ({reason}). "
             "Start the trainer again: it goes on from its last checkpoint"
         ) from error
 
