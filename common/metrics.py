@@ -150,3 +150,6 @@ WEIGHTS_WRITE_SECONDS = Histogram(
 )
 REWARD_MEAN = Gauge("tidemill_reward_mean", "Mean reward of the last step")
 EVALUATION_SCORE = Gauge("tidemill_evaluation_score", "Mean score of the last evaluation", ["dataset"])
+UNHEALTHY = Gauge(
+    "tidemill_unhealthy", "1 while a number of the step is outside of its healthy range", ["check"]
+)

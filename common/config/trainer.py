@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from common.config.algorithm import AlgorithmConfig
+from common.config.diagnostics import DiagnosticsConfig
 from common.config.section import Section
 
 
@@ -80,6 +81,7 @@ class TrainerConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
     micro_batch_tokens: int = Field(16_384, ge=16)
     """Most tokens (prompt plus completion) in one forward pass, of each rank."""

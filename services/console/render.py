@@ -20,6 +20,8 @@ BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 22
 """With it the dashboard fits a terminal of 80 columns."""
 NOTHING = "–"
+MAX_WARNINGS = 3
+"""Warnings in the dashboard, the newest."""
 STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
 QUEUE_WORDS = {
     "prompts": ("groups to generate", "generating"),
@@ -44,6 +46,7 @@ def dashboard(
     columns = Table.grid(padding=(0, 3))
     columns.add_row(_learning(snapshot), _flow(snapshot))
     parts += [columns, "", _workers(snapshot, services or {})]
+    parts += _warnings(snapshot)
     parts += [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in events]
     if hint:
         parts.append(Text(hint, style="dim"))
@@ -74,6 +77,16 @@ def evaluation_line(evaluation: Mapping[str, object]) -> str:
     score = evaluation.get("score")
     shown = f"{score:.3f}" if isinstance(score, int | float) else "no score"
     return f"evaluation of version {evaluation.get('version')} on {evaluation.get('dataset')}: {shown}"
+
+
+def warning_line(warning: Mapping[str, object]) -> str:
+    """One warning of the trainer's diagnostics as one line of plain text; or that it is over."""
+    until, metric = warning.get("until_step"), warning.get("metric")
+    if isinstance(until, int):
+        return f"healthy again since step {until + 1}: {metric}"
+    since = warning.get("since_step")
+    begun = f" (since step {since + 1})" if isinstance(since, int) else ""
+    return f"{warning.get('text')}{begun}. {warning.get('advice')}"
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -139,6 +152,15 @@ def _learning(snapshot: RunSnapshot) -> Table:
         if value is not None:
             table.add_row(label, f"{value:{form}}")
     return table
+
+
+def _warnings(snapshot: RunSnapshot) -> list[Text]:
+    """The newest warnings that hold; all of them are in the run's state and in the trainer's log."""
+    held = snapshot.warnings
+    lines = [Text.assemble(("warning  ", "bold yellow"), warning_line(item)) for item in held[-MAX_WARNINGS:]]
+    if len(held) > MAX_WARNINGS:
+        lines.append(Text(f"and {len(held) - MAX_WARNINGS} older warnings: tidemill status --json", "yellow"))
+    return lines
 
 
 def _with_curve(snapshot: RunSnapshot, name: str, form: str) -> Text:

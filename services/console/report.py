@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from common.files import write_atomically
 from common.plots import plot_learning_curve
@@ -67,10 +68,21 @@ def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -
     for path in (folder.summary, folder.path / PICTURE_FILE):
         if path.exists():
             console.print(f"  {nearest(path)}", style="dim", soft_wrap=True)
+    for warning in tree.get("warnings") or []:
+        console.print(Text.assemble(("warning  ", "yellow"), spell_line(warning)), soft_wrap=True)
     for problem in tree.get("failures") or []:
         console.print(f"[bold red]failed[/]  {problem}", soft_wrap=True)
     if tree.get("ok"):
         console.print("[bold green]ok[/]  everything that was expected of the run holds")
+
+
+def spell_line(warning: Mapping[str, Any]) -> str:
+    """One warning of a run that is over: when it held, and what to do about it next time."""
+    until, worst = warning.get("until_step"), warning.get("worst")
+    end = "the end" if until is None else str(until)  # steps are counted from 1 for people
+    shown = f"{worst:.4g}" if worst is not None else "not a number"
+    steps = f"steps {warning.get('since_step', 0) + 1} to {end}, at worst {shown}"
+    return f"{warning.get('text')} ({steps}). {warning.get('advice')}"
 
 
 def nearest(path: Path) -> str:

@@ -72,6 +72,11 @@ class RunSnapshot:
         found = self.state.get("evaluations") or []
         return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
 
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """What the trainer warned of and what is so still, oldest first."""
+        return [item for item in self.state.get("warnings") or [] if item.get("until_step") is None]
+
     def metric(self, name: str) -> float | None:
         """A metric of the last step."""
         return self.points[-1].metrics.get(name) if self.points else None
@@ -117,6 +122,7 @@ class RunSnapshot:
             "max_staleness": self.max_staleness,
             "metrics": self.points[-1].metrics if self.points else {},
             "evaluations": self.evaluations,
+            "warnings": self.warnings,
             "step_s": self.step_s,
             "eta_s": self.eta_s,
             "tokens_per_s": self.tokens_per_s,

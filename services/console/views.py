@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from services.console.render import dashboard, evaluation_line, step_line
+from services.console.render import dashboard, evaluation_line, step_line, warning_line
 from services.console.snapshot import RunSnapshot
 from services.console.supervisor import ServiceStatus
 
@@ -66,6 +66,7 @@ class PlainView:
         self.console = console
         self._next_step: int | None = None
         self._evaluated: set[tuple[object, object]] = set()
+        self._warned: set[tuple[object, ...]] | None = None
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Print what is new since the last call; what a resumed run did before is not new."""
@@ -87,6 +88,20 @@ class PlainView:
         self._next_step = max(self._next_step, snapshot.version)
         for _, _, line in sorted(lines):
             self.event(line)
+        self._show_warnings(snapshot)
+
+    def _show_warnings(self, snapshot: RunSnapshot) -> None:
+        """Each once when it begins and once when it ends; what a resumed run said before is not new."""
+        known = {
+            (item.get("check"), item.get("since_step"), item.get("until_step")): item
+            for item in snapshot.state.get("warnings") or []
+        }
+        if self._warned is None and "warnings" not in snapshot.state:
+            return  # the trainer has not spoken yet
+        for key, item in known.items():
+            if self._warned is not None and key not in self._warned:
+                self.event(f"warning: {warning_line(item)}" if key[2] is None else warning_line(item))
+        self._warned = set(known)
 
     def event(self, text: str) -> None:
         """Print a line."""

@@ -4,12 +4,15 @@ import asyncio
 
 import structlog
 
+from common.config.diagnostics import HealthyRange
 from common.files import locked
 from common.presence import Heartbeat
+from common.records import METRICS_FILE, read_records
 from common.service import ServiceContext
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import Collector, StoppedError
+from services.trainer.diagnostics import Diagnostics
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
 from services.trainer.judgement import Judge
@@ -102,6 +105,7 @@ async def _train_policy(
                 memory=memory,
                 weights=WeightStore(context.run_dir),
                 recorder=recorder,
+                diagnostics=await asyncio.to_thread(_resume_diagnostics, context),
             )
             context.reporters.append(lambda beat: _report(beat, trainer))
             await trainer.run()
@@ -112,6 +116,13 @@ async def _train_policy(
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
     context.raise_failure()
+
+
+def _resume_diagnostics(context: ServiceContext) -> Diagnostics:
+    config = context.config.trainer.diagnostics
+    if context.config.trainer.policy == "simulated":
+        config = config.model_copy(update={"entropy": HealthyRange()})  # delays have none
+    return Diagnostics.resumed(config, read_records(context.run_dir / METRICS_FILE))
 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:

@@ -13,6 +13,9 @@ from services.trainer.judgement import TrainableGroup
 from services.trainer.loss_metrics import loss_metrics
 from services.trainer.step import StepResult
 
+OLDEST_BUCKET = 8
+"""The last bucket of the staleness histogram: so many steps or more."""
+
 
 def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: float) -> dict[str, float]:
     """All metrics of a step; every value is a finite number except where the policy's own is not."""
@@ -29,10 +32,19 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
         "step_tokens": float(sum(len(t.prompt_ids) + t.num_tokens for t in trajectories)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
+        **staleness_shares(staleness),
         "groups_dropped": float(num_dropped),
+        "groups_dropped_ratio": num_dropped / (num_dropped + len(result.groups)),
         "step_time_s": step_time_s,
     }
     return metrics | _policy_metrics(result)
+
+
+def staleness_shares(staleness: NDArray[np.int64]) -> dict[str, float]:
+    """A histogram: `staleness/share_<n>`, the share of trained tokens n steps old; what is older than the
+    last bucket is in that. Buckets up to the oldest token are there, also empty ones."""
+    counts = np.bincount(np.minimum(staleness, OLDEST_BUCKET)) if staleness.size else ()
+    return {f"staleness/share_{age}": float(count / staleness.size) for age, count in enumerate(counts)}
 
 
 def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:

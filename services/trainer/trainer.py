@@ -14,6 +14,7 @@ from functools import partial
 import structlog
 
 from common import metrics
+from common.activity import WAIT
 from common.errors import WeightsError
 from common.messages import Commit, Lane, WeightManifest
 from common.run_state import FINISHED, RUNNING, read_state, update_state
@@ -23,6 +24,7 @@ from common.weight_files import verified_files
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
 from services.trainer.commits import append_commit, make_commit
+from services.trainer.diagnostics import Diagnostics
 from services.trainer.evaluation import EvaluationResult, Evaluator
 from services.trainer.group_results import delete_results
 from services.trainer.intake import Intake
@@ -60,6 +62,7 @@ class Trainer:
         memory: MemoryWatch,
         weights: WeightStore,
         recorder: Recorder,
+        diagnostics: Diagnostics,
     ) -> None:
         self.context, self.config = context, context.config.trainer
         self.version = version
@@ -67,7 +70,7 @@ class Trainer:
         self.scheduler, self.intake, self.collector = scheduler, intake, collector
         self.reconciler, self.evaluator = reconciler, evaluator
         self.checkpointer, self.weights, self.recorder = checkpointer, weights, recorder
-        self.memory = memory
+        self.memory, self.diagnostics = memory, diagnostics
         self._trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
@@ -125,6 +128,7 @@ class Trainer:
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
+        self.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
         is_saved = await self.memory.after_step(self._save)
         await self._finish_evaluation()
@@ -178,7 +182,12 @@ class Trainer:
         before, self._totals = self._totals, self.context.activity.totals()
         spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
         names = {state: f"time/{state.replace(':', '_')}_s" for state in spent}
-        return {names[state]: seconds for state, seconds in spent.items() if seconds > 0}
+        total_s, waited_s = (
+            sum(spent.values()),
+            sum(s for state, s in spent.items() if state.startswith(WAIT)),
+        )
+        numbers = {names[state]: seconds for state, seconds in spent.items() if seconds > 0}
+        return numbers | {"time/wait_share": waited_s / total_s if total_s else 0.0}
 
     async def _write_weights(self, version: int) -> WeightManifest:
         with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
@@ -265,6 +274,7 @@ class Trainer:
             trajectories_seen=self.intake.num_trajectories,
             trainer_idle_share=self.context.activity.idle_share(),
             evaluations=self._evaluations,
+            warnings=self.diagnostics.as_state(),
             **values,
         )
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from common.presence import Heartbeat
 from services.console.render import dashboard, duration, sparkline, step_line
+from services.console.report import spell_line
 from services.console.snapshot import QueueDepth, RunSnapshot, StepPoint
 from services.console.supervisor import ServiceStatus
 from services.console.views import PlainView
@@ -127,3 +128,35 @@ def test_failures_of_rewards_are_shown_by_name_and_kind_over_all_workers() -> No
     text = shown(dashboard(snapshot(workers=workers)))
     assert "failed: judge (timeout)" in text and "failed: judge (http_429)" in text
     assert text.split("failed: judge (timeout)")[1].split()[0] == "5"
+
+
+WARNING = {
+    "check": "entropy", "metric": "entropy", "since_step": 1, "until_step": None, "worst": 0.001,
+    "text": "the policy has nearly stopped exploring", "advice": "Raise clip_high.",
+}  # fmt: skip
+
+
+def test_warnings_that_hold_are_in_the_dashboard_and_those_that_ended_are_not() -> None:
+    state = {"warnings": [WARNING, {**WARNING, "text": "another", "until_step": 2}]}
+    text = shown(dashboard(snapshot(state=state)))
+    assert "warning  the policy has nearly stopped exploring (since step 2)." in " ".join(text.split(" "))
+    assert "another" not in text
+    assert snapshot(state=state).as_dict()["warnings"] == [WARNING]
+
+
+def test_the_plain_view_says_a_warning_when_it_begins_and_when_it_ends() -> None:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    view = PlainView(console)
+    for warnings in ([], [WARNING], [WARNING], [{**WARNING, "until_step": 2}]):
+        view.show(snapshot(state={"warnings": warnings}), {}, 0.0)
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "warning: the policy has nearly stopped exploring (since step 2). Raise clip_high.",
+        "healthy again since step 3: entropy",
+    ]
+
+
+def test_the_summary_says_when_a_warning_held() -> None:
+    assert spell_line(WARNING) == (
+        "the policy has nearly stopped exploring (steps 2 to the end, at worst 0.001). Raise clip_high."
+    )
+    assert "(steps 2 to 3, at worst not a number)" in spell_line({**WARNING, "until_step": 3, "worst": None})

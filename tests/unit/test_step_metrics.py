@@ -10,7 +10,7 @@ from common.messages import Trajectory
 from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
 from services.trainer.policy import MicroBatchMetrics, UpdateResult
 from services.trainer.step import MiniBatch, StepResult
-from services.trainer.step_metrics import step_metrics
+from services.trainer.step_metrics import staleness_shares, step_metrics
 from tests.training import make_score, trainer_config
 from tests.trajectories import make_trajectory
 
@@ -81,6 +81,7 @@ def test_rewards_are_those_that_were_trained_on():
     assert numbers["scores/failed_ratio"] == 0.25
     assert numbers["scores/latency_s"] == (1.0 + 2.0 + 3.0 + 6.0) / 4
     assert (numbers["groups_dropped"], numbers["step_time_s"]) == (3.0, 1.5)
+    assert numbers["groups_dropped_ratio"] == 3 / 5
 
 
 def test_components_are_averaged_over_the_samples_they_applied_to():
@@ -104,6 +105,17 @@ def test_staleness_is_that_of_tokens():
     # 2 tokens of version 4; 3 of version 3 and 1 of version 4; 3 of version 2; 1 of version 4.
     assert numbers["staleness/max"] == 2.0
     assert numbers["staleness/mean"] == (3 * 1 + 3 * 2) / 10
+    shares = {name: value for name, value in numbers.items() if name.startswith("staleness/share_")}
+    assert shares == {"staleness/share_0": 0.4, "staleness/share_1": 0.3, "staleness/share_2": 0.3}
+
+
+def test_tokens_older_than_the_last_bucket_of_staleness_are_in_it():
+    assert staleness_shares(np.array([0, 8, 9, 40])) == {
+        "staleness/share_0": 0.25,
+        **{f"staleness/share_{age}": 0.0 for age in range(1, 8)},
+        "staleness/share_8": 0.75,
+    }
+    assert staleness_shares(np.array([], dtype=np.int64)) == {}
 
 
 def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominator():
