@@ -11,9 +11,9 @@ from common.config.section import Section
 class HealthyRange(Section):
     """Lowest and highest healthy value; a bound that is null does not exist, and both null is no check."""
 
-    low: float | None = None
+    low: float | None = Field(None, ge=-1e9, le=1e9)
     """Lowest healthy value."""
-    high: float | None = None
+    high: float | None = Field(None, ge=-1e9, le=1e9)
     """Highest healthy value."""
 
     @model_validator(mode="after")

@@ -32,14 +32,15 @@ CHECKS = (
         "logprob_gap",
         "logprob_gap/mean",
         "trainer and engine disagree about the tokens that were sampled",
-        "Look at max_staleness and the learning rate first: with max_staleness 0 the gap is numerics alone. If "
-        "it stays, compare model.dtype, temperature, top_p and top_k, and the attention and MoE kernels of both.",
+        "Look at max_staleness and the learning rate first: with max_staleness 0 the gap is numerics alone. "
+        "If it stays, compare model.dtype, temperature, top_p and top_k, and the kernels of both.",
     ),
     Check(
         "logprob_gap_max",
         "logprob_gap/max",
         "trainer and engine disagree completely about single tokens",
-        "Bound the importance weights (trainer.algorithm.importance), or mask them on both sides as IcePop does.",
+        "Bound the importance weights (trainer.algorithm.importance), or mask them on both sides as IcePop "
+        "does.",
     ),
     Check(
         "rollout_kl",
@@ -51,7 +52,7 @@ CHECKS = (
         "effective_sample_size",
         "sampling/effective_sample_size",
         "a few tokens or sequences carry most of the importance weight",
-        "Lower max_staleness or the learning rate, bound the weights tighter, or take importance level token.",
+        "Lower max_staleness or the learning rate, bound the weights, or take importance.level token.",
     ),
     Check(
         "importance_mean",
@@ -71,7 +72,7 @@ CHECKS = (
         "zero_variance",
         "frac_reward_zero_std",
         "in most groups all rewards are equal, and such groups teach nothing",
-        "If rewards are mostly 0 the prompts are too hard or the reward cannot parse the answers; if mostly 1, "
+        "If rewards are mostly 0, prompts are too hard or the reward cannot parse the answers; if mostly 1, "
         "too easy. Choose prompts by difficulty, raise group_size, or set algorithm.filter_zero_variance.",
     ),
     Check(
@@ -136,8 +137,7 @@ CHECKS = (
         "explained_variance",
         "value/explained_variance",
         "the value head predicts worse than a constant",
-        "Raise algorithm.value's learning signal (coefficient), give it more steps, or take an advantage "
-        "without a value head.",
+        "Raise algorithm.value.lr or its coefficient, or take an advantage without a value head.",
     ),
 )
 """All checks, in the order in which they are shown."""
