@@ -35,7 +35,7 @@ help: ## list the commands
 demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## train a small model and watch it learn (ENGINE=transformers|vllm)
 	$(BIN)/tidemill up examples/arith/config.yaml --set rollout.engine=$(ENGINE)
 
-demo-judge: $(BASE) $(VLLM) ## the same with a language model as judge: two vLLM servers behind a router
+demo-judge: $(BASE) $(VLLM) ## the same with a judge and a reward model: two vLLM servers and a classifier's
 	$(BIN)/tidemill up examples/judge/config.yaml
 
 test: $(BASE) $(DEV) $(VLLM) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
