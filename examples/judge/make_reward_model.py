@@ -1,6 +1,6 @@
 """Make the small reward model of the demo: a classifier that tells whether an answer has the wanted form.
 
-It reads the token ids of problem and completion as the actor wrote them, so it has the actor's vocabulary, and
+It reads the ids of problem and completion as the actor wrote them, so it has the actor's vocabulary, and
 gives one raw score: high for `#### ` and a number and nothing else, low for everything else. Whether the
 number is right is the judge's business. A real reward model stands behind the same API.
 
