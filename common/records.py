@@ -11,6 +11,8 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 """Below the run's folder."""
+BEST_FILE = "best.json"
+"""Below the run's folder: which evaluated version is the best, and where its weights are."""
 STEP = "step"
 EVALUATION = "evaluation"
 

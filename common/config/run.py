@@ -126,6 +126,12 @@ class RunConfig(Section):
                 f"trainer.evaluation.samples is {trainer.evaluation.samples}, but at temperature 0 all of "
                 "them would be alike; raise trainer.evaluation.temperature or take one sample"
             )
+        dataset = trainer.evaluation.keep_best.rpartition("/")[0]
+        if dataset and dataset not in self.data.eval:
+            raise ValueError(
+                f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
+                f"{', '.join(self.data.eval) or 'none'}"
+            )
         if trainer.optimizer.warmup_steps >= trainer.steps > 1:
             raise ValueError(
                 f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below "

@@ -1,12 +1,15 @@
 """The `trainer` section: schedule, algorithm, optimizer, weights and checkpoints."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from common.config.algorithm import AlgorithmConfig
 from common.config.diagnostics import DiagnosticsConfig
 from common.config.section import Section
+
+BEST_METRICS = ("score", "accuracy", "pass_at_k")
+"""Of an evaluation; more is better."""
 
 
 class OptimizerConfig(Section):
@@ -45,6 +48,23 @@ class EvaluationConfig(Section):
     """Take only the first rows of each set."""
     success_threshold: float = 0.5
     """A score of at least this counts as solved in `accuracy` and pass@k."""
+    pass_k: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = ()
+    """Other k than `samples` for which pass@k is estimated without bias; none above `samples`."""
+    keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
+    """The version that is best by this metric keeps its weights: `score`, `accuracy`, `pass_at_k` or
+    `pass_at_4` (a k of `pass_k`), averaged over the datasets, or of one dataset as `DATASET/METRIC`. Empty
+    keeps none."""
+
+    @model_validator(mode="after")
+    def _k_has_samples(self) -> "EvaluationConfig":
+        if too_large := [k for k in self.pass_k if k > self.samples]:
+            raise ValueError(
+                f"pass_k {too_large} exceeds samples ({self.samples}): pass@k needs at least k samples"
+            )
+        name = self.keep_best.rpartition("/")[2]
+        if name not in ("", *BEST_METRICS) and int(name.removeprefix("pass_at_")) not in self.pass_k:
+            raise ValueError(f"keep_best is {self.keep_best!r}, but pass_k {list(self.pass_k)} has no such k")
+        return self
 
 
 class SimulatedPolicyConfig(Section):

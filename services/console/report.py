@@ -57,6 +57,8 @@ def summary_table(tree: Mapping[str, Any]) -> RenderableType:
     table.add_column(justify="right")
     for name, label, form in ROWS:
         table.add_row(label, _shown(tree.get(name), form))
+    if best := tree.get("best"):
+        table.add_row(f"best version, by {best['metric']}", f"{best['version']} ({best['value']:.3f})")
     for reason, count in (tree.get("dropped") or {}).items():
         table.add_row(f"left out: {reason.replace('_', ' ')}", f"{count:,}")
     return table

@@ -61,6 +61,8 @@ class RunSummary:
     dropped: dict[str, int] = field(default_factory=dict)
     """Trajectories left out, by reason."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+    """The best evaluated version, whose weights are kept: version, metric, value, weights."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """Numbers of the steps that left their healthy range: what, since when, until when, what to do."""
     reward_curve: list[float] = field(default_factory=list)
@@ -88,6 +90,7 @@ async def summarise(
         [r for r in read_records(run_dir / METRICS_FILE) if r["kind"] == EVALUATION],
     )
     summary.evaluations = evaluations
+    summary.best = state.get("best")
     summary.warnings = list(state.get("warnings") or [])
     if evaluations:
         summary.eval_before = mean_score(evaluations, evaluations[0]["version"])

@@ -30,6 +30,7 @@ from common.streams import (
     trim_before,
 )
 from services.trainer.group_results import delete_results
+from services.trainer.pass_at_k import mean_pass_at_k
 from services.trainer.prompts import Prompt
 
 log = structlog.get_logger(__name__)
@@ -43,7 +44,8 @@ Scores = dict[TrajectoryKey, Score]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """One version on one dataset. `score` is avg@k, `accuracy` the share of samples at the threshold."""
+    """One version on one dataset. `score` is avg@k, `accuracy` the share of samples at the threshold,
+    `pass_at_k` that of prompts with at least one such sample, and `pass_at` the estimates for smaller k."""
 
     version: int
     dataset: str
@@ -54,6 +56,7 @@ class EvaluationResult:
     clipped_ratio: float
     num_samples: int
     num_failed: int
+    pass_at: dict[int, float] = field(default_factory=dict)
     at: float = field(default_factory=time.time)
 
     def metrics(self) -> dict[str, float]:
@@ -67,7 +70,8 @@ class EvaluationResult:
             "num_samples",
             "num_failed",
         )
-        return {name: float(getattr(self, name)) for name in names}
+        numbers = {name: float(getattr(self, name)) for name in names}
+        return numbers | {f"pass_at_{k}": value for k, value in self.pass_at.items()}
 
 
 class Evaluator:
@@ -205,6 +209,10 @@ class Evaluator:
             clipped_ratio=_mean([sample.finish == "length" for sample in samples]),
             num_samples=len(flat),
             num_failed=len(by_prompt) * self.config.samples - len(flat),
+            pass_at={
+                k: mean_pass_at_k([[value >= threshold for value in row] for row in scored], k)
+                for k in self.config.pass_k
+            },
         )
 
     def _ticket(self, number: int, version: int, prompt: Prompt) -> Ticket:

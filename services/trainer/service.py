@@ -9,6 +9,7 @@ from common.files import locked
 from common.presence import Heartbeat
 from common.records import METRICS_FILE, read_records
 from common.service import ServiceContext
+from services.trainer.best_version import BestVersion
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import Collector, StoppedError
@@ -106,6 +107,7 @@ async def _train_policy(
                 weights=WeightStore(context.run_dir),
                 recorder=recorder,
                 diagnostics=await asyncio.to_thread(_resume_diagnostics, context),
+                best=await asyncio.to_thread(_resume_best, context),
             )
             context.reporters.append(lambda beat: _report(beat, trainer))
             await trainer.run()
@@ -123,6 +125,11 @@ def _resume_diagnostics(context: ServiceContext) -> Diagnostics:
     if context.config.trainer.policy == "simulated":
         config = config.model_copy(update={"entropy": HealthyRange()})  # delays have none
     return Diagnostics.resumed(config, read_records(context.run_dir / METRICS_FILE))
+
+
+def _resume_best(context: ServiceContext) -> BestVersion:
+    metric = context.config.trainer.evaluation.keep_best
+    return BestVersion(context.run_dir, metric, read_records(context.run_dir / METRICS_FILE))
 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:

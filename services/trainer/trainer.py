@@ -21,6 +21,7 @@ from common.run_state import FINISHED, RUNNING, read_state, update_state
 from common.service import ServiceContext
 from common.streams import read_newest
 from common.weight_files import verified_files
+from services.trainer.best_version import BestVersion
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
 from services.trainer.commits import append_commit, make_commit
@@ -63,6 +64,7 @@ class Trainer:
         weights: WeightStore,
         recorder: Recorder,
         diagnostics: Diagnostics,
+        best: BestVersion,
     ) -> None:
         self.context, self.config = context, context.config.trainer
         self.version = version
@@ -70,7 +72,7 @@ class Trainer:
         self.scheduler, self.intake, self.collector = scheduler, intake, collector
         self.reconciler, self.evaluator = reconciler, evaluator
         self.checkpointer, self.weights, self.recorder = checkpointer, weights, recorder
-        self.memory, self.diagnostics = memory, diagnostics
+        self.memory, self.diagnostics, self.best = memory, diagnostics, best
         self._trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
@@ -193,7 +195,7 @@ class Trainer:
         with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
             write = partial(self.thread.call, self.weights.write, version, self.policy)
             manifest = await until_stored(self.context, write)
-            await asyncio.to_thread(self.weights.prune, self.config.keep_weights)
+            await asyncio.to_thread(self.weights.prune, self.config.keep_weights, self.best.in_use)
             return manifest
 
     async def _announce(self, manifest: WeightManifest) -> None:
@@ -230,8 +232,12 @@ class Trainer:
         self._evaluation = self.context.start(self._evaluate(version), "evaluation")
 
     async def _evaluate(self, version: int) -> None:
-        for result in await self.evaluator.evaluate(version):
+        results = await self.evaluator.evaluate(version)
+        for result in results:
             await self._record_evaluation(result)
+        numbers = {result.dataset: result.metrics() for result in results}
+        consider = partial(self.best.consider, version, numbers)
+        await until_stored(self.context, lambda: asyncio.to_thread(consider))
         # Only when the results are safe: what is trimmed cannot be evaluated again.
         await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.sync))
         await self.evaluator.trim(version)
@@ -275,6 +281,7 @@ class Trainer:
             trainer_idle_share=self.context.activity.idle_share(),
             evaluations=self._evaluations,
             warnings=self.diagnostics.as_state(),
+            best=self.best.as_state(),
             **values,
         )
 

@@ -1,10 +1,13 @@
 """Evaluations of a trainer that dies, or fails, while they go on."""
 
+import json
+
 import pytest
 
 from common.messages import Lane
 from common.records import EVALUATION, METRICS_FILE, STEP, read_records
 from common.run_state import FINISHED, read_state
+from common.weight_files import folder_versions
 from services.trainer.evaluation import Evaluator
 from tests.training import answering
 from tests.whole_trainer import crash_after_commit, run
@@ -57,3 +60,15 @@ async def test_a_failing_evaluation_ends_the_run_with_its_error(make, broker, ke
         with pytest.raises(RuntimeError, match="the evaluation broke"):
             await run(make(has_eval=True, evaluation={"at_start": False}))
     assert (await read_state(broker, keys))["status"] != FINISHED
+
+
+async def test_the_best_version_keeps_its_weights_over_pruning_and_restarts(make, broker, keys):
+    """All scores are equal, so the first version that was evaluated stays the best one."""
+    options = {"has_eval": True, "evaluation": {"every": 1}, "keep_weights": 2}
+    async with answering(broker, keys):
+        await crash_after_commit(make(**options), 3)
+        await run(make(**options))
+    run_dir = make().run_dir
+    assert json.loads((run_dir / "best.json").read_text())["version"] == 0
+    assert folder_versions(run_dir / "weights") == [0, 5, 6]
+    assert (await read_state(broker, keys))["best"]["version"] == 0
