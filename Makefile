@@ -46,6 +46,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m services.console.fields --check docs/config.md
 
 bench: bench-name $(BASE) ## run one benchmark: make bench BENCH=transport (ARGS="...")
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)

@@ -66,18 +66,9 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
     if len(payload) > max_bytes:
         raise CodecError(f"{message_type.kind}: {len(payload)} bytes exceed the limit of {max_bytes}")
     try:
-        tree = msgpack.unpackb(
-            payload,
-            strict_map_key=True,
-            max_bin_len=max_bytes,
-            max_str_len=max_bytes,
-            max_array_len=min(MAX_ITEMS, len(payload)),  # an element takes a byte at least
-            max_map_len=min(MAX_ITEMS, len(payload)),
-            max_ext_len=0,
-        )
-    except Exception as error:
-        reason = str(error) or type(error).__name__  # a StackError, of deep nesting, has no text
-        raise CodecError(f"{message_type.kind}: the payload is not msgpack: {reason}") from None
+        tree = unpack(payload, max_bytes)
+    except CodecError as error:
+        raise CodecError(f"{message_type.kind}: {error}") from None
     if not isinstance(tree, dict):
         raise CodecError(f"{message_type.kind}: the payload must be a map, got {type(tree).__name__}")
     try:
@@ -97,6 +88,27 @@ def decode_payload(payload: bytes, message_type: type[M]) -> M:
         CodecError: as in `decode`.
     """
     return decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, message_type)
+
+
+def unpack(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
+    """The plain values of a payload, not validated: what `decode` begins with, and what people may look at.
+
+    Raises:
+        CodecError: it is not msgpack, or it is larger than it may be.
+    """
+    try:
+        return msgpack.unpackb(
+            payload,
+            strict_map_key=True,
+            max_bin_len=max_bytes,
+            max_str_len=max_bytes,
+            max_array_len=min(MAX_ITEMS, len(payload)),  # an element takes a byte at least
+            max_map_len=min(MAX_ITEMS, len(payload)),
+            max_ext_len=0,
+        )
+    except Exception as error:
+        reason = str(error) or type(error).__name__  # a StackError, of deep nesting, has no text
+        raise CodecError(f"the payload is not msgpack: {reason}") from None
 
 
 def _check_schema(schema: bytes, message_type: type[Message]) -> None:

@@ -4,11 +4,15 @@ import json
 from typing import Any
 
 from common.broker import Broker
-from common.config import RunConfig, parse_config
+from common.config import RunConfig, changed_fields, parse_config
 from common.errors import ConfigError
 from common.keys import RUNS, Keys
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+
+
+class UnknownRunError(ConfigError):
+    """This Redis has no such run, or not yet."""
 
 
 async def publish_config(broker: Broker, keys: Keys, config: RunConfig) -> None:
@@ -21,17 +25,45 @@ async def read_config(broker: Broker, keys: Keys) -> RunConfig:
     """The run's config.
 
     Raises:
-        ConfigError: this Redis does not know the run; the message lists the runs it knows.
+        UnknownRunError: this Redis does not know the run; the message lists the runs it knows.
     """
     raw = await broker.execute("GET", keys.config)
     if raw is None:
         known = await known_runs(broker)
         listing = f"it knows {', '.join(known[:10])}" if known else "it knows none yet"
-        raise ConfigError(
+        raise UnknownRunError(
             f"this Redis has no run {keys.run_id!r} ({listing}). Check the id, or start the run with "
             "`tidemill up` or the trainer."
         )
     return parse_config(json.loads(raw), f"the config of run {keys.run_id} in Redis")
+
+
+async def register_config(broker: Broker, keys: Keys, config: RunConfig) -> RunConfig:
+    """Publish the config of a run that Redis does not know yet; where it does, the two must be the same.
+
+    Safe against another process that does so at the same time. Returns the run's config.
+
+    Raises:
+        ConfigError: the run was started with another config.
+    """
+    config = config.model_copy(update={"run_id": keys.run_id})
+    if await broker.execute("SET", keys.config, config.model_dump_json(), "NX"):
+        await broker.execute("SADD", RUNS, keys.run_id)
+        return config
+    known = await read_config(broker, keys)
+    if changes := changed_fields(known, config):
+        listing = "; ".join(map(str, changes[:5]))
+        raise ConfigError(
+            f"run {keys.run_id} was started with another config: {listing}. Give the "
+            "new run an id of its own; `tidemill up --resume` says which fields a run may change."
+        )
+    return known
+
+
+async def has_finished(broker: Broker, keys: Keys, steps: int) -> bool:
+    """Whether the run has done all its steps, evaluations included."""
+    state = await read_state(broker, keys)
+    return state.get("status") == FINISHED and int(state.get("version", 0)) >= steps
 
 
 async def run_exists(broker: Broker, keys: Keys) -> bool:

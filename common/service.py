@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +23,26 @@ import structlog
 from common import metrics
 from common.activity import Activity
 from common.broker import Broker
-from common.config import RunConfig, override_config
+from common.config import RunConfig, load_config, override_config
 from common.errors import TidemillError, first_cause
 from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
 from common.logs import configure_logs
 from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
-from common.run_state import read_config
+from common.run_state import UnknownRunError, has_finished, read_config, register_config
 
 log = structlog.get_logger(__name__)
 
 RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 METRICS_HOST_VARIABLE = "TIDEMILL_METRICS_HOST"
+RUN_WAIT_VARIABLE = "TIDEMILL_RUN_WAIT_S"
+"""Seconds for which a service waits for its run to appear in Redis: containers start in any order."""
+RUN_WAIT_S = 120.0
+"""Without it, workers wait so long, and a trainer not at all: nobody else would register its run."""
+FIRST_RUN_PAUSE_S, LONGEST_RUN_PAUSE_S = 0.5, 10.0
+TRAINER = "trainer"
+WORKER_ROLES = ("rollout", "reward")
+"""Roles that have nothing to do in a run that is finished."""
 LAG_PROBE_S = 0.25
 
 T = TypeVar("T")
@@ -167,7 +176,10 @@ async def _serve(
     keys = Keys(options.run)
     broker = await Broker.connect()
     try:
-        config = override_config(await read_config(broker, keys), options.set)
+        config = override_config(await _find_config(role, broker, keys, options), options.set)
+        if role in WORKER_ROLES and await has_finished(broker, keys, config.trainer.steps):
+            log.info("the run is finished: nothing is left to do", run=keys.run_id)
+            return 0
         port = port_of(config) if options.metrics_port is None else options.metrics_port
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
@@ -179,6 +191,28 @@ async def _serve(
         return 0
     finally:
         await broker.close()
+
+
+async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.Namespace) -> RunConfig:
+    """The run's config: registered from a file, or waited for, as containers start in any order.
+
+    Raises:
+        ConfigError: the run is there with another config, or it has not appeared in time.
+    """
+    if file := getattr(options, "config", None):  # only a trainer has that
+        return await register_config(broker, keys, load_config(file))
+    wait_s = float(os.environ.get(RUN_WAIT_VARIABLE, 0 if role == TRAINER else RUN_WAIT_S))
+    deadline = time.monotonic() + wait_s
+    pause_s = FIRST_RUN_PAUSE_S
+    while True:
+        try:
+            return await read_config(broker, keys)
+        except UnknownRunError as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("waiting for the run to appear", reason=str(error), at_most_s=wait_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RUN_PAUSE_S)
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,8 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from common.config.algorithm import AlgorithmConfig
-from common.config.data import DataConfig, ModelConfig
+from common.config.changes import Change, changed_fields
+from common.config.data import DataConfig, ModelConfig, is_path
 from common.config.judge import JudgeConfig
 from common.config.loading import load_config, override_config, parse_config
 from common.config.named_reward import NamedRewardConfig, RewardCacheConfig, RewardLimits
@@ -14,6 +15,7 @@ from common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConf
 
 __all__ = [
     "AlgorithmConfig",
+    "Change",
     "DataConfig",
     "EvaluationConfig",
     "ExpectConfig",
@@ -31,6 +33,8 @@ __all__ = [
     "SandboxConfig",
     "StreamsConfig",
     "TrainerConfig",
+    "changed_fields",
+    "is_path",
     "load_config",
     "override_config",
     "parse_config",

@@ -1,10 +1,16 @@
 """The `model` and `data` sections: what is trained, on which prompts."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from common.config.section import Section
+
+
+def is_path(model: str) -> bool:
+    """Whether `model.path` can only mean a folder: a hub name is `name` or `owner/name`."""
+    return Path(model).is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
 
 
 class ModelConfig(Section):

@@ -1,7 +1,7 @@
 """Reads a run's YAML file and its `--set` overrides, with errors that name field, value and remedy."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
     def resolve(value: Any) -> Any:
         if isinstance(value, list):
             return [resolve(item) for item in value]
-        if isinstance(value, str) and not Path(value).is_absolute():
+        if isinstance(value, str) and value and not Path(value).is_absolute():
             file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
             if value.startswith((".", "/")) or (base / file).exists():
                 return f"{(base / file).resolve()}{colon}{name}"
@@ -146,6 +146,14 @@ def _explain(item: Any) -> str:
     return f"{field}: {message[:1].lower()}{message[1:]}{given}"
 
 
+def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields of a section and of the sections in it."""
+    for name, found in section.model_fields.items():
+        yield prefix + name
+        if hasattr(found.annotation, "model_fields"):
+            yield from _field_paths(found.annotation, f"{prefix}{name}.")
+
+
 def _similar(loc: tuple[Any, ...]) -> str:
     """Suggest the field that was probably meant."""
     import difflib
@@ -157,5 +165,7 @@ def _similar(loc: tuple[Any, ...]) -> str:
         if not hasattr(section, "model_fields"):
             return ""
     names = sorted(section.model_fields)
+    if elsewhere := [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == str(loc[-1])]:
+        return f"; did you mean {' or '.join(elsewhere[:3])}?"
     close = difflib.get_close_matches(str(loc[-1]), names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; fields here: {', '.join(names)}"

@@ -1,6 +1,16 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
 from common.streams.consumer import Consumer, Delivery
+from common.streams.letters import (
+    DONE,
+    LETTER_GONE,
+    MESSAGE_GONE,
+    Progress,
+    has_entry,
+    reappend,
+    remove_entries,
+    requeue,
+)
 from common.streams.log import (
     START,
     Entry,
@@ -24,6 +34,9 @@ from common.streams.log import (
 )
 
 __all__ = [
+    "DONE",
+    "LETTER_GONE",
+    "MESSAGE_GONE",
     "START",
     "Consumer",
     "Delivery",
@@ -31,11 +44,13 @@ __all__ = [
     "Garbled",
     "GroupStatus",
     "OffsetReader",
+    "Progress",
     "append",
     "append_numbered",
     "ensure_group",
     "entry_id_of",
     "group_status",
+    "has_entry",
     "id_before",
     "id_order",
     "last_id",
@@ -43,6 +58,9 @@ __all__ = [
     "pending_ids",
     "read_newest",
     "read_range",
+    "reappend",
+    "remove_entries",
+    "requeue",
     "scan",
     "trim_before",
 ]

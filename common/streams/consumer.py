@@ -8,6 +8,7 @@ holder falls silent. Every call may be repeated after a lost connection.
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -69,7 +70,7 @@ class Consumer(Generic[M]):
         self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
         self.label, self.max_bytes = label or key.rpartition(":")[2], max_bytes
         self.held: dict[str, Delivery[M]] = {}
-        self._settling: set[str] = set()
+        self._settling: Counter[str] = Counter()
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
         self._cursor = START
         self._next_reclaim = 0.0
@@ -270,7 +271,10 @@ class Consumer(Generic[M]):
         try:
             yield
         finally:
-            self._settling.difference_update(entry_ids)
+            # Samples of one ticket settle side by side: the first answer does not speak for the others.
+            self._settling.subtract(entry_ids)
+            for entry_id in [item for item in entry_ids if self._settling[item] <= 0]:
+                del self._settling[entry_id]
 
     def _require_lease(self, entry_id: str, reply: Any) -> None:
         """Scripts answer 0 where the lease is gone."""

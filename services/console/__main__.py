@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from common.errors import TidemillError
+from common.errors import ConfigError, TidemillError
+from services.console.dead_commands import app as dead
 
 app = typer.Typer(
     name="tidemill",
@@ -44,7 +45,18 @@ RunsDir = Annotated[
 
 
 @app.command(epilog="Example: tidemill check examples/arith/config.yaml --set trainer.max_staleness=0")
-def check(config: Config, overrides: Overrides = None) -> None:
+def check(
+    config: Annotated[
+        Path | None, typer.Argument(help="The run's YAML file; with --fields, a section.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    calls_reward: Annotated[
+        bool, typer.Option("--call-reward", help="Also call the reward functions once, with the first row.")
+    ] = False,
+    fields: Annotated[
+        bool, typer.Option("--fields", help="List all fields of a config instead, or of one SECTION.")
+    ] = False,
+) -> None:
     """Find every mistake of a run before it starts, and say what the run will do.
 
     Reads the config, all rows of the datasets, the model folder and the reward function, and tries Redis if
@@ -53,7 +65,14 @@ def check(config: Config, overrides: Overrides = None) -> None:
     from services.console.explain import explain
     from services.console.preflight import examine
 
-    explain(examine(config, overrides or []))
+    if fields:
+        from services.console.fields import print_fields
+
+        print_fields(str(config or ""))
+        return
+    if config is None:
+        raise ConfigError("tidemill check needs a config file, or --fields.")
+    explain(examine(config, overrides or [], calls_reward))
 
 
 @app.command(epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20 --run-id try-1")
@@ -113,6 +132,14 @@ def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
     from services.console.attach import watch
 
     watch(run_id, runs_dir)
+
+
+app.add_typer(
+    dead,
+    name="dead",
+    help="Messages that nobody could process: list, show, put back, drop.",
+    no_args_is_help=True,
+)
 
 
 def main() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from common.broker import Broker
 from common.errors import BrokerError, ConfigError, TidemillError
 from common.redis_client import URL_VARIABLE
 from services.console.console_log import log_nothing
+from services.console.offline import read_folder
 from services.console.render import dashboard
 from services.console.report import nearest, print_report, read_report
 from services.console.run_folder import RunFolder, find_run, folder_of_runs
@@ -25,20 +27,23 @@ HINT = "Ctrl-C ends the watching; the run goes on"
 
 
 def show_status(run_id: str | None, as_json: bool, runs_dir: Path | None) -> None:
-    """Print how the run is doing; where its Redis is gone, its summary.
+    """Print how the run is doing; where its Redis is gone, its summary or what its folder tells.
 
     Raises:
-        TidemillError: neither Redis nor a summary can be had.
+        TidemillError: neither Redis nor the run's folder can be had.
     """
     log_nothing()
     folder = find_run(run_id, folder_of_runs(runs_dir))
     report = read_report(folder)
     try:
         snapshot = asyncio.run(_look(folder))
-    except TidemillError:
-        if report is None:
+    except TidemillError as error:
+        if report is not None:
+            _print_finished(folder, report, as_json)
+        elif folder.config() is None:
             raise
-        _print_finished(folder, report, as_json)
+        else:
+            _print_folder(folder, as_json, error)
         return
     if as_json:
         print(json.dumps(snapshot.as_dict(), indent=2))
@@ -56,11 +61,16 @@ def watch(run_id: str | None, runs_dir: Path | None) -> None:
     if not console.is_terminal:
         raise ConfigError("tidemill top needs a terminal; use `tidemill status`, with --json for programs.")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_watch(folder, console))
+        try:
+            asyncio.run(_watch(folder, console))
+        except (BrokerError, ConfigError) as error:
+            if folder.config() is None:
+                raise
+            _print_folder(folder, False, error)  # nothing moves there: it is shown once
 
 
 async def _look(folder: RunFolder) -> RunSnapshot:
-    broker = await _connect(folder)
+    broker = await connect(folder)
     try:
         return await (await SnapshotReader.attach(broker, folder.run_id)).read()
     finally:
@@ -68,7 +78,7 @@ async def _look(folder: RunFolder) -> RunSnapshot:
 
 
 async def _watch(folder: RunFolder, console: Console) -> None:
-    broker = await _connect(folder)
+    broker = await connect(folder)
     try:
         reader = await SnapshotReader.attach(broker, folder.run_id)
         snapshot = await reader.read()
@@ -88,7 +98,12 @@ async def _watch(folder: RunFolder, console: Console) -> None:
         await broker.close()
 
 
-async def _connect(folder: RunFolder) -> Broker:
+async def connect(folder: RunFolder) -> Broker:
+    """Connect to the Redis of a run, or say why there is none to connect to.
+
+    Raises:
+        TidemillError: its Redis is not known, or does not answer.
+    """
     url = folder.address()
     if url is None:
         state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
@@ -105,6 +120,18 @@ async def _connect(folder: RunFolder) -> Broker:
             f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
             f"Continue the run with `tidemill up CONFIG --run-id {folder.run_id} --resume`. ({error})"
         ) from None
+
+
+def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:
+    """A run that stopped, from its folder; why Redis was not asked comes last."""
+    snapshot, words = read_folder(folder)
+    if as_json:
+        print(json.dumps(snapshot.as_dict() | {"source": str(folder.path), "note": words}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(dashboard(snapshot))
+    console.print(Text(words, "yellow"), soft_wrap=True)
+    console.print(Text(str(error), "dim"), soft_wrap=True)
 
 
 def _print_finished(folder: RunFolder, report: dict[str, Any], as_json: bool) -> None:

@@ -47,9 +47,17 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
             "reward",
             f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}",
         ),
+        ("", _rewards_checked(findings)),
         ("redis", _redis(findings)),
     ]
     return [(name, text) for name, text in lines if text]
+
+
+def _rewards_checked(findings: Findings) -> str:
+    """Exactly what is known about the rewards now."""
+    if findings.rewards:
+        return "; ".join(findings.rewards)
+    return "its code was imported and takes the arguments it will get; it was not called (--call-reward does)"
 
 
 def redis_bytes(config: RunConfig) -> int:

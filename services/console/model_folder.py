@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config import ModelConfig
+from common.config import ModelConfig, is_path
 from common.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -35,7 +35,7 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     """
     folder = Path(model.path)
     if not folder.is_dir():
-        if folder.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
+        if is_path(model.path):
             raise ConfigError(
                 f"model.path {model.path} is not a folder; give the folder of a Hugging Face model with its "
                 "tokenizer. Relative paths in a config start at the config's folder."

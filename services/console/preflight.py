@@ -42,10 +42,12 @@ class Findings:
     model: ModelFacts | None = None
     redis: str = ""
     """Version of the server at TIDEMILL_REDIS_URL, empty where a private one will be started."""
+    rewards: list[str] = field(default_factory=list)
+    """What came of calling the rewards, where that was asked for."""
     notes: list[str] = field(default_factory=list)
 
 
-def examine(path: Path, overrides: Iterable[str] = ()) -> Findings:
+def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
     """Check a run's config and all it refers to.
 
     Raises:
@@ -61,7 +63,7 @@ def examine(path: Path, overrides: Iterable[str] = ()) -> Findings:
             lambda: _look_at_model(findings),
             lambda: _check_engine(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
-            lambda: check_reward(findings.config.reward),
+            lambda: _check_rewards(findings, rows, calls_reward),
             lambda: _try_sandboxes(findings),
             lambda: check_algorithm(findings.config.trainer.algorithm),
             lambda: _reach_redis(findings),
@@ -98,6 +100,11 @@ def _look_at_model(findings: Findings) -> None:
         findings.notes.append(
             f"{config.model.path} is a hub name: model, context and prompt lengths are checked at the start"
         )
+
+
+def _check_rewards(findings: Findings, rows: dict[str, list[Row]], calls_reward: bool) -> None:
+    row = rows["train"][0] if calls_reward and rows.get("train") else None
+    findings.rewards = check_reward(findings.config.reward, row)
 
 
 def _check_engine(config: RunConfig) -> None:

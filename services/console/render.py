@@ -69,13 +69,16 @@ def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
     if seconds:
         parts.append(f"{metrics.get('completion_tokens', 0.0) / seconds:,.0f} tok/s")
         parts.append(f"{seconds:.1f} s")
+    if failed := metrics.get("scores/failed_ratio"):
+        parts.append(f"{failed:.0%} of the scores failed")
+    if replaced := metrics.get("groups_dropped"):
+        parts.append(f"{replaced:.0f} groups replaced")
     return "  ".join(parts)
 
 
 def evaluation_line(evaluation: Mapping[str, object]) -> str:
     """One evaluation as one line of plain text."""
-    score = evaluation.get("score")
-    shown = f"{score:.3f}" if isinstance(score, int | float) else "no score"
+    shown = _score_text(evaluation)
     return f"evaluation of version {evaluation.get('version')} on {evaluation.get('dataset')}: {shown}"
 
 
@@ -87,6 +90,15 @@ def warning_line(warning: Mapping[str, object]) -> str:
     since = warning.get("since_step")
     begun = f" (since step {since + 1})" if isinstance(since, int) else ""
     return f"{warning.get('text')}{begun}. {warning.get('advice')}"
+
+
+def _score_text(evaluation: Mapping[str, object]) -> str:
+    """The score of an evaluation, and how many samples have none: a failure is never a zero."""
+    score, num_failed = evaluation.get("score"), evaluation.get("num_failed")
+    failed = f"{num_failed:,.0f}" if isinstance(num_failed, int | float) and num_failed else ""
+    if not isinstance(score, int | float) or score != score:
+        return f"all failed ({failed} samples)" if failed else "all failed"
+    return f"{score:.3f}" + (f" ({failed} failed)" if failed else "")
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -151,6 +163,11 @@ def _learning(snapshot: RunSnapshot) -> Table:
         value = snapshot.metric(name)
         if value is not None:
             table.add_row(label, f"{value:{form}}")
+    if failed := snapshot.metric("scores/failed_ratio"):
+        table.add_row("failed scores", Text(f"{failed:.1%} of the last step", "red"))
+    if replaced := sum(snapshot.curve("groups_dropped")):
+        last = snapshot.metric("groups_dropped") or 0.0
+        table.add_row("replaced", Text(f"{replaced:,.0f} groups, {last:,.0f} in the last step", "yellow"))
     return table
 
 
@@ -173,12 +190,17 @@ def _with_curve(snapshot: RunSnapshot, name: str, form: str) -> Text:
 def _evaluations(snapshot: RunSnapshot) -> list[tuple[str, Text]]:
     """For each dataset: first, last and best score."""
     by_set: dict[str, list[float]] = {}
+    newest: dict[str, Mapping[str, object]] = {}
     for item in snapshot.evaluations:
+        name = str(item.get("dataset"))
+        newest[name] = item
+        scores = by_set.setdefault(name, [])
         if isinstance(score := item.get("score"), int | float) and score == score:
-            by_set.setdefault(str(item.get("dataset")), []).append(score)
+            scores.append(score)
     lines = []
     for name, scores in by_set.items():
-        text = Text.assemble((f"{scores[-1]:.3f}", "bold"))
+        shown = _score_text(newest[name])
+        text = Text.assemble((shown, "bold red" if shown.startswith("all failed") else "bold"))
         if len(scores) > 1:
             text.append(f"  first {scores[0]:.3f}, best {max(scores):.3f}")
         lines.append((f"eval {name}", text))

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from common.config import RunConfig
+from common.config import RunConfig, parse_config
 from common.errors import ConfigError
 from common.files import write_atomically
 from common.redis_client import URL_VARIABLE
 from common.service import runs_dir
 
 LATEST = "latest"
+CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "reward.png"
 
@@ -66,8 +67,23 @@ class RunFolder:
                 f"cannot make the run's folder {self.path}: {error.strerror}. Give another with --runs-dir."
             ) from None
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        write_atomically(self.path / "config.yaml", text)
+        write_atomically(self.path / CONFIG_FILE, text)
         self._point_latest_here()
+
+    def config(self) -> RunConfig | None:
+        """The config that the run was last started with; None where the folder does not hold it.
+
+        Raises:
+            ConfigError: this release does not understand it.
+        """
+        path = self.path / CONFIG_FILE
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from None
+        return parse_config(tree, str(path))
 
     def write_address(self, url: str) -> None:
         """Tell `status` and `top` where the run's own Redis listens."""

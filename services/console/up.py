@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from common.broker import Broker
-from common.config import RunConfig
+from common.config import Change, RunConfig, changed_fields
 from common.errors import ConfigError
 from common.keys import Keys
+from common.records import METRICS_FILE, STEP, read_records
 from common.redis_client import URL_VARIABLE
 from common.run_state import run_exists
 from common.service import METRICS_HOST_VARIABLE
@@ -27,7 +29,7 @@ from services.console.local_run import LocalRun
 from services.console.preflight import examine
 from services.console.processes import ServiceSpec, metrics_ports, service_specs
 from services.console.report import nearest
-from services.console.run_folder import RunFolder, folder_of_runs
+from services.console.run_folder import CONFIG_FILE, RunFolder, folder_of_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,14 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
     _check_is_free(options, folder)
+    changes = _check_changes(options, config, folder)
     specs = specs_of(config)
     _check_ports(specs)
     console = Console(highlight=False)
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal
+    for change in changes:
+        console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)
     run = LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command)
     return asyncio.run(run.go())
@@ -105,6 +110,32 @@ def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
             f"there is no run {folder.run_id} to resume: {nearest(folder.path)} does not exist. "
             f"Start it with\n  {options.command(folder.run_id, resume=False)}"
         )
+
+
+def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[Change]:
+    """What a resumed run does differently from now on.
+
+    Raises:
+        ConfigError: it would contradict what the run has done already.
+    """
+    before = folder.config() if options.resume else None
+    if before is None:
+        return []
+    changes = changed_fields(before, config)
+    if refused := [change for change in changes if change.refusal]:
+        lines = "\n".join(f"  {change} ({change.refusal})" for change in refused)
+        raise ConfigError(
+            f"run {folder.run_id} cannot be resumed with other values of {len(refused)} field(s):\n{lines}\n"
+            f"Resume it with the values it was started with ({nearest(folder.path / CONFIG_FILE)}), or start "
+            "a new run."
+        )
+    done = sum(record["kind"] == STEP for record in read_records(folder.path / METRICS_FILE))
+    if config.trainer.steps < done:
+        raise ConfigError(
+            f"run {folder.run_id} has {done} committed steps, more than trainer.steps = "
+            f"{config.trainer.steps}: steps cannot be taken back. Give at least as many, or start a new run."
+        )
+    return changes
 
 
 async def _is_known(url: str, run_id: str) -> bool:

@@ -1,7 +1,9 @@
-"""`python -m services.trainer --run RUN_ID`: schedule, train and commit. Wiring only."""
+"""`python -m services.trainer --run RUN_ID [--config FILE]`: schedule, train and commit. Wiring only."""
 
+import argparse
 import os
 import sys
+from pathlib import Path
 
 from common.service import ServiceMain, run_service
 
@@ -11,6 +13,16 @@ def load() -> ServiceMain:
     from services.trainer.service import serve
 
     return serve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A trainer may bring the run with it, for instance in a container."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="register the run from this YAML file; a run that Redis knows must have the same config",
+    )
 
 
 if __name__ == "__main__":
@@ -24,5 +36,6 @@ if __name__ == "__main__":
             "Issue tickets, train on scored groups, commit each step and announce its weights.",
             load,
             lambda config: config.trainer.metrics_port,
+            add_arguments=add_arguments,
         )
     )

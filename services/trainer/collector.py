@@ -12,7 +12,7 @@ from common import codec, metrics
 from common.errors import ConfigError
 from common.messages import DeadLetter
 from common.service import ServiceContext
-from common.streams import append
+from common.streams import append, has_entry
 from services.trainer.intake import Intake
 from services.trainer.judgement import STALE, CompleteGroup, Judge, Refusal, TrainableGroup
 from services.trainer.preparation import Preparer
@@ -170,7 +170,11 @@ class Collector:
         await append(self.context.broker, self.context.keys.dead, letter)
 
     async def _replace_dead(self, step: int) -> None:
-        for ticket, (_, error) in list(self.intake.dead.items()):
+        for ticket, (letter_id, error) in list(self.intake.dead.items()):
+            if not await has_entry(self.context.broker, self.context.keys.dead, letter_id):
+                # The operator has put the message back in the meantime, so the group lives.
+                self.intake.dead.pop(ticket, None)
+                continue
             log.warning("group is dead, replacing it", ticket=ticket, error=error)
             await self.drop(ticket, f"dead: {error}"[:200], step)
 
@@ -185,7 +189,9 @@ class Collector:
             await self._recover_from_restart()
         else:
             await self.reconciler.restore_lost()
-        if quiet_s > self.trainer.reissue_after_s:
+        # Where something arrived that nobody could read, a group waits for it in vain: no need to be patient.
+        is_suspicious = time.monotonic() - self.intake.unread_at < 2 * self.trainer.reissue_after_s
+        if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
             for ticket in await self.reconciler.find_abandoned(self.intake.groups.values()):
                 log.warning("no stream holds what is missing of this group", ticket=ticket)
                 await self.drop(ticket, "lost", step)

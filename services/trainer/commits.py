@@ -6,14 +6,18 @@ finds the place taken and ends, instead of training anything twice.
 
 import time
 
+import structlog
+
 from common import codec
 from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import Commit
-from common.streams import Entry, append_numbered, entry_id_of, read_range
+from common.streams import Entry, Garbled, append_numbered, entry_id_of, read_range
 from services.trainer.collector import Dropped
 from services.trainer.step import StepResult
+
+log = structlog.get_logger(__name__)
 
 
 class SecondTrainerError(TidemillError):
@@ -74,7 +78,11 @@ async def read_commits(broker: Broker, keys: Keys, first_step: int) -> list[Comm
     commits: list[Commit] = []
     for entry in entries:
         expected = first_step + len(commits)
-        if not isinstance(entry, Entry):
+        if isinstance(entry, Garbled) and not entry.entry_id.endswith("-0"):
+            # Commits have the ids of their steps: this one never was a commit.
+            log.error("an entry among the commits is none", entry=entry.entry_id, error=entry.error)
+            continue
+        if isinstance(entry, Garbled):
             raise TidemillError(f"commit {entry.entry_id} of run {keys.run_id} is unreadable: {entry.error}")
         if entry.message.step != expected:
             raise TidemillError(

@@ -24,11 +24,13 @@ from common.streams import (
     append_numbered,
     entry_id_of,
     group_status,
+    has_entry,
     id_order,
     last_id,
     read_range,
     trim_before,
 )
+from services.trainer.burial import bury_unread
 from services.trainer.group_results import delete_results
 from services.trainer.pass_at_k import mean_pass_at_k
 from services.trainer.prompts import Prompt
@@ -137,7 +139,8 @@ class Evaluator:
         trajectories: Trajectories = {}
         scores: Scores = {}
         is_exhausted = False
-        while wanted - scores.keys() and not is_exhausted:
+        dead: dict[str, set[TrajectoryKey]] = {}
+        while wanted - scores.keys() - set().union(*dead.values()) and not is_exhausted:
             is_exhausted = await self._is_exhausted(tickets)
             for entry in await trajectory_reader.read(READ_COUNT):
                 if isinstance(entry, Entry) and entry.message.key in wanted:
@@ -145,15 +148,26 @@ class Evaluator:
             batch = await score_reader.read(READ_COUNT, 0.0 if is_exhausted else BLOCK_S)
             while batch:
                 for scored in batch:
-                    if isinstance(scored, Entry) and scored.message.key in wanted:
+                    if isinstance(scored, Garbled):
+                        await bury_unread(broker, keys, score_reader.key, scored, self.context.name)
+                    elif scored.message.key in wanted:
                         scores.setdefault(scored.message.key, scored.message)
                 batch = await score_reader.read(READ_COUNT)
             for letter in await dead_reader.read(READ_COUNT):
-                wanted -= _keys_of(letter, wanted)
+                if keys_lost := _keys_of(letter, wanted):
+                    dead[letter.entry_id] = keys_lost
+            if wanted <= scores.keys() | set().union(*dead.values()):
+                await self._revive(dead)
         for trajectory in await trajectory_reader.read(READ_COUNT * len(tickets)):
             if isinstance(trajectory, Entry) and trajectory.message.key in wanted:
                 trajectories.setdefault(trajectory.message.key, trajectory.message)
         return trajectories, scores
+
+    async def _revive(self, dead: dict[str, set[TrajectoryKey]]) -> None:
+        """Wait again for the samples of letters that are gone: the operator has put them back."""
+        for letter_id in list(dead):
+            if not await has_entry(self.context.broker, self.context.keys.dead, letter_id):
+                del dead[letter_id]
 
     async def _is_exhausted(self, tickets: Sequence[Ticket]) -> bool:
         """Whether all work on the tickets is done: what is not in the streams now never will be.

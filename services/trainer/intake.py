@@ -6,6 +6,8 @@ checkpoint remembers as its position lies below every entry that is still needed
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,6 +19,7 @@ from common.broker import Broker
 from common.keys import Keys
 from common.messages import DeadLetter, Message, Score, Trajectory
 from common.streams import START, Entry, Garbled, OffsetReader, id_before, id_order
+from services.trainer.burial import bury_unread
 from services.trainer.judgement import CompleteGroup
 from services.trainer.samples import Prepared
 from services.trainer.scheduler import Outstanding
@@ -76,13 +79,15 @@ class Intake:
     """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
 
     def __init__(self, broker: Broker, keys: Keys, group_size: int) -> None:
-        self.group_size = group_size
+        self._broker, self._keys, self.group_size = broker, keys, group_size
         self.groups: dict[int, PendingGroup] = {}
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""
         self.dead: dict[int, tuple[str, str]] = {}
         """Outstanding tickets that went to the dead letters: id of the letter, and why."""
         self.changed = asyncio.Event()
+        self.unread_at = -math.inf
+        """When something last arrived that could not be decoded, so that a group may never be complete."""
         self.num_trajectories = 0
         self.num_completion_tokens = 0
         self._seen_up_to: dict[str, str] = {}
@@ -129,7 +134,10 @@ class Intake:
             entries = await reader.read(READ_COUNT, BLOCK_S)
             if reader is self._scores:
                 for entry in entries:
-                    self._take_score(entry)
+                    if isinstance(entry, Garbled):
+                        await self._bury(entry)
+                    else:
+                        self._take_score(entry)
 
     async def read_dead(self) -> None:
         """Follow the dead letters for ever: a dead ticket will never complete by itself."""
@@ -187,6 +195,7 @@ class Intake:
     def _take_trajectory(self, entry: Entry[Trajectory] | Garbled) -> None:
         if isinstance(entry, Garbled):
             log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
+            self.unread_at = time.monotonic()
             return
         sample = entry.message
         if self._is_new(TRAJECTORIES, entry.entry_id):
@@ -196,10 +205,13 @@ class Intake:
         if group is not None:
             self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES)
 
-    def _take_score(self, entry: Entry[Score] | Garbled) -> None:
-        if isinstance(entry, Garbled):
-            log.warning("score cannot be decoded", entry=entry.entry_id, error=entry.error)
-            return
+    async def _bury(self, entry: Garbled) -> None:
+        """No reward worker reads scores, so this one is for the trainer to bury."""
+        self.unread_at = time.monotonic()
+        if self._is_new(SCORES, entry.entry_id):
+            await bury_unread(self._broker, self._keys, self._keys.scores(), entry, "trainer")
+
+    def _take_score(self, entry: Entry[Score]) -> None:
         group = self._group_of(entry.message.ticket, SCORES, entry.entry_id)
         if group is not None:
             self._join(group, group.scores, entry.message.index, entry, SCORES)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.arrays import Int32
-from common.config.data import DataConfig
+from common.config.data import DataConfig, is_path
 from common.dataset import ChatMessage, Row, read_dataset
 from common.errors import ConfigError
 
@@ -101,6 +102,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: there is none, or it cannot be loaded.
     """
+    if is_path(path) and not Path(path).is_dir():
+        raise ConfigError(
+            f"model.path {path} is not a folder on this machine; give the folder of a Hugging Face model."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -24,8 +24,10 @@ from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
+from services.trainer.replay_check import check_replay
 from services.trainer.scheduler import Scheduler
 from services.trainer.step import StepRunner
+from services.trainer.step_metrics import step_metrics
 from services.trainer.storage import until_stored
 
 log = structlog.get_logger(__name__)
@@ -106,12 +108,10 @@ class Replayer:
     async def _replay_one(self, commit: Commit) -> None:
         with self.context.activity.during("recover", f"replaying step {commit.step}"):
             groups = await self._gather(commit)
-            await self.runner.replay(commit, groups)
-            digest = await self.thread.call(self.policy.digest)
-        if digest == commit.digest:
-            log.info("step replayed, same weights", step=commit.step)
-        else:
-            log.warning("step replayed, but the weights differ", step=commit.step, digest=digest)
+            result = await self.runner.replay(commit, groups)
+            now = step_metrics(commit.step, result, 0, 0.0)
+            context = self.context
+            await self.thread.call(check_replay, self.policy, commit, now, context.config, context.run_dir)
         for ticket in commit.groups:
             self.scheduler.settle(ticket)
             self.intake.close(ticket)

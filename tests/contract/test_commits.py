@@ -41,6 +41,17 @@ async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
     assert await read_commits(broker, keys, 3) == []
 
 
+async def test_an_entry_that_has_no_id_of_a_step_is_passed_over(broker: Broker, keys: Keys) -> None:
+    """It never was a commit, so nothing is missing without it; a damaged commit is another matter."""
+    await append_commit(broker, keys, commit_of(0))
+    await broker.execute("XADD", keys.commits, "1-1", "v", b"1.0", "p", b"\xc1")
+    await append_commit(broker, keys, commit_of(1))
+    assert await read_commits(broker, keys, 0) == [commit_of(0), commit_of(1)]
+    await broker.execute("XADD", keys.commits, "3-0", "v", b"1.0", "p", b"\xc1")
+    with pytest.raises(TidemillError, match=r"commit 3-0 of run .* is unreadable"):
+        await read_commits(broker, keys, 0)
+
+
 async def test_our_own_commit_may_be_repeated_after_a_lost_connection(broker: Broker, keys: Keys) -> None:
     for _ in range(2):
         await append_commit(broker, keys, commit_of())

@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 
+from common.files import LockedError, locked
 from common.messages import DeadLetter, WeightManifest
 from common.records import METRICS_FILE, read_records
 from common.run_state import FINISHED, read_state
 from common.streams import append
+from services.trainer import trainer as trainer_module
 from services.trainer.intake import Intake
+from services.trainer.reconciler import Reconciler
 from services.trainer.scheduler import Scheduler
 from services.trainer.trainer import Trainer
+from services.trainer.weights import WeightStore
 from tests.training import answering, commits_of, messages
 from tests.waiting import wait_until
 from tests.whole_trainer import (
@@ -151,3 +155,44 @@ async def test_a_reader_that_fails_ends_the_trainer_with_its_error(make, broker,
     async with answering(broker, keys):
         with pytest.raises(RuntimeError, match="the reader broke"):
             await run(make())
+
+
+async def test_a_version_is_on_the_disk_before_its_commit_and_committed_before_it_is_announced(
+    make, broker, keys, monkeypatch
+):
+    """A crash between any two of these must leave something to go on from."""
+    order: list[tuple[str, int]] = []
+    write, announce = WeightStore.write, Reconciler.announce
+
+    async def note_commit(*arguments: Any) -> None:
+        order.append(("commit", arguments[2].version))
+        await append_commit(*arguments)
+
+    async def note_announcement(reconciler: Reconciler) -> bool:
+        is_new = await announce(reconciler)
+        if is_new:
+            order.append(("announce", reconciler.manifest.version))
+        return is_new
+
+    def note_write(store: WeightStore, version: int, policy: Any) -> Any:
+        manifest = write(store, version, policy)
+        order.append(("write", version))
+        return manifest
+
+    append_commit = trainer_module.append_commit
+    monkeypatch.setattr(trainer_module, "append_commit", note_commit)
+    monkeypatch.setattr(Reconciler, "announce", note_announcement)
+    monkeypatch.setattr(WeightStore, "write", note_write)
+    async with answering(broker, keys):
+        await run(make(steps=3))
+    expected = [(what, version) for version in range(4) for what in ("write", "commit", "announce")]
+    assert order == [item for item in expected if item != ("commit", 0)]
+
+
+async def test_a_second_trainer_in_the_same_run_folder_is_refused_before_it_does_anything(make, broker, keys):
+    context = make()
+    context.run_dir.mkdir(parents=True, exist_ok=True)
+    refused = pytest.raises(LockedError, match="another trainer works in the folder of run")
+    with locked(context.run_dir / "trainer.lock", "the test holds it"), refused:
+        await run(context)
+    assert await broker.execute("EXISTS", keys.prompts(), keys.weights, keys.commits) == 0

@@ -149,7 +149,7 @@ WRITES = [
     ("commits", ("XADD", RUN.commits, "*", "p", "x"), {"trainer"}),
     ("weights", ("XADD", RUN.weights, "*", "p", "x"), {"trainer"}),
     ("dead letters", ("XADD", RUN.dead, "*", "p", "x"), {"trainer", "rollout", "reward"}),
-    ("the config", ("SET", RUN.config, "{}"), set()),
+    ("the config", ("SET", RUN.config, "{}"), {"trainer"}),
     ("the state", ("HSET", RUN.state, "status", "1"), {"trainer"}),
     ("progress of groups", ("HSETNX", RUN.progress(3), "0", ""), {"rollout"}),
     ("results of groups", ("HSET", RUN.results(3), "0", "x"), {"reward"}),

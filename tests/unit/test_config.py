@@ -59,6 +59,11 @@ def test_the_resolved_config_reads_back_the_same() -> None:
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
+def test_a_field_without_its_section_suggests_where_it_is() -> None:
+    assert "steps: no such field; did you mean trainer.steps?" in refused({"steps": 8})
+    assert "did you mean trainer.algorithm.value.lr or trainer.optimizer.lr?" in refused({"lr": 0.1})
+
+
 def test_an_unknown_field_suggests_the_one_that_was_meant() -> None:
     said = refused({"trainer": {"max_stalenes": 2}})
     assert "run.yaml: 1 problem(s)" in said

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from common.config import DataConfig, ModelConfig
 from common.dataset import Row
 from common.errors import ConfigError
+from common.rewards import check_reward
 from services.console import preflight
 from services.console.explain import describe, redis_bytes
 from services.console.model_folder import ModelFacts, inspect_model
@@ -124,7 +125,7 @@ def test_overlong_prompts_may_be_dropped_unless_none_is_left(tmp_path: Path) -> 
 @pytest.fixture
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config in which everything is right; the reward's own check has tests of its own."""
-    monkeypatch.setattr(preflight, "check_reward", lambda config: None)
+    monkeypatch.setattr(preflight, "check_reward", lambda config, row: [])
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     make_folder(tmp_path / "model")
     row = {"prompt": "a b", "reward_model": {"ground_truth": "1"}}
@@ -184,3 +185,32 @@ def test_memory_grows_with_staleness_and_with_what_is_kept() -> None:
 
 def test_findings_without_a_model_are_explained_too() -> None:
     assert dict(describe(Findings(make_config())))["model"].startswith("model")
+
+
+class TestReward:
+    @pytest.fixture
+    def check(self, run_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Check a config whose reward does `body`; its own process is started for that."""
+        monkeypatch.setattr(preflight, "check_reward", check_reward)
+
+        def check(body: str, calls_reward: bool) -> str:
+            reward = run_files.parent / "reward.py"
+            head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+            reward.write_text(f"{head}\n    {body}\n")
+            override = f"reward.function={reward}:compute_score"
+            findings = preflight.examine(run_files, [override], calls_reward)
+            return " ".join(text for _, text in describe(findings))
+
+        return check
+
+    def test_without_being_called_nothing_more_is_claimed(self, check: Any) -> None:
+        assert "it was not called (--call-reward does)" in check("raise SystemExit('called')", False)
+
+    def test_a_call_is_told_with_its_value(self, check: Any) -> None:
+        said = check("print('noise'); return float(ground_truth) / 4", True)
+        assert "gave 0.25 for the first training row and an empty completion" in said
+        assert "noise" not in said and "not called" not in said
+
+    def test_a_call_that_fails_is_a_mistake(self, check: Any) -> None:
+        with pytest.raises(preflight.PreflightError, match=r"gave no score: .*KeyError"):
+            check("return {}['no such key']", True)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from common.presence import Heartbeat
-from services.console.render import dashboard, duration, sparkline, step_line
+from services.console.render import dashboard, duration, evaluation_line, sparkline, step_line
 from services.console.report import spell_line
 from services.console.snapshot import QueueDepth, RunSnapshot, StepPoint
 from services.console.supervisor import ServiceStatus
@@ -35,6 +35,22 @@ def test_rates_leave_out_the_first_step() -> None:
     run = snapshot()
     run.points[0].metrics["step_time_s"] = 100.0
     assert (run.version, run.step_s, run.eta_s, run.tokens_per_s) == (3, 2.0, 14.0, 150.0)
+
+
+def test_failures_are_seen_and_never_shown_as_numbers() -> None:
+    evaluations = [{"version": 0, "dataset": "held", "score": float("nan"), "num_failed": 12}]
+    run = snapshot(state={"evaluations": evaluations})
+    run.points[0].metrics["groups_dropped"] = 2.0
+    run.points[-1].metrics.update({"scores/failed_ratio": 0.25, "groups_dropped": 1.0})
+    text = shown(dashboard(run))
+    assert "all failed (12 samples)" in text and "nan" not in text
+    assert "25.0% of the last step" in text
+    assert "3 groups, 1 in the last step" in text
+    assert "25% of the scores failed" in step_line(run) and "1 groups replaced" in step_line(run)
+    assert evaluation_line(evaluations[0]).endswith("on held: all failed (12 samples)")
+    assert evaluation_line({"version": 1, "dataset": "a", "score": 0.5, "num_failed": 2}).endswith(
+        "0.500 (2 failed)"
+    )
 
 
 def test_the_dashboard_fits_80_columns_and_says_where_things_stand() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config.data import ModelConfig
+from common.config.data import ModelConfig, is_path
 from common.errors import ConfigError
 from services.rollout.engine import GenerationRequest
 
@@ -111,7 +111,7 @@ def _is_local(path: str) -> bool:
                 f"model.path {path} has no config.json; give the folder of a Hugging Face model"
             )
         return True
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+    if is_path(path):
         raise ConfigError(f"model.path {path} is not a folder; give the folder of a Hugging Face model")
     return False
 

@@ -1,0 +1,9 @@
+-- Append the bytes of a dead letter to the log they came from, and remove the letter, as one unit.
+-- KEYS: dead letters, log.  ARGV: letter's id, then field names and values.
+-- Returns 1 done, 0 the letter is gone.
+if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
+  return 0
+end
+redis.call('XADD', KEYS[2], '*', unpack(ARGV, 2))
+redis.call('XDEL', KEYS[1], ARGV[1])
+return 1
