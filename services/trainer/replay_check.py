@@ -57,20 +57,25 @@ def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str
     """
     path = run_dir / WEIGHTS_FOLDER / version_name(commit.version) / WEIGHTS_FILE
     greatest, total, count = 0.0, 0.0, 0
+    unlike: list[str] = []
     try:
         manifest = read_manifest(run_dir, commit.version)
         if manifest is None or manifest.digest != commit.digest:
             return None  # a training that was replayed has written this version since
         with safe_open(path, framework="pt") as stored:
             names = set(stored.keys())
+            # To the end in any case: where the policy is sharded, its other ranks take part in every tensor.
             for name, tensor in policy.named_parameters_for_export():
                 if name not in names or stored.get_slice(name).get_shape() != list(tensor.shape):
-                    return {"size": f"not comparable: {path} has no {name} of shape {list(tensor.shape)}"}
+                    unlike.append(name)
+                    continue
                 apart = _apart(tensor, stored.get_tensor(name))
                 greatest = max(greatest, float(apart.max())) if apart.numel() else greatest
                 total, count = total + float(apart.sum()), count + apart.numel()
     except (OSError, SafetensorError, WeightsError):
         return None
+    if unlike:
+        return {"size": f"not comparable: {path} has no {unlike[0]} of the same shape"}
     return {"max_abs_difference": greatest, "mean_abs_difference": total / max(count, 1)}
 
 
