@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from common.config.run import RunConfig
 from common.config.trainer import TrainerConfig
+from services.trainer.adapters import Adapters
 from services.trainer.micro_batches import MicroBatch
 from services.trainer.policy import MicroBatchMetrics, Policy, UpdateResult
 from services.trainer.samples import Sample
@@ -90,21 +91,23 @@ def make_samples(count: int, seed: int = 0, max_prompt: int = 9, max_completion:
 def make_policy(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    model: LlamaForCausalLM | None = None,
+    model: PreTrainedModel | None = None,
     temperature: float = 1.0,
     **trainer: Any,
 ) -> TransformersPolicy:
     """A tiny Llama under training; float64 is for comparisons of gradients."""
     trainer.setdefault("optimizer", {"lr": 1e-2})
+    config = TrainerConfig.model_validate(trainer)
     model = model or tiny_llama(seed)
     if dtype == torch.float64:
         model = model.double()
     return TransformersPolicy(
         model,
-        TrainerConfig.model_validate(trainer),
+        config,
         dtype=dtype,
         temperature=temperature,
         max_completion_tokens=MAX_COMPLETION,
+        adapters=Adapters(model, config.lora, dtype, seed=0) if config.lora else None,
     )
 
 

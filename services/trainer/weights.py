@@ -1,8 +1,8 @@
 """Writes a version's weights, so that a manifest exists only for bytes that are complete and on the disk.
 
 Layout: `weights/v00000012/{model.safetensors, ..., manifest.json}` below the run's folder. A version appears
-there by one rename. `write` returns the manifest that the trainer announces; the reading side is
-`common.weight_files`.
+there by one rename. Subfolders, such as its adapters, are for people: no manifest names them. `write` returns
+the manifest that the trainer announces; the reading side is `common.weight_files`.
 """
 
 from collections.abc import Collection
@@ -81,8 +81,8 @@ class WeightStore:
 
 
 def _list_files(folder: Path) -> tuple[WeightFile, ...]:
-    """Name, size and checksum of every file except the manifest, sorted by name."""
-    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE)
+    """Name, size and checksum of every file except the manifest and those in subfolders, sorted by name."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
     if not paths:
         raise ValueError(f"save_weights wrote no file into {folder}")
     return tuple(
