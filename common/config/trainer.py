@@ -188,7 +188,7 @@ class TrainerConfig(Section):
                 "with lora the reference is the model with its adapters off, which stays as it was: "
                 "algorithm.reference.model can be frozen or off, not updated"
             )
-        if reference.model == "frozen" and "dtype" in reference.model_fields_set:
+        if reference.model == "frozen" and reference.dtype != "float32":
             raise ValueError(
                 "with lora the reference is the model itself with its adapters off, and no copy: leave "
                 "algorithm.reference.dtype out"
