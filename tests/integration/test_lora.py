@@ -28,7 +28,6 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
             f"trainer.steps={STEPS}",
             "trainer.groups_per_step=16",
             "trainer.group_size=8",
-            "trainer.mini_batches=2",
             "trainer.max_staleness=0",
             "trainer.checkpoint_every=2",
             "trainer.keep_weights=100",
