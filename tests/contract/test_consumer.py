@@ -2,83 +2,26 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
-
-import pytest
 
 from common import streams
 from common.broker import Broker
-from common.errors import LeaseLostError
-from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.messages import DeadLetter, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
-from common.streams import Consumer, Delivery, Entry, Garbled
+from common.keys import REWARD_GROUP, Keys
+from common.streams import Delivery
+from tests.consumers import (
+    LEASE_S,
+    fall_silent,
+    fetched,
+    make_consumer,
+    make_score,
+    make_ticket,
+    pending,
+    publish,
+    samples_of,
+    scored,
+    take_ticket,
+)
 from tests.trajectories import make_trajectory
 from tests.waiting import wait_until
-
-LEASE_S = 3600.0
-"""Far longer than any test: leases end because a test ages them, never because it is slow."""
-
-
-def make_consumer(
-    broker: Broker, keys: Keys, name: str = "a", lease_s: float = LEASE_S
-) -> Consumer[Trajectory]:
-    return Consumer(
-        broker, keys.trajectories(), REWARD_GROUP, name, Trajectory, lease_s=lease_s, dead_key=keys.dead
-    )
-
-
-def make_rollout(broker: Broker, keys: Keys, name: str = "a") -> Consumer[Ticket]:
-    return Consumer(broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=LEASE_S, dead_key=keys.dead)
-
-
-def make_ticket(number: int = 0, group_size: int = 4) -> Ticket:
-    return Ticket(
-        prompt_ids=[1, 2],
-        ticket=number,
-        step=0,
-        min_version=0,
-        group_size=group_size,
-        sampling=SamplingParams(max_tokens=8),
-    )
-
-
-def make_score(ticket: int) -> Score:
-    return Score(ticket=ticket, index=0, status=ScoreStatus.OK, value=float(ticket))
-
-
-def make_letter(entry: Garbled, worker: str = "a") -> DeadLetter:
-    fields = {name.decode(): value for name, value in entry.fields.items()}
-    return DeadLetter(
-        origin="trajectories", entry_id=entry.entry_id, fields=fields, error=entry.error, worker=worker
-    )
-
-
-async def publish(broker: Broker, keys: Keys, count: int) -> list[str]:
-    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    return await streams.append(
-        broker, keys.trajectories(), *(make_trajectory(number) for number in range(count))
-    )
-
-
-async def fetched(consumer: Consumer[Trajectory], count: int) -> list[Delivery[Trajectory]]:
-    deliveries = [delivery for delivery in await consumer.fetch(count, 0) if isinstance(delivery, Delivery)]
-    assert len(deliveries) == count
-    return deliveries
-
-
-async def fall_silent(broker: Broker, keys: Keys, consumer: str, ids: Sequence[str]) -> None:
-    """Let two leases pass in which `consumer` says nothing about these entries."""
-    args = ("IDLE", int(2000 * LEASE_S), "JUSTID")
-    await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, consumer, 0, *ids, *args)
-
-
-async def scored(broker: Broker, keys: Keys) -> list[int]:
-    read = await streams.read_range(broker, keys.scores(), Score)
-    return [entry.message.ticket for entry in read if isinstance(entry, Entry)]
-
-
-async def pending(broker: Broker, keys: Keys) -> list[str]:
-    return await streams.pending_ids(broker, keys.trajectories(), REWARD_GROUP, "-", "+", 1000)
 
 
 async def test_a_result_exists_exactly_when_its_input_is_acknowledged(broker: Broker, keys: Keys) -> None:
@@ -274,105 +217,6 @@ async def test_a_consumer_that_leaves_hands_back_and_is_forgotten_when_nothing_i
     assert (status.pending, status.consumers) == (0, 0)
 
 
-async def test_an_entry_that_cannot_be_decoded_is_buried_with_its_bytes(broker: Broker, keys: Keys) -> None:
-    await publish(broker, keys, 1)
-    payload = b"\x80\x04\x95pickled"
-    await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", payload)
-    consumer = make_consumer(broker, keys)
-    good, garbled = await consumer.fetch(10, 0)
-    assert isinstance(good, Delivery)
-    assert isinstance(garbled, Garbled)
-    assert await consumer.bury(garbled, make_letter(garbled))
-    (entry,) = await streams.read_range(broker, keys.dead, DeadLetter)
-    assert isinstance(entry, Entry)
-    assert entry.message.fields == {"v": b"1.0", "p": payload}
-    assert entry.message.entry_id == garbled.entry_id
-    assert await pending(broker, keys) == [good.entry_id]
-    assert not await consumer.bury(garbled, make_letter(garbled))
-    assert await streams.length(broker, keys.dead) == 1
-
-
-async def test_an_entry_of_a_newer_major_schema_is_not_lost_either(broker: Broker, keys: Keys) -> None:
-    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await broker.execute("XADD", keys.trajectories(), "*", "v", "2.0", "p", b"\x80")
-    consumer = make_consumer(broker, keys)
-    (garbled,) = await consumer.fetch(10, 0)
-    assert isinstance(garbled, Garbled)
-    assert "update the older side" in garbled.error
-
-
-async def test_an_entry_above_the_size_limit_is_not_decoded(broker: Broker, keys: Keys) -> None:
-    await publish(broker, keys, 1)
-    consumer = make_consumer(broker, keys)
-    consumer.max_bytes = 50
-    (garbled,) = await consumer.fetch(10, 0)
-    assert isinstance(garbled, Garbled)
-    assert "exceed the limit of 50" in garbled.error
-
-
-async def test_a_garbled_entry_of_a_dead_consumer_is_buried_by_the_next_only(
-    broker: Broker, keys: Keys
-) -> None:
-    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", b"torn")
-    dead, rival = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "rival")
-    (found,) = await dead.fetch(10, 0)
-    assert isinstance(found, Garbled)
-    await fall_silent(broker, keys, "dead", [found.entry_id])
-    (taken,) = await rival.fetch(10, 0)
-    assert isinstance(taken, Garbled)
-    assert not await dead.bury(found, make_letter(found, "dead"))
-    assert await rival.bury(taken, make_letter(taken, "rival"))
-    assert await streams.length(broker, keys.dead) == 1
-
-
-async def test_entries_trimmed_while_they_were_held_do_not_stay_pending(broker: Broker, keys: Keys) -> None:
-    ids = await publish(broker, keys, 4)
-    await fetched(make_consumer(broker, keys, "dead"), 4)
-    await fall_silent(broker, keys, "dead", ids)
-    await streams.trim_before(broker, keys.trajectories(), ids[3])
-    (left,) = await make_consumer(broker, keys, "rival").fetch(10, 0)
-    assert left.entry_id == ids[3]
-    assert await pending(broker, keys) == ids[3:]
-
-
-async def test_a_group_that_vanished_is_created_again(broker: Broker, keys: Keys) -> None:
-    ids = await publish(broker, keys, 2)
-    consumer = make_consumer(broker, keys)
-    async with consumer:
-        held = await fetched(consumer, 1)
-        await broker.execute("XGROUP", "DESTROY", keys.trajectories(), REWARD_GROUP)
-        await consumer.renew()
-        assert held[0].lost.is_set()
-        assert await consumer.complete([(held[0], make_score(0))], keys.scores()) == [False]
-        await consumer.hand_back(held)
-        await consumer.leave()
-        assert await consumer.fetch(10, 0) == []
-        again = await fetched(consumer, 2)
-        assert [delivery.entry_id for delivery in again] == ids
-    assert await scored(broker, keys) == []
-
-
-async def test_a_stream_that_vanished_is_created_again(broker: Broker, keys: Keys) -> None:
-    await publish(broker, keys, 1)
-    rollout, consumer = make_rollout(broker, keys), make_consumer(broker, keys)
-    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket())])
-    (ticket,) = await rollout.fetch(1, 0)
-    assert isinstance(ticket, Delivery)
-    (held,) = await fetched(consumer, 1)
-    await broker.execute("DEL", keys.trajectories(), keys.prompts())
-    assert await consumer.complete([(held, make_score(0))], keys.scores()) == [False]
-    with pytest.raises(LeaseLostError):
-        await rollout.publish_sample(
-            ticket, keys.trajectories(), keys.progress(0), make_trajectory(group_size=4)
-        )
-    await rollout.leave()
-    assert await consumer.fetch(1, 0) == []
-    await publish(broker, keys, 1)
-    await fetched(consumer, 1)
-
-
 async def test_a_waiting_consumer_is_woken_by_the_next_message(broker: Broker, keys: Keys) -> None:
     await publish(broker, keys, 0)
     waiting = asyncio.create_task(make_consumer(broker, keys).fetch(10, 5.0))
@@ -390,88 +234,6 @@ async def test_scripts_work_after_the_server_forgot_them(broker: Broker, keys: K
     await broker.execute("SCRIPT", "FLUSH")
     assert await consumer.complete([(second, make_score(1))], keys.scores()) == [True]
     assert await scored(broker, keys) == [0, 1]
-
-
-async def take_ticket(
-    broker: Broker, keys: Keys, name: str = "a"
-) -> tuple[Consumer[Ticket], Delivery[Ticket]]:
-    consumer = make_rollout(broker, keys, name)
-    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
-    (delivery,) = await consumer.fetch(1, 0)
-    assert isinstance(delivery, Delivery)
-    return consumer, delivery
-
-
-async def samples_of(broker: Broker, keys: Keys) -> list[int]:
-    read = await streams.read_range(broker, keys.trajectories(), Trajectory)
-    return [entry.message.index for entry in read if isinstance(entry, Entry)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
-    broker: Broker, keys: Keys, seed: int
-) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=16))])
-    consumer, delivery = await take_ticket(broker, keys)
-    order = random.Random(seed).sample(range(16), 16)
-
-    async def publish_one(index: int) -> bool:
-        sample = make_trajectory(0, index, group_size=16)
-        return await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
-
-    complete = await asyncio.gather(*(publish_one(index) for index in order))
-    assert sum(complete) == 1
-    assert sorted(await samples_of(broker, keys)) == list(range(16))
-    assert await streams.pending_ids(broker, keys.prompts(), ROLLOUT_GROUP, "-", "+", 10) == []
-    assert await broker.execute("EXISTS", keys.progress(0)) == 0
-    assert consumer.held == {}
-
-
-async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
-    broker: Broker, keys: Keys
-) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
-    consumer, delivery = await take_ticket(broker, keys)
-    first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
-    for sample, is_last in ((first, False), (first, False), (second, True)):
-        result = await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
-        assert result == is_last
-    assert await samples_of(broker, keys) == [0, 1]
-    with pytest.raises(LeaseLostError):
-        await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), second)
-    assert await samples_of(broker, keys) == [0, 1]
-
-
-async def test_the_version_of_a_group_in_flight_does_not_count_as_a_sample(
-    broker: Broker, keys: Keys
-) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
-    consumer, delivery = await take_ticket(broker, keys)
-    await broker.execute("HSET", keys.progress(0), "version", 3)
-    sample = make_trajectory(0, 0, group_size=2)
-    assert not await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
-    sample = make_trajectory(0, 1, group_size=2)
-    assert await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
-
-
-async def test_who_takes_over_a_half_done_group_adds_only_what_is_missing(broker: Broker, keys: Keys) -> None:
-    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=4))])
-    slow, delivery = await take_ticket(broker, keys, "slow")
-    samples = [make_trajectory(0, index, group_size=4) for index in range(4)]
-    out = (keys.trajectories(), keys.progress(0))
-    for index in (2, 0):
-        await slow.publish_sample(delivery, *out, samples[index])
-    await slow.hand_back([delivery])
-    rival, taken = await take_ticket(broker, keys, "rival")
-    with pytest.raises(LeaseLostError, match="held by another worker"):
-        await slow.publish_sample(delivery, *out, samples[1])
-    assert sorted(await broker.execute("HKEYS", keys.progress(0))) == [b"0", b"2"]
-    assert [await rival.publish_sample(taken, *out, samples[index]) for index in (0, 1, 3)] == [
-        False,
-        False,
-        True,
-    ]
-    assert await samples_of(broker, keys) == [2, 0, 1, 3]
 
 
 async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(
