@@ -78,6 +78,11 @@ class Keys:
         return f"{PREFIX}:{self.run_id}:sandbox"
 
     @property
+    def jobs_queue(self) -> str:
+        """Name of the run's RQ queue for work that nothing waits for, such as exports."""
+        return f"{PREFIX}:{self.run_id}:jobs"
+
+    @property
     def weights(self) -> str:
         """Stream of weight manifests."""
         return self._key("weights")

@@ -134,6 +134,27 @@ def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
     watch(run_id, runs_dir)
 
 
+@app.command(epilog="Example: tidemill export arith-20260131-120000 --version best -o my-model")
+def export(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder.", show_default=False)
+    ],
+    run_id: RunId = None,
+    version: Annotated[
+        str, typer.Option("--version", metavar="N|best|last", help="Which version of the run.")
+    ] = "last",
+    now: Annotated[bool, typer.Option("--now", help="Do it here, without asking for a worker.")] = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Write a version of a run as a Hugging Face folder: config, tokenizer and safetensors.
+
+    Done by a worker of the run (`python -m services.jobs RUN_ID`) where there is one, and here otherwise.
+    """
+    from services.console.export import export as export_version
+
+    export_version(run_id, version, output, now, runs_dir)
+
+
 app.add_typer(
     dead,
     name="dead",

@@ -1,0 +1,161 @@
+"""A version of a run as a Hugging Face folder: config, tokenizer, weights, and where they come from.
+
+An RQ job, and a command (`python -m services.jobs.export --help`), which `tidemill export` calls.
+The weights are copied as the engines loaded them, after their checksums were checked; everything else comes
+from the model that the run started with. The folder appears by one rename, complete.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, TidemillError, WeightsError
+from common.files import aside_folder, publish_folder
+from common.messages import WeightManifest
+from common.records import BEST_FILE
+from common.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, verified_files
+
+BEST, LAST = "best", "last"
+ORIGIN_FILE = "tidemill.json"
+"""Beside the weights: run, version and digest."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+"""Weights of the starting model, and lists of them, stay behind."""
+
+
+def export(run_dir: str, model: str, dtype: str, version: str, output: str) -> dict[str, Any]:
+    """Write `version` (a number, `best` or `last`) into the folder `output`; entry point of RQ.
+
+    Returns what was written, as plain JSON.
+
+    Raises:
+        ConfigError: there is no such version, or `output` holds something already.
+        WeightsError: the version's bytes are not those that the trainer wrote.
+    """
+    run, target = Path(run_dir), Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already and not empty; give a new folder.")
+    number = find_version(run, version)
+    manifest = read_manifest(run, number)
+    if manifest is None:
+        raise ConfigError(f"version {number} of {run.name} has no weights on the disk. {_known(run)}")
+    paths = verified_files(run, manifest)
+    source = _model_folder(model)
+    with aside_folder(target, f"the export of version {number}") as aside:
+        _copy_model_files(source, aside)
+        for path in paths:
+            shutil.copyfile(path, aside / path.name)
+        _set_dtype(aside / "config.json", dtype)
+        _write_index(aside, [path.name for path in paths])
+        origin = {"run_id": run.name, "version": number, "digest": manifest.digest, "model": model}
+        (aside / ORIGIN_FILE).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+        publish_folder(aside, target)
+    return {**origin, "folder": str(target), "num_bytes": _num_bytes(manifest)}
+
+
+def find_version(run: Path, version: str) -> int:
+    """The version that `best`, `last` or a number means.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if version == LAST:
+        whole = [v for v in folder_versions(run / WEIGHTS_FOLDER) if _is_readable(run, v)]
+        if not whole:
+            raise ConfigError(f"{run} holds no weights yet: no version has been written.")
+        return whole[-1]
+    if version == BEST:
+        try:
+            return int(json.loads((run / BEST_FILE).read_bytes())["version"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{run} has no best version: no evaluation has a score, or trainer.evaluation.keep_best is "
+                f"empty. {_known(run)}"
+            ) from None
+    if not version.isdecimal():
+        raise ConfigError(f"--version is {version!r}; expected a number, {BEST} or {LAST}.")
+    return int(version)
+
+
+def _is_readable(run: Path, version: int) -> bool:
+    try:
+        return read_manifest(run, version) is not None
+    except WeightsError:
+        return False
+
+
+def _known(run: Path) -> str:
+    versions = folder_versions(run / WEIGHTS_FOLDER)
+    listing = ", ".join(map(str, versions)) or "none"
+    return f"Versions there are: {listing} (trainer.keep_weights says how many stay)."
+
+
+def _model_folder(model: str) -> Path:
+    """The folder of the starting model: itself, or the hub's without its weights."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, ignore_patterns=[f"*{suffix}*" for suffix in WEIGHT_SUFFIXES]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"config and tokenizer of {model} cannot be had: {error}") from None
+
+
+def _copy_model_files(source: Path, target: Path) -> None:
+    for path in sorted(source.iterdir()):
+        is_weight = any(suffix in path.suffixes for suffix in WEIGHT_SUFFIXES)
+        if path.is_file() and not is_weight and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+    if not (target / "config.json").is_file():
+        raise ConfigError(f"{source} has no config.json; an export needs that of the starting model.")
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    """Let readers load the weights as they are stored."""
+    tree = json.loads(path.read_bytes())
+    tree.pop("torch_dtype", None)
+    path.write_text(json.dumps({**tree, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_index(folder: Path, names: list[str]) -> None:
+    """Say which file holds which tensor, where there are several."""
+    if len(names) < 2:
+        return
+    weight_map: dict[str, str] = {}
+    for name in names:
+        with open(folder / name, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        weight_map |= {tensor: name for tensor in header if tensor != "__metadata__"}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _num_bytes(manifest: WeightManifest) -> int:
+    return sum(file.num_bytes for file in manifest.files)
+
+
+def main() -> int:
+    """Export here and now; prints one line of JSON, or the reason."""
+    parser = argparse.ArgumentParser(description="Write a version of a run as a Hugging Face folder.")
+    parser.add_argument("run_dir")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--version", default=LAST)
+    parser.add_argument("-o", "--output", required=True)
+    given = parser.parse_args()
+    try:
+        result = export(given.run_dir, given.model, given.dtype, given.version, given.output)
+    except TidemillError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
