@@ -139,6 +139,11 @@ class TrainerConfig(Section):
     """A ticket that no stream holds any more is issued again after this time without progress."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
+    loggers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Trackers that get every metric besides metrics.jsonl: `pip install 'tidemill[wandb]'` and so on. Their
+    addresses and keys come from their own environment variables."""
+    logger_project: str = Field("tidemill", min_length=1, max_length=128)
+    """Project (MLflow: experiment) of the run in the trackers; the run has its own id there."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
 

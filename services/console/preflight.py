@@ -17,6 +17,7 @@ from common.broker import Broker
 from common.config import RunConfig, load_config
 from common.dataset import Row, read_dataset
 from common.errors import TidemillError
+from common.logger_check import check_loggers
 from common.redis_client import URL_VARIABLE
 from common.rewards import check_reward
 from services.console.model_folder import ModelFacts, inspect_model
@@ -67,6 +68,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
             lambda: _check_rewards(findings, rows, calls_reward),
             lambda: _try_sandboxes(findings),
             lambda: check_algorithm(findings.config.trainer.algorithm),
+            lambda: check_loggers(findings.config.trainer.loggers),
             lambda: _reach_redis(findings),
         )
         if (problem := _problem_of(check))

@@ -1,4 +1,4 @@
-"""Keeps what a run measured: `metrics.jsonl` for programs, TensorBoard events for people.
+"""Keeps what a run measured: `metrics.jsonl` for programs, TensorBoard and trackers for people.
 
 Invariant: each step, and each evaluation of a version on a set, is recorded once. A trainer that resumes at
 version v trains the steps from v on again, so opening the recorder cuts those lines off first, in one
@@ -18,6 +18,7 @@ import structlog
 
 from common.files import storage_errors, write_atomically
 from common.records import EVALUATION, METRICS_FILE, STEP, Record, read_records
+from services.trainer.loggers.sender import Sender
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -44,11 +45,16 @@ class Recorder:
         self._evaluated = {(r["version"], r["set"]) for r in kept if r["kind"] == EVALUATION}
         with storage_errors("metrics", self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._senders: list[Sender] = []
         self._board = _open_board(run_dir / TENSORBOARD_FOLDER, resume_at) if tensorboard else None
         for record in kept:
             # TensorBoard forgets everything from `resume_at` on, also the evaluations that are still good.
             if record["kind"] == EVALUATION and record["version"] == resume_at:
                 self._show(record, f"eval/{record['set']}/", resume_at)
+
+    def attach(self, sender: Sender) -> None:
+        """Pass all further records on to a tracker too; it is closed with the recorder."""
+        self._senders.append(sender)
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Record one step's metrics; a repeat of a step on record is ignored.
@@ -63,6 +69,7 @@ class Recorder:
         self._append(record)
         self._next_step = step + 1
         self._show(record, "", step)
+        self._send(record)
 
     def evaluation(self, version: int, name: str, metrics: Mapping[str, float | None]) -> None:
         """Record one evaluation of `version` on the set `name`; a repeat of one on record is ignored."""
@@ -73,6 +80,7 @@ class Recorder:
         self._append(record)
         self._evaluated.add((version, name))
         self._show(record, f"eval/{name}/", version)
+        self._send(record)
 
     def has_evaluation(self, version: int, name: str) -> bool:
         """Whether this version's evaluation on this set is on record, so that it need not be run again."""
@@ -93,6 +101,8 @@ class Recorder:
             self._file.close()
             if self._board is not None:
                 self._board.close()
+            for sender in self._senders:
+                sender.close()
 
     def __enter__(self) -> Self:
         return self
@@ -114,6 +124,10 @@ class Recorder:
             except OSError:
                 os.ftruncate(self._file.fileno(), size)
                 raise
+
+    def _send(self, record: Record) -> None:
+        for sender in self._senders:
+            sender.send(record)
 
     def _show(self, record: Record, prefix: str, at: int) -> None:
         """Pass the numbers on to TensorBoard, which is a convenience: when it fails, the run goes on."""

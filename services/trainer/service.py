@@ -6,6 +6,7 @@ import structlog
 
 from common.config.diagnostics import HealthyRange
 from common.files import locked
+from common.logger_check import check_loggers
 from common.presence import Heartbeat
 from common.records import METRICS_FILE, read_records
 from common.service import ServiceContext
@@ -17,6 +18,8 @@ from services.trainer.diagnostics import Diagnostics
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
 from services.trainer.judgement import Judge
+from services.trainer.loggers.sender import Sender
+from services.trainer.loggers.trackers import TRACKERS, TrackedRun
 from services.trainer.memory_watch import MemoryWatch
 from services.trainer.policy import Policy
 from services.trainer.policy_thread import PolicyThread
@@ -45,6 +48,7 @@ async def serve(context: ServiceContext) -> None:
     Raises:
         LockedError: another trainer works in this run's folder.
     """
+    check_loggers(context.config.trainer.loggers)
     with locked(context.run_dir / "trainer.lock", ANOTHER_TRAINER.format(context.keys.run_id)):
         await _train(context)
 
@@ -80,6 +84,8 @@ async def _train_policy(
     commits = await replayer.adopt(restored, dropped)
     version = restored + len(commits)
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
+        for sender in await asyncio.to_thread(_open_loggers, context):
+            recorder.attach(sender)
         background = [
             context.start(intake.read_trajectories(), "trajectory reader"),
             context.start(intake.read_scores(), "score reader"),
@@ -118,6 +124,21 @@ async def _train_policy(
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
     context.raise_failure()
+
+
+def _open_loggers(context: ServiceContext) -> list[Sender]:
+    """After the recorder has cut its file back: what is on record there and not sent is sent first."""
+    trainer, records = context.config.trainer, read_records(context.run_dir / METRICS_FILE)
+    config = context.config.model_dump(mode="json", exclude={"reward"})  # addresses of judges may hold keys
+    return [
+        Sender(
+            name,
+            TRACKERS[name],
+            TrackedRun(context.keys.run_id, context.run_dir, trainer.logger_project, config, {}),
+            records,
+        )
+        for name in trainer.loggers
+    ]
 
 
 def _resume_diagnostics(context: ServiceContext) -> Diagnostics:
