@@ -128,6 +128,7 @@ def test_a_logger_that_is_not_installed_is_a_mistake_with_its_remedy() -> None:
 
 def test_wandb_offline_gets_the_names_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
+    monkeypatch.setattr(sender_module, "CLOSE_S", 240.0)
     monkeypatch.setenv("WANDB_MODE", "offline")
     record_steps(tmp_path, TRACKERS["wandb"], range(2))
     record_steps(tmp_path, TRACKERS["wandb"], range(2, 3))
@@ -144,6 +145,7 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("sqlalchemy")
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.setattr(sender_module, "CLOSE_S", 240.0)  # importing mlflow takes its time
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path}/mlflow.db")
     for steps in (range(2), range(1, 3)):
         record_steps(tmp_path, TRACKERS["mlflow"], steps, name="mlflow")

@@ -93,6 +93,7 @@ class Sender:
     def _work(self) -> None:
         try:
             tracker = self._open(self._run)
+            self._write_position()  # at once: a restart must find the tracker's run again
             for record in self._backlog:
                 self._send_one(tracker, record)
             while not self._is_off and (next_record := self._queue.get()) is not None:
