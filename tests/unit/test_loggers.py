@@ -91,11 +91,14 @@ def test_a_failing_logger_is_said_once_and_the_run_goes_on(
     assert len(read_records(tmp_path / METRICS_FILE)) == 8
 
 
-def test_a_logger_that_cannot_open_does_not_stop_the_run(tmp_path: Path) -> None:
+def test_a_logger_that_cannot_open_does_not_stop_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refuse(run: TrackedRun) -> Tracker:
         raise RuntimeError("no API key")
 
     record_steps(tmp_path, refuse, range(2))
+    assert "no API key" in capsys.readouterr().out
     assert len(read_records(tmp_path / METRICS_FILE)) == 4
 
 
