@@ -21,7 +21,7 @@ BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
 VLLM := $(VENV)/.vllm.stamp
 
-.PHONY: help demo demo-judge test check bench bench-name chaos clean distclean
+.PHONY: help demo demo-judge test gpu-test check bench bench-name chaos clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -40,6 +40,9 @@ demo-judge: $(BASE) $(VLLM) ## the same with a judge and a reward model: two vLL
 
 test: $(BASE) $(DEV) $(VLLM) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
 	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PYTEST_ARGS)
+
+gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
+	$(BIN)/python -m pytest tests/gpu -q -rs $(PYTEST_ARGS)
 
 check: $(BASE) $(DEV) ## lint, formatting, types, import rules
 	$(BIN)/ruff check .

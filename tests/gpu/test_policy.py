@@ -1,0 +1,115 @@
+"""The policy on a GPU: the numbers of the CPU, packing without leakage, and replay bit by bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from services.trainer.micro_batches import form_micro_batches
+from services.trainer.samples import Sample
+from services.trainer.transformers_policy import TransformersPolicy
+from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu
+from tests.models import accumulate_all, gradients_of, make_samples, one_batch, train
+
+pytestmark = needs_gpu
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpu_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gaps(mine: TransformersPolicy, theirs: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
+    pairs = zip(mine.logprobs(samples), theirs.logprobs(samples), strict=True)
+    return np.concatenate([np.abs(left - right) for left, right in pairs])
+
+
+def similarity(left: torch.Tensor, right: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(left.cpu().double(), right.cpu().double(), dim=0).item()
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": False}, {"gradient_checkpointing": True}])
+def test_float32_on_the_gpu_equals_the_cpu(folder: Path, options: dict[str, Any]) -> None:
+    samples = make_samples(SAMPLES)
+    gpu, cpu = make_gpu_policy(folder, **options), make_gpu_policy(folder, "cpu", **options)
+    assert gpu.layout == ("padded" if "packing" in options else "block")
+    assert gaps(gpu, cpu, samples).max() < 1e-4
+    results = [accumulate_all(policy, [one_batch(samples)]) for policy in (gpu, cpu)]
+    assert results[0].loss_sum == pytest.approx(results[1].loss_sum, rel=1e-3, abs=1e-3)
+    mine, theirs = gradients_of(gpu).cpu(), gradients_of(cpu)
+    assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-3
+
+
+def test_bfloat16_on_the_gpu_stays_near_float32(folder: Path) -> None:
+    samples = make_samples(SAMPLES)
+    half, full = make_gpu_policy(folder, dtype="bfloat16"), make_gpu_policy(folder)
+    assert gaps(half, full, samples).mean() < 0.05
+    for policy in (half, full):
+        accumulate_all(policy, [one_batch(samples)])
+    assert gradients_of(half).dtype == torch.float32
+    assert similarity(gradients_of(half), gradients_of(full)) > 0.99
+
+
+@pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs the package flash-attn")
+def test_varlen_packing_equals_row_by_row(folder: Path) -> None:
+    """The same kernel for both; a leak of one sequence into the next changes logprobs by more than 1."""
+    samples = make_samples(SAMPLES)
+    packed, single = (make_gpu_policy(folder, dtype="bfloat16") for _ in range(2))
+    assert packed.layout == "varlen"
+    alone = np.concatenate([logprobs for sample in samples for logprobs in single.logprobs([sample])])
+    together = np.concatenate(packed.logprobs(samples))
+    assert np.abs(together - alone).mean() < 0.01 and np.abs(together - alone).max() < 0.2
+    accumulate_all(packed, [one_batch(samples)])
+    accumulate_all(single, [one_batch([sample]) for sample in samples])
+    assert similarity(gradients_of(packed), gradients_of(single)) > 0.999
+
+
+def test_block_packing_equals_row_by_row(folder: Path) -> None:
+    samples = make_samples(SAMPLES)
+    policy = make_gpu_policy(folder)
+    assert policy.layout == "block"
+    alone = np.concatenate([logprobs for sample in samples for logprobs in policy.logprobs([sample])])
+    assert np.abs(np.concatenate(policy.logprobs(samples)) - alone).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+def test_replay_from_a_checkpoint_is_bit_identical(
+    folder: Path, tmp_path: Path, dtype: str, lora: dict[str, Any] | None, deterministic: None
+) -> None:
+    if lora:
+        pytest.importorskip("peft", reason="the lora extra is not installed")
+    samples = make_samples(SAMPLES)
+    options: dict[str, Any] = {"dtype": dtype, "lora": lora, "deterministic": True}
+    batches = form_micro_batches(samples, 100)
+    live, replayed = make_gpu_policy(folder, **options), make_gpu_policy(folder, **options)
+    train(live, batches[:2])
+    live.save_state(tmp_path)
+    replayed.load_state(tmp_path)
+    for _ in range(3):
+        assert train(live, batches) == train(replayed, batches)
+    assert live.digest() == replayed.digest() != make_gpu_policy(folder, **options).digest()
+
+
+def test_merged_adapters_compute_what_the_policy_does(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the lora extra is not installed")
+    samples = make_samples(SAMPLES)
+    policy = make_gpu_policy(folder, lora={"rank": 8}, optimizer={"lr": 1e-2})
+    train(policy, [one_batch(samples)])
+    start = gpu_model(tmp_path)
+    policy.save_weights(start)
+    assert load_file(start / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    assert gaps(policy, make_gpu_policy(start), samples).max() < 1e-4
+    assert gaps(policy, make_gpu_policy(folder), samples).max() > 0.05

@@ -1,0 +1,148 @@
+"""vLLM on a GPU in bfloat16: its logprobs are the trainer's, also after updates in flight and after sleep.
+
+The trainer's policy is the reference. Each version is a model of another seed, so that a token with the
+wrong version's label, or weights that did not arrive, miss by whole units and not by rounding.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from common.messages import SamplingParams
+from services.rollout.engine import Generation, GenerationRequest
+from services.rollout.engines import build_engine
+from services.rollout.engines.vllm import VllmEngine
+from services.trainer.samples import Sample
+from services.trainer.transformers_policy import TransformersPolicy
+from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu
+from tests.models import PIECES, run_config
+
+pytest.importorskip("vllm", reason="vLLM is not installed; install the extra vllm")
+
+pytestmark = [needs_gpu, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+MEAN_GAP, MAX_GAP = 0.03, 0.5
+"""Of bfloat16, engine against trainer; another version's weights differ by more than 1 on average."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The model of each version; version 0 is the starting model."""
+    return [gpu_model(tmp_path_factory.mktemp(f"v{seed}"), seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def policies(folders: list[Path]) -> list[TransformersPolicy]:
+    return [make_gpu_policy(folder, dtype="bfloat16") for folder in folders]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folders: list[Path]) -> AsyncIterator[VllmEngine]:
+    config = run_config(
+        folders[0],
+        model={"dtype": "bfloat16", "max_model_len": 128},
+        rollout={
+            "engine": "vllm",
+            "sampling": {"max_tokens": 100},
+            "vllm": {
+                "max_num_seqs": 16,
+                "gpu_memory_utilization": 0.3,
+                "extra": {"enable_sleep_mode": True},
+            },
+        },
+    )
+    engine = build_engine(config, "test-worker")
+    assert isinstance(engine, VllmEngine)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def make_requests(name: str, count: int, max_tokens: int = 24) -> list[GenerationRequest]:
+    params = SamplingParams(max_tokens=max_tokens)
+    return [
+        GenerationRequest(f"{name}{i}", [3 + (i * 7 + j * 5) % (len(PIECES) - 3) for j in range(9)], params)
+        for i in range(count)
+    ]
+
+
+async def generate_all(engine: VllmEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
+
+
+def gaps(policy: TransformersPolicy, request: GenerationRequest, result: Generation) -> np.ndarray:
+    """|engine - trainer| of each token, with one version's weights for all of them."""
+    size = len(result.token_ids)
+    sample = Sample(
+        key=(0, 0),
+        prompt_ids=np.array(request.prompt_ids, np.int32),
+        completion_ids=np.array(result.token_ids, np.int32),
+        rollout_logprobs=np.array(result.logprobs, np.float32),
+        mask=np.ones(size, np.bool_),
+        advantage=0.0,
+        reward=0.0,
+    )
+    return np.abs(policy.logprobs([sample])[0] - sample.rollout_logprobs)
+
+
+def assert_near(found: Sequence[np.ndarray]) -> None:
+    values = np.concatenate(found)
+    assert values.mean() < MEAN_GAP and values.max() < MAX_GAP, (values.mean(), values.max())
+
+
+async def test_engine_and_trainer_agree(engine: VllmEngine, policies: list[TransformersPolicy]) -> None:
+    requests = make_requests("parity", 32)
+    results = await generate_all(engine, requests)
+    assert {result.spans for result in results} == {((0, 0),)}
+    pairs = list(zip(requests, results, strict=True))
+    assert_near([gaps(policies[0], *pair) for pair in pairs])
+    other = np.concatenate([gaps(policies[1], *pair) for pair in pairs])
+    assert other.mean() > 20 * MEAN_GAP, "another version would not be noticed"
+
+
+async def test_weights_are_replaced_while_requests_run(
+    engine: VllmEngine, folders: list[Path], policies: list[TransformersPolicy]
+) -> None:
+    requests = make_requests("flight", 64, max_tokens=100)
+    running = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await engine.generate(make_requests("first", 1, max_tokens=1)[0])
+    update = await engine.load(1, [folders[1] / "model.safetensors"])
+    assert engine.version == update.version == 1
+    pairs = list(zip(requests, await asyncio.gather(*running), strict=True))
+    crossing = [pair for pair in pairs if len(pair[1].spans) == 2]
+    assert crossing, "no request was under way: nothing is tested"
+    # A token after the update has seen the cache that the old weights left; before it, none has.
+    before = [gaps(policies[0], *pair)[: pair[1].spans[1][1]] for pair in crossing]
+    assert_near(before)
+    whole = [pair for pair in pairs if pair[1].spans == ((1, 0),)]
+    assert whole, "no request was waiting: nothing is tested"
+    assert_near([gaps(policies[1], *pair) for pair in whole])
+
+
+async def test_the_probe_sees_the_new_weights(
+    engine: VllmEngine, folders: list[Path], policies: list[TransformersPolicy]
+) -> None:
+    await engine.load(2, [folders[2] / "model.safetensors"])
+    request, token_ids = make_requests("probe", 1)[0], [3, 4, 5, 6, 7, 8]
+    scores = await engine.score(request.prompt_ids, token_ids)
+    assert_near([gaps(policies[2], request, Generation(token_ids, scores, ((2, 0),), "stop"))])
+
+
+async def test_sleep_frees_the_gpu_and_wake_keeps_the_weights(
+    engine: VllmEngine, folders: list[Path], policies: list[TransformersPolicy]
+) -> None:
+    await engine.load(3, [folders[3] / "model.safetensors"])
+    awake_bytes = torch.cuda.mem_get_info()[0]
+    await engine.sleep()
+    assert torch.cuda.mem_get_info()[0] > awake_bytes + (256 << 20), "the KV cache is freed"
+    await engine.wake()
+    requests = make_requests("woken", 16)
+    results = await generate_all(engine, requests)
+    assert {result.spans for result in results} == {((3, 0),)}
+    pairs = zip(requests, results, strict=True)
+    assert_near([gaps(policies[3], *pair) for pair in pairs])

@@ -1,0 +1,152 @@
+"""Any Hugging Face causal language model: the policy's numbers are those of the model's plain forward pass.
+
+Each family does something that packing, tiles or chunked logits could get wrong: biases, norms of queries
+and keys, windows shorter than the sequences, capped logits, learned positions, experts, recurrent state.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.rollout.engines import build_engine
+from services.rollout.engines.transformers import TransformersEngine
+from services.trainer.packing import choose_layout
+from services.trainer.samples import Sample
+from tests.models import (
+    PIECES,
+    accumulate_all,
+    gradients_of,
+    make_policy,
+    make_samples,
+    one_batch,
+    run_config,
+    train,
+    write_tokenizer,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": len(PIECES),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "Mistral": {"sliding_window": 4},
+    "Gemma2": {"head_dim": 8, **SLIDING, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+    "Gemma3": {"head_dim": 8, **SLIDING},
+    "Olmo2": {},
+    "Mixtral": {"num_local_experts": 3},
+    "GPTNeoX": {"num_key_value_heads": None},
+    "Mamba": {"state_size": 4, "num_heads": None},
+}
+
+
+def make_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    fields = {name: value for name, value in (SIZES | FAMILIES[family]).items() if value is not None}
+    config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, config_class)(**fields))
+    return model.eval()
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, sample: Sample) -> np.ndarray:
+    """One sequence, whole logits, nothing of ours."""
+    ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
+    logits_TV = model(input_ids=ids[None], use_cache=False).logits[0]
+    logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
+    start = len(sample.prompt_ids)
+    return logprobs_TV[torch.arange(start - 1, len(ids) - 1), ids[start:]].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
+    samples = make_samples(12, max_completion=20)
+    # Kernels of experts know no float64.
+    dtype, tolerance = (torch.float32, 1e-4) if family == "Mixtral" else (torch.float64, 1e-6)
+    policy = make_policy(dtype, model=make_model(family))
+    # That of a GPU without flash attention; the policy itself has chosen the CPU's, padded rows.
+    on_gpu = choose_layout(True, torch.device("cuda"), policy._model.config, family == "Mamba")
+    assert policy.layout == "padded"
+    accumulate_all(policy, [one_batch([sample]) for sample in samples])
+    expected = gradients_of(policy).clone()
+    plain = make_model(family).to(dtype)
+    for layout in {"padded", on_gpu}:
+        policy.layout = layout
+        for sample, mine in zip(samples, policy.logprobs(samples), strict=True):
+            np.testing.assert_allclose(mine, plain_logprobs(plain, sample), atol=1e-5)
+        policy.zero()
+        accumulate_all(policy, [one_batch(samples)])
+        # Some families compute norms and routers in float32 whatever the weights are.
+        assert ((gradients_of(policy) - expected).norm() / expected.norm()).item() < tolerance
+
+
+def test_packing_on_gpus_is_chosen_where_every_layer_attends_to_everything():
+    layouts = {
+        name: choose_layout(True, torch.device("cuda"), make_model(name).config, name == "Mamba")
+        for name in FAMILIES
+    }
+    padded = {name for name, layout in layouts.items() if layout == "padded"}
+    assert padded == {"Mistral", "Gemma2", "Gemma3", "Mamba"}, "a block mask would replace their own"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_weights_load_into_the_plain_model(family, tmp_path):
+    policy, samples = make_policy(model=make_model(family)), make_samples(6)
+    assert not train(policy, [one_batch(samples)]).skipped
+    make_model(family).save_pretrained(tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    policy.save_weights(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == names
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for sample, mine in zip(samples, policy.logprobs(samples), strict=True):
+        np.testing.assert_allclose(mine, plain_logprobs(loaded, sample), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
+async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_trainer(family, tmp_path):
+    """Master weights and norms are float32 in the trainer alone: the gap is that of bfloat16, no more."""
+    policy, samples = make_policy(torch.bfloat16, model=make_model(family)), make_samples(12)
+    train(policy, [one_batch(samples)])
+    make_model(family).save_pretrained(tmp_path / "start")
+    write_tokenizer(tmp_path / "start")
+    model = {"dtype": "bfloat16", "max_model_len": 64}
+    engine = build_engine(
+        run_config(tmp_path / "start", model=model, rollout={"engine": "transformers", "num_threads": 1})
+    )
+    await engine.start()
+    await engine.load(1, policy.save_weights(tmp_path / "trained"))
+    assert isinstance(engine, TransformersEngine) and engine._model is not None
+    master = dict(policy._model.named_parameters())
+    for name, weight in engine._model.named_parameters():
+        assert master[name].dtype == torch.float32
+        assert torch.equal(weight, master[name].bfloat16()), name
+    scores = [
+        np.array(await engine.score(sample.prompt_ids.tolist(), sample.completion_ids.tolist()), np.float32)
+        for sample in samples
+    ]
+    await engine.close()
+    gaps = np.abs(np.concatenate(scores) - np.concatenate(policy.logprobs(samples)))
+    assert 0.0 < gaps.mean() < 0.05 and gaps.max() < 0.3
+    own = [
+        replace(sample, rollout_logprobs=logprobs) for sample, logprobs in zip(samples, scores, strict=True)
+    ]
+    metrics = policy.accumulate(one_batch(own))
+    assert metrics.rollout_kl_sum / metrics.tokens < 2e-3
