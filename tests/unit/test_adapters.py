@@ -51,14 +51,18 @@ def merged_model(policy: TransformersPolicy, folder: Path, start: torch.nn.Modul
     policy.save_weights(folder)
     model, info = type(start).from_pretrained(folder, dtype=policy._dtype, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.float().eval()
+    return model.eval()
 
 
 def test_new_adapters_change_nothing_and_depend_on_the_seed_alone():
-    torch.manual_seed(123)
-    first, second = make_policy(**LORA), make_policy(**LORA)
-    assert first.digest() == second.digest()
-    assert_same_logprobs(first, make_policy(), make_samples(6), atol=0.0)
+    digests = set()
+    for seed in (1, 2):
+        model = tiny_llama()
+        torch.manual_seed(seed)
+        policy = make_policy(model=model, **LORA)
+        digests.add(policy.digest())
+    assert len(digests) == 1
+    assert_same_logprobs(policy, make_policy(), make_samples(6), atol=0.0)
 
 
 def test_only_adapters_are_trained_in_float32():
@@ -95,20 +99,22 @@ def tiny_mixtral() -> MixtralForCausalLM:
 @pytest.mark.parametrize("stabilized", [False, True])
 def test_merged_weights_compute_what_the_adapters_do(make_model, stabilized, tmp_path):
     lora = {"rank": 4, "alpha": 16, "rank_stabilized": stabilized}
-    policy, samples = trained(policy=make_policy(model=make_model(), lora=lora)), make_samples(12)
+    # Kernels of experts know no float64.
+    dtype, atol = (torch.float32, 1e-4) if make_model is tiny_mixtral else (torch.float64, 1e-5)
+    policy, samples = trained(policy=make_policy(dtype, model=make_model(), lora=lora)), make_samples(12)
     merged = merged_model(policy, tmp_path, make_model())
-    assert_same_logprobs(policy, make_policy(model=merged), samples)
-    start = make_policy(model=make_model()).logprobs(samples)
+    assert_same_logprobs(policy, make_policy(dtype, model=merged), samples, atol)
+    start = make_policy(dtype, model=make_model()).logprobs(samples)
     moved = [np.abs(a - b).max() for a, b in zip(policy.logprobs(samples), start, strict=True)]
     assert max(moved) > 0.1, "the adapters did something"
 
 
 def test_an_adapter_on_an_output_head_of_its_own_is_merged_too(tmp_path):
     lora = {"rank": 4, "alpha": 16, "target_modules": ["lm_head", "self_attn.v_proj"]}
-    policy = trained(policy=make_policy(model=untied_llama(), lora=lora))
+    policy = trained(policy=make_policy(torch.float64, model=untied_llama(), lora=lora))
     merged = merged_model(policy, tmp_path, untied_llama())
-    assert not torch.equal(merged.lm_head.weight, untied_llama().lm_head.weight)
-    assert_same_logprobs(policy, make_policy(model=merged), make_samples(12))
+    assert not torch.equal(merged.lm_head.weight.float(), untied_llama().lm_head.weight)
+    assert_same_logprobs(policy, make_policy(torch.float64, model=merged), make_samples(12))
 
 
 def test_bfloat16_weights_are_merged_in_float32_and_rounded_once(tmp_path):
@@ -211,13 +217,14 @@ def test_the_digest_covers_adapters_base_and_scale():
 def test_every_version_has_its_adapters_in_the_format_of_peft(make_model, tmp_path):
     from peft import PeftModel
 
-    policy, samples = trained(policy=make_policy(model=make_model(), **LORA)), make_samples(8)
+    policy = trained(policy=make_policy(torch.float64, model=make_model(), **LORA))
+    samples = make_samples(8)
     manifest = WeightStore(tmp_path).write(7, policy)
     assert [file.name for file in manifest.files] == ["model.safetensors"], "engines get merged weights only"
     folder = tmp_path / "weights" / manifest.folder / "adapter"
     assert sorted(p.name for p in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    loaded = PeftModel.from_pretrained(make_model(), folder).merge_and_unload().requires_grad_(True)
-    assert_same_logprobs(policy, make_policy(model=loaded), samples)
+    loaded = PeftModel.from_pretrained(make_model().double(), folder).merge_and_unload().requires_grad_(True)
+    assert_same_logprobs(policy, make_policy(torch.float64, model=loaded), samples)
 
 
 def test_adapters_are_written_as_the_same_bytes_each_time(tmp_path):
