@@ -13,7 +13,8 @@ the gradient norm of the first step: equal norms mean equal work.
 
 Each side is a process of its own with the same number of threads; sides take turns, `--rounds` times. The
 time of a step is the fastest one after the first. tokens/s counts prompt and completion tokens without
-padding. Memory is the peak above what the process held, model included, before its first step.
+padding. `CPU s` is the processor time of a step: where the machine is busy with other work, compare that,
+with `--threads 1`. Memory is the peak above what the process held, model included, before its first step.
 
 `ratio_equal` is our tokens/s over TRL's, the smaller of `short` and `long` completions; `ratio_unequal` that
 of very unequal lengths (8 to 512, each octave equally likely); `memory_ratio` is our peak over TRL's, the
@@ -47,6 +48,7 @@ def measure(side: str, case: str, budget: int, steps: int, threads: int) -> dict
     ]
     # One arena: what the allocator keeps for each thread would be counted as the side's need.
     variables = {"OMP_NUM_THREADS": str(threads), "MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"}
+    variables["OMP_WAIT_POLICY"] = "PASSIVE"  # as in the services: threads that spin hide what they cost
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{side} failed on {case}:\n{done.stderr[-2000:]}")
@@ -70,6 +72,7 @@ def main(
     threads = threads or len(os.sched_getaffinity(0))
     rows: list[tuple[str, ...]] = []
     speed: dict[tuple[str, str], float] = {}
+    cpu: dict[tuple[str, str], float] = {}
     peak: dict[tuple[str, str], float] = {}
     for name in CASES:
         results: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
@@ -81,8 +84,9 @@ def main(
             step_s = min(step for result in results[side] for step in result["step_s"])
             speed[name, side] = results[side][0]["tokens"] / step_s
             peak[name, side] = max(result["peak_bytes"] for result in results[side])
-        rows += [_row(name, side, speed, peak, results[side][0]["grad_norm"]) for side in SIDES]
-    columns = ("case", "side", "tokens/s", "to TRL", "peak MiB", "to TRL", "norm")
+            cpu[name, side] = min(step for result in results[side] for step in result["cpu_s"])
+        rows += [_row(name, side, speed, cpu, peak, results[side][0]["grad_norm"]) for side in SIDES]
+    columns = ("case", "side", "tokens/s", "to TRL", "CPU s", "to TRL", "peak MiB", "to TRL", "norm")
     note = f"{machine()}, {threads} thread(s), micro-batches of {budget} tokens, sides in turns x {rounds}."
     print_table("One GRPO step, given completions", columns, rows, note)
     ratio = {name: speed[name, "tidemill"] / speed[name, "trl"] for name in CASES}
@@ -99,6 +103,7 @@ def _row(
     name: str,
     side: str,
     speed: dict[tuple[str, str], float],
+    cpu: dict[tuple[str, str], float],
     peak: dict[tuple[str, str], float],
     grad_norm: float,
 ) -> tuple[str, ...]:
@@ -107,6 +112,8 @@ def _row(
         side,
         f"{speed[name, side]:,.0f}",
         f"{speed[name, side] / speed[name, 'trl']:.2f}",
+        f"{cpu[name, side]:.1f}",
+        f"{cpu[name, side] / cpu[name, 'trl']:.2f}",
         f"{peak[name, side] / MIB:,.0f}",
         f"{peak[name, side] / peak[name, 'trl']:.2f}",
         f"{grad_norm:.5f}",

@@ -78,15 +78,21 @@ def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, step
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     longest = max(len(sample.completion_ids) for sample in samples)
     policy = TransformersPolicy(model, config, dtype=dtype, temperature=1.0, max_completion_tokens=longest)
-    peak, times, norms = Peak(), [], []
+    peak, times, cpu_times, norms = Peak(), [], [], []
     for _ in range(steps + 1):
-        started = _now()
+        started, cpu_started = _now(), time.process_time()
         sums = MicroBatchMetrics()
         for batch in form_micro_batches(samples, budget_tokens):
             sums += policy.accumulate(batch)
         norms.append(policy.update(sums.denominator).grad_norm)
         times.append(_now() - started)
-    return {"step_s": times[1:], "peak_bytes": peak.above_base(), "grad_norm": norms[0]}
+        cpu_times.append(time.process_time() - cpu_started)
+    return {
+        "step_s": times[1:],
+        "cpu_s": cpu_times[1:],
+        "peak_bytes": peak.above_base(),
+        "grad_norm": norms[0],
+    }
 
 
 def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
@@ -128,14 +134,17 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
 
         def __init__(self) -> None:
             self.times: list[float] = []
+            self.cpu_times: list[float] = []
             self.norms: list[float] = []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.started, self.given_s = _now(), trainer.given_s
+            self.cpu_started = time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             # What stands in for generation is no part of the step.
             self.times.append(_now() - self.started - (trainer.given_s - self.given_s))
+            self.cpu_times.append(time.process_time() - self.cpu_started)
 
         def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
             if logs and "grad_norm" in logs:
@@ -172,7 +181,12 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
         )
         peak = Peak()
         trainer.train()
-    return {"step_s": clock.times[1:], "peak_bytes": peak.above_base(), "grad_norm": clock.norms[0]}
+    return {
+        "step_s": clock.times[1:],
+        "cpu_s": clock.cpu_times[1:],
+        "peak_bytes": peak.above_base(),
+        "grad_norm": clock.norms[0],
+    }
 
 
 def _tokenizer(kind: Any) -> Any:

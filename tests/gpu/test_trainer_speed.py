@@ -1,4 +1,4 @@
-"""On a GPU: fused kernels and compiled models give the same numbers, packed rows do not leak, MFU is there."""
+"""On a GPU: fused kernels and compiled models give the same numbers, packed rows do not leak."""
 
 import importlib.util
 
