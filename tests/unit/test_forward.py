@@ -156,6 +156,12 @@ def test_score_logits_by_hand():
     assert logprobs.item() == pytest.approx(np.log(4 / 6))
 
 
+def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
+    _, entropies = score_logits(logits, torch.tensor([0, 0]), 1.0)
+    assert entropies.tolist() == pytest.approx([np.log(2), 0.0])
+
+
 def test_logits_in_half_precision_are_scored_in_float32():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     logprobs, _ = score_logits(logits, torch.arange(4), 1.3)
