@@ -13,6 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 ENGINE ?= transformers
+# Tests wait more than they compute. Files stay whole, and the long ones come first, as they are named.
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 V ?=
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
@@ -39,7 +41,7 @@ demo-judge: $(BASE) $(VLLM) ## the same with a judge and a reward model: two vLL
 	$(BIN)/tidemill up examples/judge/config.yaml
 
 test: $(BASE) $(DEV) $(VLLM) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
-	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
 	$(BIN)/python -m pytest tests/gpu -q -rs $(PYTEST_ARGS)
