@@ -16,7 +16,16 @@ def all_keys(keys: Keys) -> list[str]:
     laned = [make(lane) for make in (keys.prompts, keys.trajectories, keys.scores) for lane in Lane]
     groups = [keys.progress(ticket, lane) for ticket in (0, 1) for lane in Lane]
     plain = [value for name in vars(Keys) if isinstance(value := getattr(keys, name), str) and name[0] != "_"]
-    return laned + groups + [key for key in plain if key != keys.run_id]
+    return laned + groups + [key for key in plain if key not in (keys.run_id, *queues(keys))]
+
+
+def queues(keys: Keys) -> list[str]:
+    return [keys.sandbox_queue, keys.jobs_queue]
+
+
+def test_queues_of_rq_carry_the_id_of_their_run() -> None:
+    assert all(name.startswith("tidemill:run-1:") for name in queues(Keys("run-1")))
+    assert len({*queues(Keys("a")), *queues(Keys("b"))}) == 4
 
 
 def test_every_key_carries_the_hash_tag_of_its_run() -> None:
