@@ -117,8 +117,10 @@ async def test_a_run_killed_with_its_worker_is_done_by_another(
         SandboxReward(CONFIG, jobs).score(sample("import time\ntime.sleep(3)\nprint(int(input()) * 2)"))
     )
     await wait_until(lambda: _jail_below(first.pid), 60)
-    for process in [*psutil.Process(first.pid).children(recursive=True), psutil.Process(first.pid)]:
-        process.kill()
+    worker = psutil.Process(first.pid)
+    for process in [worker, *worker.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with the one before
+            process.kill()
     start("second")
     outcome = await asyncio.wait_for(waiting, 120)
     assert outcome.value == 1.0

@@ -7,7 +7,9 @@ from tests.runs import ServiceRun, simulated_config
 from tests.training import assert_nothing_lost, messages, num_commits
 from tests.waiting import wait_until
 
-STEPS, GROUPS, SIZE = 14, 3, 4
+STEPS, GROUPS, SIZE = 40, 3, 4
+UPDATE_S = 0.5
+"""The run must outlast the start of three workers."""
 
 
 async def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
@@ -16,6 +18,7 @@ async def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
         trainer__steps=STEPS,
         trainer__groups_per_step=GROUPS,
         trainer__group_size=SIZE,
+        trainer__simulated={"update_s": UPDATE_S},
         rollout__max_groups_in_flight=3,
         rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.3, "jitter": 1.0},
         reward__delay_s=(0.0, 0.2),

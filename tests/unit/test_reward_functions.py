@@ -13,8 +13,6 @@ from services.reward.outcome import AttemptError, Outcome
 from services.reward.request import Request
 from services.reward.sample import Sample
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
-
 
 def sample(**fields: Any) -> Sample:
     values: dict[str, Any] = {"data_source": "src", "solution_str": "text", "ground_truth": "truth"}
@@ -195,8 +193,3 @@ def test_what_a_function_raises_is_an_attempt_that_failed(write: Any) -> None:
     reference = write("def compute_score(data_source, solution_str, ground_truth): return 1 / 0")
     with pytest.raises(AttemptError, match=r"ZeroDivisionError: division by zero \(reward.py, line 1\)"):
         score(load_function(reference, {}), sample())
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_the_examples_can_be_loaded(path: Path) -> None:
-    load_function(f"{path}:compute_score", {})
