@@ -4,8 +4,10 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from common.broker import Broker
 from common.embedded import EmbeddedRedis, available_servers
@@ -24,6 +26,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in ("unit", "contract", "integration", "chaos", "gpu"):
             item.add_marker(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test configures of the logs ends with it: no logger may keep it for the tests that follow."""
+    configure = structlog.configure
+
+    def configure_uncached(**settings: Any) -> None:
+        configure(**(settings | {"cache_logger_on_first_use": False}))
+
+    monkeypatch.setattr(structlog, "configure", configure_uncached)
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 SERVERS = available_servers()

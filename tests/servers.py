@@ -214,6 +214,14 @@ class SentinelPair:
     def url(self) -> str:
         return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/mymaster"
 
+    def fails_over(self) -> bool:
+        """Ask the sentinel to make the replica the master; False while it knows no replica that is fit."""
+        try:
+            self.sentinel.client.execute_command("SENTINEL", "FAILOVER", "mymaster")
+        except redis.ResponseError:
+            return False
+        return True
+
     def is_replicated(self) -> bool:
         """Whether the replica has all that the master has."""
         ours, theirs = self.master.client.info("replication"), self.replica.client.info("replication")

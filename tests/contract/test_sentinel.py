@@ -55,7 +55,7 @@ async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(
     async with consumer:
         waiting = asyncio.create_task(consumer.fetch(1, 5.0))
         await wait_until(pair.is_replicated)
-        await asyncio.to_thread(pair.sentinel.client.execute_command, "SENTINEL", "FAILOVER", "mymaster")
+        await wait_until(pair.fails_over, 60)
 
         async def has_moved() -> bool:
             return (await broker.info("server"))["tcp_port"] == str(pair.replica.port)

@@ -1,5 +1,6 @@
 """A whole run of all services with real models, and how each of them stops when asked to."""
 
+import json
 from pathlib import Path
 
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP
@@ -67,7 +68,8 @@ async def test_a_run_with_real_models_leaves_everything_it_promises(tmp_path: Pa
     assert commits[0] in on_policy, "the first step trains on what version 0 wrote"
     assert {sample.min_version for sample in samples} > {0}, "new weights were used"
 
-    assert folder_versions(run.run_dir / "weights") == [STEPS - 1, STEPS]
+    best = json.loads((run.run_dir / "best.json").read_text())["version"]
+    assert folder_versions(run.run_dir / "weights") == sorted({best, STEPS - 1, STEPS})
     assert verified_files(run.run_dir, manifests[-1])
     checkpoint = CheckpointStore(run.run_dir, keep=2).load_latest()
     assert checkpoint is not None

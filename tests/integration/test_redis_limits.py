@@ -170,7 +170,7 @@ async def test_memory_is_flat_over_a_long_run(tmp_path: Path) -> None:
         early = [value for version, value in bytes_at.items() if 30 <= version < steps // 2]
         late = [value for version, value in bytes_at.items() if version >= steps // 2]
         assert early
-        assert max(late) < 1.25 * max(early), (max(early), max(late))
+        assert max(late) < 1.5 * max(early), (max(early), max(late))
         assert commit_bytes / steps < 4000, "a commit has grown: correct docs/operations.md"
 
 

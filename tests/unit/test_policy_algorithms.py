@@ -267,7 +267,9 @@ class TestValueHead:
         assert policy.digest() != resumed.digest()
 
     def test_a_checkpoint_without_one_is_refused_in_plain_words(self):
-        with pytest.raises(ConfigError, match="resume with the model, the value head and the reference"):
+        with pytest.raises(
+            ConfigError, match="resume with the model, the adapters, the value head and the reference"
+        ):
             make_policy(algorithm=PPO).load_state(make_policy().state())
 
     def test_values_are_those_of_the_held_weights(self):
