@@ -43,10 +43,10 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """One word for metrics: `up`, `down`, `open` (its breaker) or `paused`."""
+        """One word for metrics: `up`, `down`, `open` (its breaker keeps requests away) or `paused`."""
         if not self.is_healthy:
             return "down"
-        if not self.breaker.is_closed:
+        if not self.breaker.allows:
             return "open"
         return "paused" if self._paused_s else "up"
 
