@@ -86,9 +86,9 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
     if has_archive:
         return None, f"the archive in {folder.path / ARCHIVE_FOLDER}"
     raise ConfigError(
-        f"nothing is left of the streams of run {folder.run_id}: {problem} There is neither data of a Redis nor "
-        f"an archive in {folder.path}. Check the id and --runs-dir, or set {URL_VARIABLE} to the server that has "
-        "the run."
+        f"nothing is left of the streams of run {folder.run_id}: {problem} There is neither data of a Redis "
+        f"nor an archive in {folder.path}. Check the id and --runs-dir, or set {URL_VARIABLE} to the server "
+        "that has the run."
     ) from None
 
 

@@ -71,5 +71,5 @@ async def test_a_redis_that_does_not_know_the_run_is_no_answer(
 
 async def test_where_nothing_is_left_it_says_what_to_do(tmp_path: Path) -> None:
     RunFolder(tmp_path, "one").create(make_config(run_id="one"))
-    with pytest.raises(ConfigError, match="nothing is left of the streams of run one.*--runs-dir"):
+    with pytest.raises(ConfigError, match=r"nothing is left of the streams of run one.*--runs-dir"):
         await num_trajectories("one", tmp_path)
