@@ -218,7 +218,7 @@ class Broker:
         error = state.outcome.exception() if state.outcome else None
         self.waited_s += pause_s
         metrics.REDIS_RETRIES.inc()
-        metrics.REDIS_WAIT.inc(pause_s)
+        metrics.REDIS_WAIT.labels("memory" if _is_full(error) else "redis").inc(pause_s)
         if state.attempt_number in (1, 5) or state.attempt_number % 20 == 0:
             log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
 
@@ -264,6 +264,11 @@ def _is_passing(error: BaseException) -> bool:
     return isinstance(error, _PASSING) or (
         isinstance(error, redis_errors.ResponseError) and str(error).startswith(_PASSING_PREFIXES)
     )
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether Redis has no memory left to write with."""
+    return isinstance(error, redis_errors.OutOfMemoryError) or str(error).startswith("OOM")
 
 
 def _parse_info(reply: bytes | str) -> dict[str, str]:

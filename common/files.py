@@ -199,6 +199,12 @@ def file_checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def free_share(folder: Path) -> float:
+    """Share of the disk with `folder` that is free for this process, between 0 and 1."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail / max(1, disk.f_blocks)
+
+
 def fsync_folder(folder: Path) -> None:
     """Flush a folder's own entries, so that a rename in it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

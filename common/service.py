@@ -65,6 +65,8 @@ class ServiceContext:
     """Why the service must end with an error, once it has drained."""
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     """The command line, with what the service added to it."""
+    started_at: float = field(default_factory=time.monotonic)
+    """On the machine's monotonic clock."""
 
     def __post_init__(self) -> None:
         # A restarted process has the name of the one before, but must not pass for the holder of its leases.

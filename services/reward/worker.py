@@ -9,6 +9,7 @@ import asyncio
 
 import structlog
 
+from common import metrics
 from common.keys import REWARD_GROUP
 from common.messages import DeadLetter, Lane, Score, Trajectory
 from common.service import ServiceContext
@@ -85,6 +86,7 @@ class RewardLane:
         self.publisher = Publisher(self.consumer, self.keys.scores(lane), self._settle)
         self.scoring: set[asyncio.Task[Score | None]] = set()
         self.slots, self.num_held = slots, 0
+        metrics.SCORE_SLOTS.labels(lane).set(slots)
         self.slot_freed = asyncio.Event()
 
     async def run(self) -> None:

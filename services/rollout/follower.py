@@ -62,6 +62,7 @@ class WeightFollower:
             files = await asyncio.to_thread(verified_files, self.context.run_dir, manifest)
             update = await self.engine.load(manifest.version, files)
         except WeightsError as error:
+            metrics.WEIGHT_FAILURES.inc()
             log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
             self._give_up_after_a_while(error)
             newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
@@ -72,6 +73,7 @@ class WeightFollower:
         self._failing_since, self._digest = None, manifest.digest
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
         metrics.WEIGHT_PAUSE_SECONDS.observe(update.paused_s)
+        metrics.WEIGHT_DELAY_SECONDS.observe(max(0.0, time.time() - manifest.announced_at))
         metrics.ENGINE_VERSION.set(update.version)
         log.debug("weights loaded", version=update.version, load_s=update.load_s, paused_s=update.paused_s)
         async with self._arrived:

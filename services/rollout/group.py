@@ -48,6 +48,7 @@ class GroupGenerator:
         ticket = delivery.message
         done, started_version = await self._read_progress(ticket.ticket)
         version = await self.follower.reach(max(ticket.min_version, started_version))
+        metrics.STAGE_SECONDS.labels("ticket").observe(max(0.0, time.time() - ticket.issued_at))
         if started_version < 0:
             # Not over the version of a worker that took the group over meanwhile and started it earlier.
             progress = self.keys.progress(ticket.ticket, self.lane)
@@ -91,6 +92,7 @@ class GroupGenerator:
         )
         self.num_published += 1
         metrics.TRAJECTORIES_PUBLISHED.labels(self.lane).inc()
+        metrics.PROMPT_TOKENS.labels(self.lane).inc(len(ticket.prompt_ids))
         metrics.COMPLETION_TOKENS.labels(self.lane).inc(sample.num_tokens)
         metrics.GENERATION_SECONDS.labels(self.lane).observe(sample.finished_at - started_at)
 

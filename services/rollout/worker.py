@@ -46,6 +46,7 @@ class RolloutWorker:
         )
         self.max_groups = context.config.rollout.max_groups_in_flight
         self.groups: set[asyncio.Task[None]] = set()
+        metrics.GROUP_SLOTS.labels(lane).set(self.max_groups)
 
     async def run(self) -> None:
         """Fetch tickets while there are slots; drain at the end."""

@@ -77,6 +77,7 @@ class Collector:
                 return taken
             if await self.prepare_waiting(step, places - len(taken)):
                 continue
+            self.intake.observe()
             with self.context.activity.during(*self._waiting_for(step)):
                 has_news = await self.context.unless_stopping(self.intake.wait(QUIET_S))
             if has_news is None:

@@ -104,10 +104,12 @@ class Evaluator:
         if not await self._issue(tickets):
             log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
             return []
-        trajectories, scores = await self._collect(tickets)
+        with metrics.EVALUATION_SECONDS.time():
+            trajectories, scores = await self._collect(tickets)
         results = self._sum_up(version, first, trajectories, scores)
         for result in results:
-            metrics.EVALUATION_SCORE.labels(result.dataset).set(result.score)
+            for name, number in result.metrics().items():
+                metrics.EVALUATION_METRIC.labels(result.dataset, name).set(number)
             log.info("evaluated", version=version, dataset=result.dataset, score=round(result.score, 4))
         return results
 

@@ -102,6 +102,14 @@ class Intake:
                 item.ticket, PendingGroup(item.ticket, item.step, item.min_version, self.group_size)
             )
 
+    def observe(self) -> None:
+        """Tell how many groups are how far."""
+        num_generated = sum(len(g.trajectories) == g.group_size for g in self.groups.values())
+        num_ready = len(self.complete)
+        metrics.TRAINER_GROUPS.labels("ready").set(num_ready)
+        metrics.TRAINER_GROUPS.labels("scoring").set(num_generated - num_ready)
+        metrics.TRAINER_GROUPS.labels("generating").set(len(self.groups) - num_generated)
+
     def close(self, ticket: int) -> None:
         """Forget a group that was trained or replaced."""
         self.groups.pop(ticket, None)

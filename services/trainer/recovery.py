@@ -11,7 +11,7 @@ from functools import partial
 
 import structlog
 
-from common import codec
+from common import codec, metrics
 from common.errors import TidemillError
 from common.messages import Commit
 from common.service import ServiceContext
@@ -112,6 +112,7 @@ class Replayer:
             now = step_metrics(commit.step, result, 0, 0.0)
             context = self.context
             await self.thread.call(check_replay, self.policy, commit, now, context.config, context.run_dir)
+        metrics.REPLAYED_STEPS.inc()
         for ticket in commit.groups:
             self.scheduler.settle(ticket)
             self.intake.close(ticket)

@@ -32,7 +32,8 @@ async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]
             if not error.can_clear:
                 raise
             log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            await context.unless_stopping(asyncio.sleep(pause_s))
+            with context.activity.during("wait:disk", str(error)):
+                await context.unless_stopping(asyncio.sleep(pause_s))
             if context.stopping.is_set():
                 raise StoppedError from error
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -16,6 +16,7 @@ import structlog
 from common import metrics
 from common.activity import WAIT
 from common.errors import WeightsError
+from common.files import free_share
 from common.messages import Commit, Lane, WeightManifest
 from common.run_state import FINISHED, RUNNING, read_state, update_state
 from common.service import ServiceContext
@@ -36,6 +37,7 @@ from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.scheduler import Scheduler
 from services.trainer.step import StepResult, StepRunner
+from services.trainer.step_gauges import observe_step
 from services.trainer.step_metrics import step_metrics
 from services.trainer.storage import until_stored
 from services.trainer.weights import WeightStore
@@ -84,6 +86,8 @@ class Trainer:
         """Train until the last step is committed, or until the service must stop."""
         try:
             await self._resume()
+            metrics.RECOVERY_SECONDS.set(time.monotonic() - self.context.started_at)
+            metrics.COMMITTED_VERSION.set(self.version)
             while self.version < self.config.steps:
                 await self.scheduler.admit(self.version)
                 await self._step(self.version)
@@ -135,7 +139,7 @@ class Trainer:
         is_saved = await self.memory.after_step(self._save)
         await self._finish_evaluation()
         await self._announce(manifest)
-        self._observe(commit)
+        self._observe(commit, result)
         is_due = self.version % self.config.checkpoint_every == 0
         if is_due and not is_saved and self.version < self.config.steps:
             await self._save()
@@ -154,7 +158,8 @@ class Trainer:
         # What Redis has lost comes first: the stream takes no step below its last.
         await self.reconciler.restore_lost()
         await self.reconciler.restore_commits(below=commit.step)
-        await append_commit(self.context.broker, self.context.keys, commit)
+        with metrics.COMMIT_SECONDS.time():
+            await append_commit(self.context.broker, self.context.keys, commit)
 
     async def _save(self) -> None:
         await self.checkpointer.save(self.version, self.collector.dropped, self.reconciler.commits)
@@ -285,11 +290,9 @@ class Trainer:
             **values,
         )
 
-    def _observe(self, commit: Commit) -> None:
-        metrics.COMMITTED_VERSION.set(self.version)
-        metrics.STEP_SECONDS.observe(commit.metrics["step_time_s"])
-        metrics.TRAINED_TOKENS.inc(commit.metrics["completion_tokens"])
-        metrics.REWARD_MEAN.set(commit.metrics["reward"])
+    def _observe(self, commit: Commit, result: StepResult) -> None:
+        observe_step(commit, result)
+        metrics.DISK_FREE_SHARE.set(free_share(self.context.run_dir))
         log.info(
             "step committed",
             step=commit.step,
