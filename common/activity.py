@@ -2,28 +2,38 @@
 
 A service is in exactly one state at a time; states that mean waiting begin with `wait:` and name the
 cause. Shares are taken over a sliding window, so that they say what is true now.
+
+A process that has nothing to do while a Redis command is under way waits for Redis, whatever it would wait
+for next: that time is booked on `wait:redis`, on its own account.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from common import metrics
 
 WINDOW_S = 60.0
 WAIT = "wait:"
+WAIT_REDIS = "wait:redis"
+BOOKKEEPING = "bookkeeping"
+"""Between two pieces of work: settling, announcing. Next to nothing but Redis takes time in it."""
 
 
 class Activity:
     """The current state of one process, the seconds spent in each, and idle shares."""
 
-    def __init__(self, role: str, state: str = "wait:start") -> None:
+    def __init__(
+        self, role: str, state: str = "wait:start", redis_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`redis_s` is a clock of the time with a Redis command under way."""
         self.role = role
         self.state = state
         self.detail = ""
         self.seconds: dict[str, float] = {}
         self._since = time.monotonic()
+        self._redis_s, self._redis_since_s = redis_s, redis_s()
         self._recent: deque[tuple[float, str, float]] = deque()
 
     def enter(self, state: str, detail: str = "") -> str:
@@ -71,11 +81,19 @@ class Activity:
         return waiting / (sum(totals.values()) or 1.0)
 
     def _settle(self) -> None:
-        """Book the time since the last change on the current state."""
-        now = time.monotonic()
+        """Book the time since the last change on the current state, less what of it was waiting for Redis."""
+        now, redis_s = time.monotonic(), self._redis_s()
         length, self._since = now - self._since, now
-        self.seconds[self.state] = self.seconds.get(self.state, 0.0) + length
-        metrics.ACTIVITY_SECONDS.labels(self.role, self.state).inc(length)
-        self._recent.append((now, self.state, length))
+        waited, self._redis_since_s = redis_s - self._redis_since_s, redis_s
+        if waited > 0 and (self.state.startswith(WAIT) or self.state == BOOKKEEPING):
+            waited = min(waited, length)
+            self._book(now, WAIT_REDIS, waited)
+            length -= waited
+        self._book(now, self.state, length)
         while self._recent and self._recent[0][0] < now - WINDOW_S:
             self._recent.popleft()
+
+    def _book(self, now: float, state: str, length: float) -> None:
+        self.seconds[state] = self.seconds.get(state, 0.0) + length
+        metrics.ACTIVITY_SECONDS.labels(self.role, state).inc(length)
+        self._recent.append((now, state, length))

@@ -31,6 +31,7 @@ from common.redis_client import (
     make_client,
     public_address,
 )
+from common.round_trips import RoundTrips
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +84,7 @@ class Broker:
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.waited_s = 0.0
+        self.round_trips = RoundTrips()
         self.is_stopping = False
         """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
         self._loaded: set[str] = set()
@@ -131,7 +133,14 @@ class Broker:
 
     async def execute(self, *command: Any) -> Any:
         """Run one command."""
-        return await self._patiently(lambda: self.redis.execute_command(*command))
+        if "BLOCK" not in command:
+            with self.round_trips.one():
+                return await self._patiently(lambda: self.redis.execute_command(*command))
+        begun = time.monotonic()
+        reply = await self._patiently(lambda: self.redis.execute_command(*command))
+        if reply:
+            self.round_trips.brought_news(begun)
+        return reply
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], atomic: bool = False) -> list[Any]:
         """Run several commands in one round trip; errors come back as values in the list."""
@@ -148,7 +157,8 @@ class Broker:
                     raise reply
             return replies
 
-        return await self._patiently(send)
+        with self.round_trips.one():
+            return await self._patiently(send)
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run one of the Lua scripts in `common/lua`."""
@@ -168,7 +178,8 @@ class Broker:
                     raise redis_errors.ResponseError(match[1]) from None
                 raise
 
-        return await self._patiently(send)
+        with self.round_trips.one():
+            return await self._patiently(send)
 
     async def info(self, section: str) -> dict[str, str]:
         """One section of the server's INFO."""

@@ -32,6 +32,11 @@ REDIS_WAIT = Counter(
     "Pauses before commands were repeated, because Redis was away (redis) or full (memory)",
     ["cause"],
 )
+REDIS_SECONDS = Histogram(
+    "tidemill_redis_seconds",
+    "Time of one Redis command that does not block, as it was felt",
+    buckets=_SHORT_S,
+)
 REDIS_MEMORY_SHARE = Gauge(
     "tidemill_redis_memory_share", "Memory of Redis in use over its maxmemory; 0 without a limit"
 )

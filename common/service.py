@@ -186,7 +186,7 @@ async def _serve(
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
-        activity = Activity(role)
+        activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         async with _signals(context), _heartbeat(context, endpoint):
             await load()(context)

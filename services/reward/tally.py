@@ -20,9 +20,13 @@ IDLE = "wait:trajectories"
 class Tally:
     """What is in flight and what came of the rest, over both lanes."""
 
-    def __init__(self, activity: Activity, failures: Callable[[], dict[str, int]] = dict) -> None:
-        self._activity, self._failures = activity, failures
+    def __init__(
+        self, activity: Activity, failures: Callable[[], dict[str, int]] = dict, parallel: int = 1
+    ) -> None:
+        """`parallel` is how many samples this worker can score at once."""
+        self._activity, self._failures, self._parallel = activity, failures, parallel
         self._in_flight: Counter[Lane] = Counter()
+        self._num_unpublished = 0
         self._statuses: Counter[ScoreStatus] = Counter()
         self._rated_at, self._rated = time.monotonic(), 0
         activity.enter(IDLE)
@@ -30,6 +34,16 @@ class Tally:
     def took(self, lane: Lane) -> None:
         """Work on one trajectory began."""
         self._move(lane, +1)
+
+    def scored(self) -> None:
+        """One of those in flight has its score, and waits to be published: Redis's time, not the reward's."""
+        self._num_unpublished += 1
+        self._show_state()
+
+    def settled(self, lane: Lane) -> None:
+        """What `scored` told of is published, or its lease was lost."""
+        self._num_unpublished -= 1
+        self.let_go(lane)
 
     def let_go(self, lane: Lane) -> None:
         """The trajectory left this worker, scored or not."""
@@ -50,6 +64,7 @@ class Tally:
         self._rated_at, self._rated = now, scored
         beat.counts.update(
             in_flight=self._in_flight.total(),
+            parallel=self._parallel,
             scored=scored,
             failed=self._statuses[ScoreStatus.FAILED],
             timeout=self._statuses[ScoreStatus.TIMEOUT],
@@ -60,7 +75,11 @@ class Tally:
     def _move(self, lane: Lane, change: int) -> None:
         self._in_flight[lane] += change
         metrics.SCORES_IN_FLIGHT.labels(lane).set(self._in_flight[lane])
-        self._activity.enter(SCORING if self._in_flight.total() else IDLE)
+        self._show_state()
+
+    def _show_state(self) -> None:
+        num_scoring = self._in_flight.total() - self._num_unpublished
+        self._activity.enter(SCORING if num_scoring else IDLE)
 
     def _complain(self, score: Score) -> None:
         """Log the 1st failure, the 2nd, the 4th, and so on: a broken reward must not flood the log."""

@@ -36,7 +36,8 @@ async def serve(context: ServiceContext) -> None:
     slots = min(config.max_in_flight, reward.slots or config.max_in_flight)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
-    tally = Tally(context.activity, lambda: reward.failures() | post_processing.failures_by_name())
+    parallel = min(slots, config.processes) if reward.has_processes else slots
+    tally = Tally(context.activity, lambda: reward.failures() | post_processing.failures_by_name(), parallel)
     context.reporters.append(tally.report)
     try:
         async with asyncio.TaskGroup() as lanes:
@@ -129,18 +130,20 @@ class RewardLane:
         """A callback and not the end of a coroutine: a task cancelled early would never get there."""
         self.scoring.discard(task)
         if task.cancelled() or task.exception() is not None or (score := task.result()) is None:
+            self.tally.let_go(self.lane)
             self._free_slot()
         else:
+            self.tally.scored()
             self.publisher.put(delivery, score)
 
     def _settle(self, _: Delivery[Trajectory], score: Score, is_published: bool) -> None:
+        self.tally.settled(self.lane)
         self._free_slot()
         if is_published:
             self.tally.published(self.lane, score)
 
     def _free_slot(self) -> None:
         self.num_held -= 1
-        self.tally.let_go(self.lane)
         self.slot_freed.set()
 
     async def _bury(self, entry: Delivery[Trajectory] | Garbled) -> None:

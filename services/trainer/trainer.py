@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from common import metrics
-from common.activity import WAIT
+from common.activity import BOOKKEEPING, WAIT
 from common.errors import WeightsError
 from common.files import free_share
 from common.messages import Commit, Lane, WeightManifest
@@ -84,6 +84,7 @@ class Trainer:
 
     async def run(self) -> None:
         """Train until the last step is committed, or until the service must stop."""
+        self.context.activity.enter(BOOKKEEPING)
         try:
             await self._resume()
             metrics.RECOVERY_SECONDS.set(time.monotonic() - self.context.started_at)
