@@ -8,6 +8,7 @@ import typer
 
 from common.errors import ConfigError, TidemillError
 from services.console.dead_commands import app as dead
+from services.console.sandbox_commands import rescore
 
 app = typer.Typer(
     name="tidemill",
@@ -154,6 +155,8 @@ def export(
 
     export_version(run_id, version, output, now, runs_dir)
 
+
+app.command(epilog="Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20")(rescore)
 
 app.add_typer(
     dead,

@@ -96,16 +96,16 @@ def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, fl
         groups[ticket].append((old, new))
     rhos: list[float] = []
     for ticket, pairs in groups.items():
-        old, new = (np.array(side, dtype=np.float64) for side in zip(*pairs, strict=True))
-        varies_before, varies_now = np.ptp(old) > CLOSE, np.ptp(new) > CLOSE
+        before, now = (np.array(side, dtype=np.float64) for side in zip(*pairs, strict=True))
+        varies_before, varies_now = np.ptp(before) > CLOSE, np.ptp(now) > CLOSE
         result.groups_without_variance_before += not varies_before
         result.groups_without_variance_now += not varies_now
-        if (rho := rank_correlation(old, new)) is not None:
+        if (rho := rank_correlation(before, now)) is not None:
             rhos.append(rho)
-        centred_old, centred_new = old - old.mean(), new - new.mean()
+        centred_old, centred_new = before - before.mean(), now - now.mean()
         opposite = (centred_old * centred_new < 0) & (np.abs(centred_old) > CLOSE)
         result.sign_flips += int((opposite & (np.abs(centred_new) > CLOSE)).sum())
-        is_best = (old >= old.max() - CLOSE) & (new >= new.max() - CLOSE)
+        is_best = (before >= before.max() - CLOSE) & (now >= now.max() - CLOSE)
         if varies_before and varies_now and not is_best.any():
             result.groups_with_another_best.append(ticket)
     result.groups = len(groups)

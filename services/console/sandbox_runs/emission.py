@@ -1,7 +1,7 @@
-"""Puts recorded trajectories into a sandbox's stream, at their old pace, faster, or as fast as they are scored.
+"""Puts recorded trajectories into a sandbox's stream: at their old pace, faster, or as it scores them.
 
-Guarantees: each trajectory goes in once, in the order in which it was recorded; at most `max_backlog` wait for
-a score at any time, and what has its score is trimmed, so that memory does not grow with the history.
+Guarantees: each trajectory goes in once, in the order in which it was recorded; at most `max_backlog` wait
+for a score at any time, and what has its score is trimmed, so that memory does not grow with the history.
 """
 
 import asyncio
@@ -20,12 +20,24 @@ BLOCK_S = 0.5
 TRIM_EVERY = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast trajectories go in."""
+
+    speed: float | None = None
+    """2 is twice as fast as it was; None is as fast as scores come back."""
+    max_backlog: int = 4096
+    """Most trajectories that wait for a score; the emission waits, and says how far behind it is."""
+
+
 @dataclass(slots=True)
 class Flow:
     """What went in and what came back, while it happens."""
 
     emitted: int = 0
     started_at: float = field(default_factory=time.time)
+    first_taken_at: float = float("inf")
+    """When a worker began with the first trajectory; before that, workers were starting."""
     last_scored_at: float = 0.0
     behind_s: float = 0.0
     """How far the emission is behind its pace, because the backlog was full or this machine too slow."""
@@ -43,8 +55,8 @@ class Flow:
 
     @property
     def seconds(self) -> float:
-        """From the first emission to the last score."""
-        return max(self.last_scored_at - self.started_at, 1e-9)
+        """From the moment a worker took the first trajectory to the last score."""
+        return max(self.last_scored_at - self.first_taken_at, 1e-9)
 
 
 class Emission:
@@ -57,19 +69,10 @@ class Emission:
         history: History,
         selection: Selection,
         lane: Lane = Lane.TRAIN,
-        *,
-        speed: float | None = None,
-        max_backlog: int = 4096,
+        pace: Pace = Pace(),
     ) -> None:
-        """`speed` 2 is twice as fast as it was; None goes as fast as scores come back."""
-        self.broker, self.keys, self.history, self.selection, self.lane = (
-            broker,
-            keys,
-            history,
-            selection,
-            lane,
-        )
-        self.speed, self.max_backlog = speed, max_backlog
+        self.broker, self.keys, self.history = broker, keys, history
+        self.selection, self.lane, self.pace = selection, lane, pace
         self.flow = Flow()
         self._waiting: dict[TrajectoryKey, tuple[str, float]] = {}
         """Entry id and time of emission of what has no score yet, oldest first."""
@@ -97,7 +100,7 @@ class Emission:
         stream = StreamName.TRAJECTORIES if self.lane is Lane.TRAIN else StreamName.TRAJECTORIES_EVAL
         self.flow.started_at = time.time()
         async for due_at, batch in self._paced(self._batches(stream)):
-            while len(self._waiting) >= self.max_backlog:
+            while len(self._waiting) >= self.pace.max_backlog:
                 self._room.clear()
                 await self._room.wait()
             now = time.time()
@@ -136,11 +139,11 @@ class Emission:
         """(when it is due, trajectories that are due together), not before their time."""
         first_at: float | None = None
         async for batch in batches:
-            if self.speed is None:
+            if self.pace.speed is None:
                 yield 0.0, [trajectory for _, trajectory in batch]
                 continue
             first_at = batch[0][0] if first_at is None else first_at
-            due = [(self.flow.started_at + (at - first_at) / self.speed, one) for at, one in batch]
+            due = [(self.flow.started_at + (at - first_at) / self.pace.speed, one) for at, one in batch]
             while due:
                 await asyncio.sleep(max(0.0, due[0][0] - time.time()))
                 now = time.time()
@@ -155,7 +158,7 @@ class Emission:
                 if isinstance(entry, Entry):
                     self._take(entry.message)
             on_progress(self.flow)
-            if len(self._waiting) < self.max_backlog:
+            if len(self._waiting) < self.pace.max_backlog:
                 self._room.set()
             if self.flow.scored - self._trimmed_at >= TRIM_EVERY:
                 await self._trim()
@@ -167,6 +170,7 @@ class Emission:
             return
         self.flow.scores[score.key] = score
         self.flow.waits_s.append(max(0.0, score.scored_at - noted[1]))
+        self.flow.first_taken_at = min(self.flow.first_taken_at, score.scored_at - score.latency_s)
         self.flow.last_scored_at = max(self.flow.last_scored_at, score.scored_at)
 
     async def _trim(self) -> None:

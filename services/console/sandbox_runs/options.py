@@ -1,9 +1,7 @@
 """What the commands that make sandbox runs are given, and the config and history that follow from it."""
 
 import itertools
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +11,8 @@ from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.keys import RUN_ID
 from common.messages import Lane
-from services.console.run_folder import RunFolder, find_run, folder_of_runs
+from services.console.history_access import RunAccess
+from services.console.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,6 @@ class SandboxOptions:
     redis: str | None = None
     runs_dir: Path | None = None
 
-    def source(self) -> RunFolder:
-        """The folder of the run whose history is used."""
-        return find_run(self.run_id, folder_of_runs(self.runs_dir))
-
     def sandbox_folder(self, source: RunFolder, kind: str) -> RunFolder:
         """The sandbox's folder: the name that was given, else the first that is free."""
         names = [self.into] if self.into else (f"{source.run_id}.{kind}-{n}" for n in itertools.count(1))
@@ -50,15 +45,15 @@ class SandboxOptions:
                 return folder
         raise ConfigError(f"{folder.path} is there already; give the sandbox another name with --into.")
 
-    def sandbox_config(self, source: RunFolder, run_id: str) -> RunConfig:
+    def sandbox_config(self, source: RunAccess, run_id: str) -> RunConfig:
         """The run's config with another reward, by `--reward`, `--config` or `--set`.
 
         Raises:
-            ConfigError: the run's folder has no config, or what was given does not fit.
+            ConfigError: the run's config is not known, or what was given does not fit.
         """
-        config = source.config()
+        config = source.config
         if config is None:
-            raise ConfigError(f"{source.path} holds no run: it has no config.yaml. See --runs-dir.")
+            raise ConfigError(f"the config of run {source.run_id} is neither in Redis nor in its folder.")
         if self.reward and self.config:
             raise ConfigError("give either --reward, for a function, or --config, for a whole reward section")
         reward = config.reward
@@ -106,23 +101,6 @@ def _end(value: str | None) -> tuple[str, float | None]:
         raise ConfigError(
             f"{value!r} is neither the number of a step nor a time such as 2026-01-31T10:00"
         ) from None
-
-
-@asynccontextmanager
-async def history_of(folder: RunFolder) -> AsyncIterator[History]:
-    """The history of a run, from its Redis where that answers, and its archive."""
-    from services.console.attach import connect
-
-    try:
-        broker = await connect(folder)
-    except Exception as error:
-        print(error, file=sys.stderr)
-        broker = None
-    try:
-        yield History(folder.run_id, folder.path, broker)
-    finally:
-        if broker is not None:
-            await broker.close()
 
 
 async def require_history(history: History, selection: Selection, lane: Lane) -> None:

@@ -1,7 +1,7 @@
 """`tidemill replay trajectories`: yesterday's traffic for today's reward service.
 
-Guarantees: recorded trajectories enter a sandbox run in their order and at their old pace, a multiple of it, or
-as fast as they are scored; the run that they come from is only read.
+Guarantees: recorded trajectories enter a sandbox run in their order and at their old pace, a multiple of it,
+or as fast as they are scored; the run that they come from is only read.
 """
 
 import asyncio
@@ -17,8 +17,9 @@ from common.messages import ScoreStatus
 from common.redis_client import URL_VARIABLE
 from common.service import RUNS_DIR_VARIABLE
 from services.console.console_log import log_to_file
-from services.console.sandbox_runs.emission import Emission, Flow
-from services.console.sandbox_runs.options import SandboxOptions, history_of, require_history
+from services.console.history_access import open_history
+from services.console.sandbox_runs.emission import Emission, Flow, Pace
+from services.console.sandbox_runs.options import SandboxOptions, require_history
 from services.console.sandbox_runs.progress import shown
 from services.console.sandbox_runs.sandbox_run import SandboxRun
 from services.console.sandbox_runs.tables import replay_table
@@ -49,38 +50,29 @@ def replay_trajectories(options: SandboxOptions, speed: str, max_backlog: int, a
     Raises:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
-    times = parse_speed(speed)
-    source = options.source()
-    folder = options.sandbox_folder(source, "replay")
-    config = options.sandbox_config(source, folder.run_id)
-    selection = options.selection()
+    pace = Pace(parse_speed(speed), max_backlog)
     console = Console(stderr=as_json, highlight=False)
-    sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
-
-    async def work() -> Flow:
-        async with history_of(source) as history:
-            await require_history(history, selection, options.lane)
-            async with sandbox.running("replay", source.run_id):
-                log_to_file(folder.logs / "console.log")
-                _say_how_to_join(console, sandbox)
-                emission = Emission(
-                    sandbox.broker,
-                    sandbox.keys,
-                    history,
-                    selection,
-                    options.lane,
-                    speed=times,
-                    max_backlog=max_backlog,
-                )
-                with shown(console, "scored") as progress:
-                    return await emission.run(progress)
-
-    flow = asyncio.run(work())
-    summary = {"run": source.run_id, "sandbox": folder.run_id, "speed": speed, **summary_of(flow)}
+    summary = {"speed": speed, **asyncio.run(_replay(options, pace, console))}
     if as_json:
         print(json.dumps(summary))
     else:
         console.print(replay_table(summary))
+
+
+async def _replay(options: SandboxOptions, pace: Pace, console: Console) -> dict[str, Any]:
+    selection, lane = options.selection(), options.lane
+    async with open_history(options.run_id, options.runs_dir) as source:
+        folder = options.sandbox_folder(source.folder, "replay")
+        config = options.sandbox_config(source, folder.run_id)
+        await require_history(source.history, selection, lane)
+        sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
+        async with sandbox.running("replay", source.run_id):
+            log_to_file(folder.logs / "console.log")
+            _say_how_to_join(console, sandbox)
+            emission = Emission(sandbox.broker, sandbox.keys, source.history, selection, lane, pace)
+            with shown(console, "scored") as progress:
+                flow = await emission.run(progress)
+    return {"run": source.run_id, "sandbox": folder.run_id, **summary_of(flow)}
 
 
 def summary_of(flow: Flow) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import json
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -19,10 +21,11 @@ from common.messages import Lane, Score, TrajectoryKey
 from common.presence import Heartbeat
 from common.streams import Entry
 from services.console.console_log import log_to_file
+from services.console.history_access import open_history
 from services.console.report import nearest
-from services.console.sandbox_runs.agreement import Agreement, compare
+from services.console.sandbox_runs.agreement import compare
 from services.console.sandbox_runs.emission import Emission, Flow
-from services.console.sandbox_runs.options import SandboxOptions, history_of, require_history
+from services.console.sandbox_runs.options import SandboxOptions, require_history
 from services.console.sandbox_runs.progress import shown
 from services.console.sandbox_runs.sandbox_run import SandboxRun
 from services.console.sandbox_runs.tables import rescore_tables
@@ -39,7 +42,7 @@ class Cost:
     wall_s: float
     """From the start of the command's work to its end, starting processes included."""
     scoring_s: float
-    """From the first trajectory to the last score."""
+    """From the moment a worker took the first trajectory to the last score."""
     scores_per_s: float
     attempts: int
     latency_p50_s: float
@@ -54,43 +57,43 @@ def rescore(options: SandboxOptions, as_json: bool) -> None:
     Raises:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
-    source = options.source()
-    folder = options.sandbox_folder(source, "rescore")
-    config = options.sandbox_config(source, folder.run_id)
-    selection = options.selection()
     console = Console(stderr=as_json, highlight=False)
-    started = time.monotonic()
-    sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
-
-    async def work() -> tuple[Agreement, Cost]:
-        async with history_of(source) as history:
-            await require_history(history, selection, options.lane)
-            async with sandbox.running("rescore", source.run_id):
-                log_to_file(folder.logs / "console.log")
-                emission = Emission(sandbox.broker, sandbox.keys, history, selection, options.lane)
-                with shown(console, "scored") as progress:
-                    flow = await emission.run(progress)
-                # Workers speak every two seconds: what judges charged is known with their last word.
-                beats = await sandbox.last_words()
-            before = await scores_of(history, selection, options.lane)
-        return compare(before, flow.scores), cost_of(flow, beats, time.monotonic() - started)
-
-    agreement, cost = asyncio.run(work())
-    report = {
-        "run": source.run_id,
-        "sandbox": folder.run_id,
-        "lane": str(options.lane),
-        "reward": sorted(config.reward.named),
-        "agreement": asdict(agreement),
-        "cost": asdict(cost),
-    }
-    write_atomically(folder.path / REPORT_FILE, json.dumps(report, indent=1) + "\n")
+    path, report = asyncio.run(_rescore(options, console))
+    write_atomically(path, json.dumps(report, indent=1) + "\n")
     if as_json:
         print(json.dumps(report))
         return
     for table in rescore_tables(report):
         console.print(table)
-    console.print(f"new scores: run {folder.run_id}; report: {nearest(folder.path / REPORT_FILE)}")
+    console.print(
+        f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}", soft_wrap=True
+    )
+
+
+async def _rescore(options: SandboxOptions, console: Console) -> tuple[Path, dict[str, Any]]:
+    """Where the report belongs, and the report."""
+    started, selection, lane = time.monotonic(), options.selection(), options.lane
+    async with open_history(options.run_id, options.runs_dir) as source:
+        folder = options.sandbox_folder(source.folder, "rescore")
+        config = options.sandbox_config(source, folder.run_id)
+        await require_history(source.history, selection, lane)
+        sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
+        async with sandbox.running("rescore", source.run_id):
+            log_to_file(folder.logs / "console.log")
+            emission = Emission(sandbox.broker, sandbox.keys, source.history, selection, lane)
+            with shown(console, "scored") as progress:
+                flow = await emission.run(progress)
+            # Workers speak every two seconds: what judges charged is known with their last word.
+            beats = await sandbox.last_words()
+        before = await scores_of(source.history, selection, lane)
+    return folder.path / REPORT_FILE, {
+        "run": source.run_id,
+        "sandbox": folder.run_id,
+        "lane": str(lane),
+        "reward": sorted(config.reward.named),
+        "agreement": asdict(compare(before, flow.scores)),
+        "cost": asdict(cost_of(flow, beats, time.monotonic() - started)),
+    }
 
 
 async def scores_of(history: History, selection: Selection, lane: Lane) -> dict[TrajectoryKey, Score]:

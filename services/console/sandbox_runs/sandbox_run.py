@@ -1,7 +1,7 @@
 """A sandbox run: streams of its own, real reward workers, and nothing that generates or trains.
 
-Guarantees: it shares no key, file or process with the run whose trajectories it is given. Its Redis is private
-to its folder unless an address is given.
+Guarantees: it shares no key, file or process with the run whose trajectories it is given. Its Redis is
+private to its folder unless an address is given.
 """
 
 import asyncio
