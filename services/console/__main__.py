@@ -8,6 +8,7 @@ import typer
 
 from common.errors import ConfigError, TidemillError
 from services.console.dead_commands import app as dead
+from services.console.replay_commands import app as replay
 from services.console.sandbox_commands import rescore
 
 app = typer.Typer(
@@ -158,6 +159,12 @@ def export(
 
 app.command(epilog="Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20")(rescore)
 
+app.add_typer(
+    replay,
+    name="replay",
+    help="Do again what was recorded: a step, or a stretch of trajectories.",
+    no_args_is_help=True,
+)
 app.add_typer(
     dead,
     name="dead",

@@ -100,7 +100,7 @@ class Emission:
         stream = StreamName.TRAJECTORIES if self.lane is Lane.TRAIN else StreamName.TRAJECTORIES_EVAL
         self.flow.started_at = time.time()
         async for due_at, batch in self._paced(self._batches(stream)):
-            while len(self._waiting) >= self.pace.max_backlog:
+            while len(self._waiting) + len(batch) > self.pace.max_backlog:
                 self._room.clear()
                 await self._room.wait()
             now = time.time()
@@ -127,7 +127,7 @@ class Emission:
                 continue
             seen.add(record.message.key)
             batch.append((id_order(record.entry_id)[0] / 1000, record.message))
-            if len(batch) >= BATCH:
+            if len(batch) >= min(BATCH, self.pace.max_backlog):
                 yield batch
                 batch = []
         if batch:
@@ -158,8 +158,7 @@ class Emission:
                 if isinstance(entry, Entry):
                     self._take(entry.message)
             on_progress(self.flow)
-            if len(self._waiting) < self.pace.max_backlog:
-                self._room.set()
+            self._room.set()
             if self.flow.scored - self._trimmed_at >= TRIM_EVERY:
                 await self._trim()
         on_progress(self.flow)
