@@ -10,6 +10,7 @@ from common.errors import ConfigError, TidemillError
 from services.console.dead_commands import app as dead
 from services.console.replay_commands import app as replay
 from services.console.sandbox_commands import rescore
+from services.console.streams_commands import app as streams
 
 app = typer.Typer(
     name="tidemill",
@@ -169,6 +170,12 @@ app.add_typer(
     dead,
     name="dead",
     help="Messages that nobody could process: list, show, put back, drop.",
+    no_args_is_help=True,
+)
+app.add_typer(
+    streams,
+    name="streams",
+    help="What a run has written: list, follow, show, search; from Redis or the archive.",
     no_args_is_help=True,
 )
 

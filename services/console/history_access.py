@@ -13,7 +13,7 @@ from pathlib import Path
 from common.broker import Broker
 from common.config import RunConfig
 from common.embedded import EmbeddedRedis
-from common.errors import ConfigError, TidemillError
+from common.errors import BrokerError, ConfigError, OutageError, TidemillError
 from common.history import History
 from common.redis_client import URL_VARIABLE
 from common.run_state import read_config, run_exists
@@ -61,7 +61,12 @@ async def open_history(run: str | None, runs_dir: Path | None) -> AsyncIterator[
         config = folder.config()
         if config is None and broker is not None:
             config = await read_config(broker, history.keys)
-        yield RunAccess(folder, history, config, source)
+        try:
+            yield RunAccess(folder, history, config, source)
+        except OutageError as error:
+            raise BrokerError(
+                f"the Redis of run {folder.run_id} went away while it was read: {error}. Try again."
+            ) from None
 
 
 async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker | None, str]:
