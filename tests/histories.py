@@ -1,7 +1,7 @@
 """A small run as its streams tell it, written into a real Redis by hand: two steps of two groups of two.
 
-Ticket 2 is dropped for its equal rewards, ticket 4 replaces it. Sample 1.1 could not be scored. Sample 4.1 was
-begun by version 0 and finished by version 1. A score of ticket 2 died.
+Ticket 2 is dropped for its equal rewards, ticket 4 replaces it. Sample 1.1 could not be scored. Sample 4.1
+was begun by version 0 and finished by version 1. A score of ticket 2 died.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def tickets() -> list[Ticket]:
 
 
 def trajectories() -> list[Trajectory]:
-    """What two rollout workers made of them: a second of waiting, then two and three seconds of generation."""
+    """What two rollout workers made of them: a second of waiting, then two or three of generation."""
     found = []
     for ticket in tickets():
         for index in (0, 1):
