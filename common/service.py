@@ -243,6 +243,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         nonlocal longest_lag_s
         while True:
             beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
+            beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
             beat.state, beat.detail = context.activity.state, context.activity.detail
             beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
             for report in context.reporters:
