@@ -22,6 +22,7 @@ import structlog
 
 from common import metrics
 from common.activity import Activity
+from common.advertised import advertised_host
 from common.broker import Broker
 from common.config import RunConfig, load_config, override_config
 from common.errors import TidemillError, first_cause
@@ -236,7 +237,8 @@ async def _signals(context: ServiceContext) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
-    beat = Heartbeat(context.name, context.role, port=endpoint.port)
+    address = advertised_host(endpoint.host)
+    beat = Heartbeat(context.name, context.role, port=endpoint.port, address=address)
     longest_lag_s = 0.0
 
     async def forever() -> None:

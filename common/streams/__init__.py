@@ -1,5 +1,6 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
+from common.streams.backlog import Backlog, backlog
 from common.streams.consumer import Consumer, Delivery
 from common.streams.letters import (
     DONE,
@@ -38,6 +39,7 @@ __all__ = [
     "LETTER_GONE",
     "MESSAGE_GONE",
     "START",
+    "Backlog",
     "Consumer",
     "Delivery",
     "Entry",
@@ -47,6 +49,7 @@ __all__ = [
     "Progress",
     "append",
     "append_numbered",
+    "backlog",
     "ensure_group",
     "entry_id_of",
     "group_status",

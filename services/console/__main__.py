@@ -98,6 +98,17 @@ def up(
         bool, typer.Option("--live/--no-live", help="Live view; otherwise one line for each step.")
     ] = True,
     runs_dir: RunsDir = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Also export the whole run for Prometheus on this port: /metrics, and /sd to find the rest.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Do a whole run on this machine: Redis, trainer, rollout and reward workers, and a live view.
 
@@ -110,7 +121,7 @@ def up(
     """
     from services.console.up import UpOptions, run_up
 
-    options = UpOptions(config, tuple(overrides or ()), run_id, resume, live, runs_dir)
+    options = UpOptions(config, tuple(overrides or ()), run_id, resume, live, runs_dir, metrics_port)
     raise typer.Exit(run_up(options))
 
 
