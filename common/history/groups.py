@@ -14,7 +14,7 @@ from common.errors import TidemillError
 from common.history.history import History, Record
 from common.history.selection import Selection, StreamName
 from common.messages import Message, Score, Ticket, Trajectory
-from common.streams import START, Entry, id_order
+from common.streams import START, Entry, id_after
 
 SPARE_TICKETS = 256
 """May be open beyond twice what admission allows: a resumed run may have had other limits."""
@@ -153,7 +153,6 @@ class TicketCursor:
 def _follow(
     history: History, stream: StreamName, positions: Mapping[StreamName, str]
 ) -> AsyncGenerator[Record, None]:
-    milliseconds, sequence = id_order(positions.get(stream, START))
+    records = history.scan(stream, Selection(first_id=id_after(positions.get(stream, START))))
     # A scan is an async generator; only its type says less.
-    records = history.scan(stream, Selection(first_id=f"{milliseconds}-{sequence + 1}"))
     return cast(AsyncGenerator[Record, None], records)

@@ -63,6 +63,12 @@ def id_before(entry_id: str) -> str:
     return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else START
 
 
+def id_after(entry_id: str) -> str:
+    """The smallest id above `entry_id`; the inverse of `id_before`."""
+    milliseconds, sequence = id_order(entry_id)
+    return f"{milliseconds}-{sequence + 1}" if sequence < 2**64 - 1 else f"{milliseconds + 1}-0"
+
+
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
     """Append messages under new ids, in order; returns the ids."""
     ids = await _append(broker, key, [("*", codec.encode_payload(message)) for message in messages])

@@ -13,7 +13,7 @@ import torch
 from common.config import RunConfig
 from common.config.changes import FIXED, changed_fields
 from common.config.loading import override_config
-from common.errors import ConfigError
+from common.errors import ConfigError, TidemillError
 from common.history import RecordedGroup
 from common.messages import Commit
 from services.trainer.judgement import CompleteGroup, Judge, Refusal, TrainableGroup
@@ -90,6 +90,11 @@ class WhatIf:
         runner = StepRunner(Surroundings(self.config), self.policy, self.thread, self.judge)
         groups = complete_groups(recorded, commit)
         refusals, composed = self._compose(commit, groups)
+        if not composed.mini_batches:
+            raise TidemillError(
+                f"with the change, nothing of step {commit.step} would have been trained: group "
+                f"{refusals[0].ticket} would have been replaced ({refusals[0].reason}), and so all others."
+            )
         result = await runner.replay(composed, groups)
         torch.set_rng_state(random_state)
         return {
