@@ -2,7 +2,8 @@
 
 from common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup, TicketCursor
 from common.history.history import History, Record
-from common.history.selection import ALL, Selection, StreamName
+from common.history.selection import ALL, Selection, StreamName, texts_of, time_of
+from common.history.summary import StreamSummary
 
 __all__ = [
     "ALL",
@@ -13,5 +14,8 @@ __all__ = [
     "RecordedGroup",
     "Selection",
     "StreamName",
+    "StreamSummary",
     "TicketCursor",
+    "texts_of",
+    "time_of",
 ]

@@ -122,6 +122,27 @@ async def read_range(
     return [decoded(entry_id, fields_of(raw), message_type) for entry_id, raw in reply]
 
 
+async def read_raw(
+    broker: Broker, key: str, first: str = "-", last: str = "+", count: int = 256
+) -> list[tuple[str, Fields]]:
+    """Entries with ids from `first` to `last`, inclusive, as they are."""
+    reply = await broker.execute("XRANGE", key, first, last, "COUNT", count)
+    return [(entry_id.decode(), fields_of(raw)) for entry_id, raw in reply]
+
+
+async def read_back(
+    broker: Broker, key: str, message_type: type[M], last: str = "+", first: str = "-", count: int = 256
+) -> list[Entry[M] | Garbled]:
+    """Entries with ids from `last` back to `first`, inclusive, the newest first."""
+    reply = await broker.execute("XREVRANGE", key, last, first, "COUNT", count)
+    return [decoded(entry_id, fields_of(raw), message_type) for entry_id, raw in reply]
+
+
+async def memory_bytes(broker: Broker, key: str) -> int:
+    """What the stream takes in Redis's memory, as Redis estimates it; 0 where there is no stream."""
+    return int(await broker.execute("MEMORY", "USAGE", key) or 0)
+
+
 async def scan(
     broker: Broker, key: str, message_type: type[M], first: str = "-", batch: int = 256
 ) -> AsyncIterator[Entry[M] | Garbled]:
