@@ -95,8 +95,7 @@ def parse_stream(text: str, lane: str = "") -> StreamName:
     Raises:
         ConfigError: there is no such stream or lane.
     """
-    if lane not in ("", *Lane):
-        raise ConfigError(f"--lane {lane!r}: there are the lanes train and eval.")
+    parse_lane(lane or Lane.TRAIN)
     name = text.strip().lower()
     if lane == Lane.EVAL and name not in _WITHOUT_LANES and not name.endswith(":eval"):
         name += ":eval"
@@ -107,6 +106,18 @@ def parse_stream(text: str, lane: str = "") -> StreamName:
     if lane == Lane.TRAIN and found.lane is Lane.EVAL:
         raise ConfigError(f"the stream {found} is of the lane eval, but --lane train was given.")
     return found
+
+
+def parse_lane(text: str) -> Lane:
+    """A lane by its name.
+
+    Raises:
+        ConfigError: there is no such lane.
+    """
+    try:
+        return Lane(text)
+    except ValueError:
+        raise ConfigError(f"--lane {text!r}: there are the lanes train and eval.") from None
 
 
 def parse_sample(text: str) -> tuple[int, int | None]:

@@ -27,7 +27,7 @@ EXPECTED = "expected a finite number, or a dict with such a number under 'score'
 
 Detail = dict[str, Any]
 NamelessTry = tuple[float, float, str]
-"""One attempt: how long it took, how long the pause before it was, in seconds, and why it failed, if it did."""
+"""One attempt: how long it took, the pause before it, in seconds, and why it failed; empty if not."""
 MAX_TRY_CHARS = 200
 """Longest reason kept of each of several attempts."""
 
