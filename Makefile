@@ -46,12 +46,13 @@ test: $(BASE) $(DEV) $(VLLM) ## run every test that needs no GPU (PYTEST_ARGS="-
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
 	$(BIN)/python -m pytest tests/gpu -q -rs $(PYTEST_ARGS)
 
-check: $(BASE) $(DEV) ## lint, formatting, types, import rules
+check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m services.console.fields --check docs/config.md
+	$(BIN)/python -m infra.grafana --check
 
 bench: bench-name $(BASE) ## run one benchmark: make bench BENCH=transport (ARGS="...")
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)

@@ -1,21 +1,6 @@
 """What a run has written to its streams, wherever it is now: in Redis, in the archive, or in both."""
 
-from common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup, TicketCursor
 from common.history.history import History, Record
-from common.history.selection import ALL, Selection, StreamName, texts_of, time_of
-from common.history.summary import StreamSummary
+from common.history.selection import ALL, Selection, StreamName
 
-__all__ = [
-    "ALL",
-    "GroupCursor",
-    "History",
-    "MissingRecordsError",
-    "Record",
-    "RecordedGroup",
-    "Selection",
-    "StreamName",
-    "StreamSummary",
-    "TicketCursor",
-    "texts_of",
-    "time_of",
-]
+__all__ = ["ALL", "History", "Record", "Selection", "StreamName"]
