@@ -16,6 +16,7 @@ from common import metrics
 
 WINDOW_S = 60.0
 WAIT = "wait:"
+WAIT_START = "wait:start"
 WAIT_REDIS = "wait:redis"
 BOOKKEEPING = "bookkeeping"
 """Between two pieces of work: settling, announcing. Next to nothing but Redis takes time in it."""
@@ -25,7 +26,7 @@ class Activity:
     """The current state of one process, the seconds spent in each, and idle shares."""
 
     def __init__(
-        self, role: str, state: str = "wait:start", redis_s: Callable[[], float] = lambda: 0.0
+        self, role: str, state: str = WAIT_START, redis_s: Callable[[], float] = lambda: 0.0
     ) -> None:
         """`redis_s` is a clock of the time with a Redis command under way."""
         self.role = role

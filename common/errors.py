@@ -49,6 +49,10 @@ class WeightsError(TidemillError):
     """A version's files are missing, torn, or do not match their checksums."""
 
 
+class ArchiveError(TidemillError):
+    """The archive of a run is damaged, or not what its manifest says."""
+
+
 class EngineError(TidemillError):
     """The generation engine failed for good; the process has to be restarted."""
 

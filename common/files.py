@@ -97,6 +97,34 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 @contextmanager
+def aside_file(target: Path, what: str = "a file") -> Iterator[Path]:
+    """Yield a path beside `target` to write and then `publish_file`; unpublished, it is removed.
+
+    Raises:
+        StorageError: writing failed, inside the block or around it. `target` is as it was.
+    """
+    aside = _aside_name(target)
+    with storage_errors(what, target):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield aside
+        finally:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+
+
+def publish_file(aside: Path, target: Path) -> None:
+    """Flush the file at `aside` and rename it to `target`."""
+    descriptor = os.open(aside, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(aside, target)
+    fsync_folder(target.parent)
+
+
+@contextmanager
 def aside_folder(target: Path, what: str = "a folder") -> Iterator[Path]:
     """Yield an empty folder beside `target` to fill and then `publish_folder`; unpublished, it is removed.
 

@@ -6,23 +6,37 @@ look unhealthy from outside, which is why the answer does not come from that loo
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client.registry import Collector
 
 from common.errors import ConfigError
 
 STALLED_AFTER_S = 30.0
 
+Page = Callable[[str], tuple[bytes, str]]
+"""Body and content type; it is given the address under which the client knows this endpoint."""
+
 
 class HttpEndpoint:
     """Serves until `close`; `beat` says that the loop is alive."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        collectors: Sequence[Collector] = (REGISTRY,),
+        pages: Mapping[str, Page] | None = None,
+    ) -> None:
+        """/metrics has what `collectors` give, one after the other; `pages` are further paths."""
+        self.host = host
+        self.collectors = list(collectors)
+        self._pages: dict[str, Page] = {"/metrics": self._metrics, **(pages or {})}
         self._last_beat = time.monotonic()
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(self.is_healthy))
+            self._server = ThreadingHTTPServer((host, port), _handler(self._pages, self.is_healthy))
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}. "
@@ -45,18 +59,22 @@ class HttpEndpoint:
         self._server.shutdown()
         self._server.server_close()
 
+    def _metrics(self, _: str) -> tuple[bytes, str]:
+        # Only `collect` is asked of a registry here, which every collector has.
+        return b"".join(generate_latest(collector) for collector in self.collectors), CONTENT_TYPE_LATEST
 
-def _handler(is_healthy: Callable[[], bool]) -> type[BaseHTTPRequestHandler]:
+
+def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self._answer(200, generate_latest(), CONTENT_TYPE_LATEST)
+            if page := pages.get(self.path):
+                self._answer(200, *page(self.headers.get("Host", "")))
             elif self.path == "/healthz":
                 healthy = is_healthy()
                 body = b"ok\n" if healthy else b"the event loop stands still\n"
                 self._answer(200 if healthy else 503, body, "text/plain")
             else:
-                self._answer(404, b"try /metrics or /healthz\n", "text/plain")
+                self._answer(404, f"try {', '.join(pages)} or /healthz\n".encode(), "text/plain")
 
         def _answer(self, status: int, body: bytes, content_type: str) -> None:
             self.send_response(status)

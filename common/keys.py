@@ -18,6 +18,9 @@ ROLLOUT_GROUP = "rollout"
 REWARD_GROUP = "reward"
 """Consumer group of the reward workers on the `trajectories` streams."""
 
+RQ_STATES = {"queued": "rq:queue:{}", "started": "rq:wip:{}", "failed": "rq:failed:{}"}
+"""Where RQ keeps the jobs of a queue, by how far they are; a list, and two sorted sets."""
+
 RUNS = f"{PREFIX}:runs"
 """Set of the run ids this Redis knows."""
 

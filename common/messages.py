@@ -159,6 +159,11 @@ OnFailure = Literal["", "drop_sample", "drop_group"]
 """What a failed score asks for; empty leaves it to the run's `reward.on_failure`."""
 
 
+Try = tuple[str, float, float, str]
+"""One attempt at a reward: its name, how long it took and how long we paused before, in seconds, and why it
+failed; empty where it did not."""
+
+
 class Score(Message):
     """The reward of one trajectory."""
 
@@ -172,6 +177,7 @@ class Score(Message):
     error: str = ""
     on_failure: OnFailure = ""
     attempts: int = Field(1, ge=1)
+    tries: tuple[Try, ...] = Field((), description="all attempts of the rewards that needed several")
     worker: str = ""
     latency_s: float = Field(0.0, ge=0.0)
     scored_at: float = Field(default_factory=time.time)

@@ -36,8 +36,16 @@ class Heartbeat:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     port: int = 0
+    address: str = ""
+    """Host under which scrapers reach `port`; see `common/advertised.py`."""
     started_at: float = field(default_factory=time.time)
     at: float = 0.0
+
+    @property
+    def metrics_target(self) -> str:
+        """Where its /metrics is, as host:port; empty where it has none."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}" if self.address and self.port else ""
 
     @property
     def is_alive(self) -> bool:

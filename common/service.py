@@ -22,6 +22,7 @@ import structlog
 
 from common import metrics
 from common.activity import Activity
+from common.advertised import advertised_host
 from common.broker import Broker
 from common.config import RunConfig, load_config, override_config
 from common.errors import TidemillError, first_cause
@@ -236,13 +237,15 @@ async def _signals(context: ServiceContext) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
-    beat = Heartbeat(context.name, context.role, port=endpoint.port)
+    address = advertised_host(endpoint.host)
+    beat = Heartbeat(context.name, context.role, port=endpoint.port, address=address)
     longest_lag_s = 0.0
 
     async def forever() -> None:
         nonlocal longest_lag_s
         while True:
             beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
+            beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
             beat.state, beat.detail = context.activity.state, context.activity.detail
             beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
             for report in context.reporters:

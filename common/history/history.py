@@ -1,20 +1,30 @@
 """Reads a run's streams as one history, without saying where an entry is kept.
 
-Guarantees: an entry comes once and in the order of its stream; what cannot be decoded comes as `Garbled`;
-reading changes nothing.
+Guarantees: an entry comes once and in the order of its stream, also while the run writes, archives and trims;
+what cannot be decoded comes as `Garbled`; reading changes nothing. The archive is read first, then what Redis
+holds beyond it; only files that can hold what is asked for are opened.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from common.archive import stream_folder
+from common.archive.manifest import Manifest
 from common.broker import Broker
-from common.history.selection import ALL, Selection, StreamName
+from common.history.selection import ALL, Selection, StreamName, numbered
+from common.history.summary import StreamSummary, summarise
 from common.keys import Keys
 from common.messages import Commit, Lane, Message, Score, Ticket, Trajectory
-from common.streams import START, Entry, Garbled, entry_id_of, scan
+from common.streams import START, Entry, Garbled, entry_id_of, id_before, id_order, read_back, read_range
 
 Record = Entry[Message] | Garbled
+
+READ_COUNT = 256
+NEAR_STEPS = 8
+"""So far from the step that a ticket was issued for its commit is looked up, before all are searched."""
 
 
 class History:
@@ -24,6 +34,17 @@ class History:
         self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
         self.keys = Keys(run_id)
 
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, run_dir: Path, url: str | None = None) -> AsyncIterator["History"]:
+        """The history of the run in `run_dir`, with the Redis at `url` or without one."""
+        broker = await Broker.connect(url) if url else None
+        try:
+            yield cls(run_dir.name, run_dir, broker)
+        finally:
+            if broker is not None:
+                await broker.close()
+
     async def scan(
         self, stream: StreamName, selection: Selection = ALL, newest_first: bool = False
     ) -> AsyncIterator[Record]:
@@ -32,16 +53,14 @@ class History:
         `selection.steps` of a stream whose messages carry no step (scores) selects by the steps of tickets.
         Garbled entries come where the selection asks for nothing but ids.
         """
-        selection = await self._by_tickets(stream, selection)
-        # Redis first-to-last; the archive joins here.
-        found: list[Record] = []
-        async for record in self._scan_redis(stream, selection):
-            if newest_first:
-                found.append(record)
-            else:
-                yield record
-        for record in reversed(found):
+        selection = numbered(stream, await self._by_tickets(stream, selection))
+        found = self._backwards(stream, selection) if newest_first else self._forwards(stream, selection)
+        async for record in found:
             yield record
+
+    async def summary(self, streams: Iterable[StreamName] = StreamName) -> list[StreamSummary]:
+        """What there is of each stream, in Redis and in the archive."""
+        return [await summarise(self.broker, self.keys, self._manifest(name), name) for name in streams]
 
     async def trajectories(self, ticket: int, lane: Lane = Lane.TRAIN) -> list[Trajectory]:
         """All trajectories of a ticket, by index; the first of each, as the trainer takes them."""
@@ -75,11 +94,18 @@ class History:
 
     async def commit_of_ticket(self, ticket: int) -> Commit | None:
         """The commit of the step that trained on (or dropped) the ticket; None while there is none."""
-        async for record in self.scan(StreamName.COMMITS):
+        selection = Selection(tickets=(ticket, ticket))
+        issued = await self.ticket(ticket)
+        if issued is not None:  # its step is known, and most train on it then or soon after
+            near = replace(selection, steps=(max(0, issued.step - NEAR_STEPS), issued.step + NEAR_STEPS))
+            if (commit := await self._first_commit(near)) is not None:
+                return commit
+        return await self._first_commit(selection)
+
+    async def _first_commit(self, selection: Selection) -> Commit | None:
+        async for record in self.scan(StreamName.COMMITS, selection):
             if isinstance(record, Entry) and isinstance(record.message, Commit):
-                commit = record.message
-                if ticket in commit.groups or any(ticket == dropped for dropped, _, _ in commit.dropped):
-                    return commit
+                return record.message
         return None
 
     async def _of_ticket(self, stream: StreamName, ticket: int) -> list[Message]:
@@ -98,14 +124,84 @@ class History:
         span = (float(min(tickets)), float(max(tickets))) if tickets else (0.0, -1.0)
         return replace(selection, steps=None, tickets=span)
 
-    async def _scan_redis(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
+    def _manifest(self, stream: StreamName) -> Manifest:
+        """What is archived of a stream now."""
+        if self.run_dir is None:
+            return Manifest(Path())
+        return Manifest.load(stream_folder(self.run_dir, stream))
+
+    async def _forwards(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
+        """The archive, then Redis; and the archive again where it grew meanwhile.
+
+        Entries are trimmed only after the manifest lists them: what a read of Redis lacks is in a manifest
+        that is read after it.
+        """
+        position = START
+        while True:
+            manifest = self._manifest(stream)
+            if id_order(manifest.last_id) > id_order(position):
+                async for record in self._archived(manifest, stream, _after(selection, position)):
+                    yield record
+                position = manifest.last_id
+            entries = await self._read(stream, _after(selection, position))
+            if id_order(self._manifest(stream).last_id) > id_order(position):
+                continue
+            if not entries:
+                return
+            for record in entries:
+                if _is_selected(record, selection):
+                    yield record
+            position = entries[-1].entry_id
+
+    async def _backwards(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
+        """Redis, then the archive below what was found there."""
+        key, rest = stream.key(self.keys), selection
+        first = _after(selection, self._manifest(stream).last_id).first_id
+        while self.broker is not None:
+            last = rest.last_id
+            entries = await read_back(self.broker, key, stream.message_type, last, first, READ_COUNT)
+            for record in entries:
+                if _is_selected(record, selection):
+                    yield record
+            if not entries:
+                break
+            rest = replace(rest, last_id=id_before(entries[-1].entry_id))
+        async for record in self._archived(self._manifest(stream), stream, rest, backwards=True):
+            yield record
+
+    async def _read(self, stream: StreamName, selection: Selection) -> list[Record]:
+        """The next entries of Redis."""
         if self.broker is None:
+            return []
+        key, first, last = stream.key(self.keys), selection.first_id, selection.last_id
+        return await read_range(self.broker, key, stream.message_type, first, last, READ_COUNT)
+
+    async def _archived(
+        self, manifest: Manifest, stream: StreamName, selection: Selection, backwards: bool = False
+    ) -> AsyncIterator[Record]:
+        """Selected entries of the archive, read on a thread: whoever serves others goes on meanwhile."""
+        if not manifest.segments:
             return
-        first = "-" if selection.first_id == START else selection.first_id
-        wants_all = replace(selection, first_id="-", last_id="+") == ALL
-        async for entry in scan(self.broker, stream.key(self.keys), stream.message_type, first):
-            if isinstance(entry, Garbled):
-                if wants_all:
-                    yield entry
-            elif selection.matches(entry.entry_id, entry.message):
-                yield entry
+        from common.archive.reader import select
+
+        parts = select(manifest, stream, selection, backwards)
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            for record in part:
+                yield record
+
+
+def _after(selection: Selection, position: str) -> Selection:
+    """What is selected beyond an entry."""
+    if position == START:
+        return selection
+    milliseconds, sequence = id_order(position)
+    following = f"{milliseconds}-{sequence + 1}"
+    if selection.first_id != "-" and id_order(selection.first_id) >= id_order(following):
+        return selection
+    return replace(selection, first_id=following)
+
+
+def _is_selected(record: Record, selection: Selection) -> bool:
+    if isinstance(record, Garbled):
+        return selection.takes_garbled(record.entry_id)
+    return selection.matches(record.entry_id, record.message)

@@ -1,7 +1,12 @@
 """Which streams there are, and which of their entries somebody wants to see."""
 
-from dataclasses import dataclass
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from common.keys import Keys
 from common.messages import (
@@ -15,7 +20,10 @@ from common.messages import (
     Trajectory,
     WeightManifest,
 )
-from common.streams import id_order
+from common.streams import entry_id_of, id_order
+
+TEXTS = ("prompt_text", "text", "error", "detail")
+"""Fields that a pattern is looked for in: what prompts, completions, errors and judges say."""
 
 Range = tuple[float | None, float | None]
 """Both ends belong to it; None is open."""
@@ -73,6 +81,7 @@ class Selection:
     first_id: str = "-"
     last_id: str = "+"
     tickets: Range | None = None
+    """Of a commit: one that it trained on or dropped."""
     index: int | None = None
     steps: Range | None = None
     """Steps that the tickets were issued for, as tickets, trajectories and commits tell."""
@@ -83,12 +92,27 @@ class Selection:
     rewards: Range | None = None
     worker: str = ""
     status: ScoreStatus | None = None
+    pattern: str = ""
+    """A regular expression that is found in one of the message's `TEXTS`."""
+
+    @property
+    def is_by_id(self) -> bool:
+        """Whether nothing but ids is asked for: then entries that cannot be decoded are selected too."""
+        return replace(self, first_id="-", last_id="+") == ALL
+
+    def has_id(self, entry_id: str) -> bool:
+        """Whether the id lies in the range."""
+        if self.first_id != "-" and id_order(entry_id) < id_order(self.first_id):
+            return False
+        return self.last_id == "+" or id_order(entry_id) <= id_order(self.last_id)
+
+    def takes_garbled(self, entry_id: str) -> bool:
+        """Whether an entry that cannot be decoded is selected."""
+        return self.is_by_id and self.has_id(entry_id)
 
     def matches(self, entry_id: str, message: Message) -> bool:
         """Whether an entry is selected."""
-        if self.first_id != "-" and id_order(entry_id) < id_order(self.first_id):
-            return False
-        if self.last_id != "+" and id_order(entry_id) > id_order(self.last_id):
+        if not self.has_id(entry_id):
             return False
         if self.index is not None and getattr(message, "index", None) != self.index:
             return False
@@ -97,11 +121,12 @@ class Selection:
         if self.status is not None and getattr(message, "status", None) != self.status:
             return False
         return (
-            _has(self.tickets, getattr(message, "ticket", None))
+            (self.tickets is None or any(_has(self.tickets, ticket) for ticket in _tickets(message)))
             and _has(self.steps, getattr(message, "step", None))
             and _has(self.times, time_of(message))
             and _has(self.rewards, getattr(message, "value", None))
             and (self.versions is None or any(_has(self.versions, v) for v in _versions(message)))
+            and (not self.pattern or any(re.search(self.pattern, text) for text in texts_of(message)))
         )
 
 
@@ -114,6 +139,48 @@ def time_of(message: Message) -> float | None:
         if found := getattr(message, name, None):
             return float(found)
     return None
+
+
+def numbered(stream: StreamName, selection: Selection) -> Selection:
+    """The selection with its range of numbers told as ids too, for streams whose ids are numbers."""
+    by_name = {
+        StreamName.PROMPTS: selection.tickets,
+        StreamName.PROMPTS_EVAL: selection.tickets,
+        StreamName.COMMITS: selection.steps,
+        StreamName.WEIGHTS: selection.versions,
+    }
+    wanted = by_name.get(stream)
+    if wanted is None:
+        return selection
+    low, high = wanted
+    first, last = selection.first_id, selection.last_id
+    if low is not None and low > 0 and math.isfinite(low):
+        first = max(entry_id_of(math.ceil(low)), first, key=_as_first)
+    if high is not None and math.isfinite(high):
+        last = min(entry_id_of(max(math.floor(high), -1)), last, key=_as_last)
+    return replace(selection, first_id=first, last_id=last)
+
+
+def _as_first(entry_id: str) -> tuple[int, int]:
+    return (0, 0) if entry_id == "-" else id_order(entry_id)
+
+
+def _as_last(entry_id: str) -> tuple[float, int]:
+    return (math.inf, 0) if entry_id == "+" else id_order(entry_id)
+
+
+def texts_of(message: Message) -> Iterator[str]:
+    """The texts of a message that people search."""
+    for name in TEXTS:
+        value = getattr(message, name, None)
+        if value:
+            yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+
+
+def _tickets(message: Message) -> list[Any]:
+    if isinstance(message, Commit):
+        return [*message.groups, *(ticket for ticket, _, _ in message.dropped)]
+    return [getattr(message, "ticket", None)]
 
 
 def _has(wanted: Range | None, value: float | None) -> bool:

@@ -63,6 +63,12 @@ def id_before(entry_id: str) -> str:
     return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else START
 
 
+def id_after(entry_id: str) -> str:
+    """The smallest id above `entry_id`; the inverse of `id_before`."""
+    milliseconds, sequence = id_order(entry_id)
+    return f"{milliseconds}-{sequence + 1}" if sequence < 2**64 - 1 else f"{milliseconds + 1}-0"
+
+
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
     """Append messages under new ids, in order; returns the ids."""
     ids = await _append(broker, key, [("*", codec.encode_payload(message)) for message in messages])
@@ -114,6 +120,27 @@ async def read_range(
     limit = ("COUNT", count) if count else ()
     reply = await broker.execute("XRANGE", key, first, last, *limit)
     return [decoded(entry_id, fields_of(raw), message_type) for entry_id, raw in reply]
+
+
+async def read_raw(
+    broker: Broker, key: str, first: str = "-", last: str = "+", count: int = 256
+) -> list[tuple[str, Fields]]:
+    """Entries with ids from `first` to `last`, inclusive, as they are."""
+    reply = await broker.execute("XRANGE", key, first, last, "COUNT", count)
+    return [(entry_id.decode(), fields_of(raw)) for entry_id, raw in reply]
+
+
+async def read_back(
+    broker: Broker, key: str, message_type: type[M], last: str = "+", first: str = "-", count: int = 256
+) -> list[Entry[M] | Garbled]:
+    """Entries with ids from `last` back to `first`, inclusive, the newest first."""
+    reply = await broker.execute("XREVRANGE", key, last, first, "COUNT", count)
+    return [decoded(entry_id, fields_of(raw), message_type) for entry_id, raw in reply]
+
+
+async def memory_bytes(broker: Broker, key: str) -> int:
+    """What the stream takes in Redis's memory, as Redis estimates it; 0 where there is no stream."""
+    return int(await broker.execute("MEMORY", "USAGE", key) or 0)
 
 
 async def scan(

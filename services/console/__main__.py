@@ -8,6 +8,10 @@ import typer
 
 from common.errors import ConfigError, TidemillError
 from services.console.dead_commands import app as dead
+from services.console.lineage_commands import trace
+from services.console.replay_commands import app as replay
+from services.console.sandbox_commands import rescore
+from services.console.streams_commands import app as streams
 
 app = typer.Typer(
     name="tidemill",
@@ -95,6 +99,17 @@ def up(
         bool, typer.Option("--live/--no-live", help="Live view; otherwise one line for each step.")
     ] = True,
     runs_dir: RunsDir = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Also export the whole run for Prometheus on this port: /metrics, and /sd to find the rest.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Do a whole run on this machine: Redis, trainer, rollout and reward workers, and a live view.
 
@@ -107,7 +122,7 @@ def up(
     """
     from services.console.up import UpOptions, run_up
 
-    options = UpOptions(config, tuple(overrides or ()), run_id, resume, live, runs_dir)
+    options = UpOptions(config, tuple(overrides or ()), run_id, resume, live, runs_dir, metrics_port)
     raise typer.Exit(run_up(options))
 
 
@@ -155,10 +170,25 @@ def export(
     export_version(run_id, version, output, now, runs_dir)
 
 
+app.command(epilog="Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20")(rescore)
+app.command(epilog="Examples: tidemill trace 412  ·  tidemill trace 412.3 arith-1")(trace)
+
+app.add_typer(
+    replay,
+    name="replay",
+    help="Do again what was recorded: a step, or a stretch of trajectories.",
+    no_args_is_help=True,
+)
 app.add_typer(
     dead,
     name="dead",
     help="Messages that nobody could process: list, show, put back, drop.",
+    no_args_is_help=True,
+)
+app.add_typer(
+    streams,
+    name="streams",
+    help="What a run has written: list, follow, show, search; from Redis or the archive.",
     no_args_is_help=True,
 )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.broker import Broker
 from common.config import RunConfig
 from common.embedded import EmbeddedRedis
-from common.errors import ConfigError, TidemillError
+from common.errors import BrokerError, ConfigError, OutageError, TidemillError
 from common.history import History
 from common.redis_client import URL_VARIABLE
 from common.run_state import read_config, run_exists
@@ -38,6 +38,8 @@ class RunAccess:
     """None where neither Redis nor the folder has it."""
     source: str
     """Where it is read from, in words."""
+    address: str = ""
+    """Of the Redis that is read, for processes that we start; empty where only the archive is left."""
 
     @property
     def run_id(self) -> str:
@@ -56,16 +58,22 @@ async def open_history(run: str | None, runs_dir: Path | None) -> AsyncIterator[
     log_nothing()
     folder = find_run(run, folder_of_runs(runs_dir))
     async with contextlib.AsyncExitStack() as stack:
-        broker, source = await _find_broker(folder, stack)
+        broker, source, address = await _find_broker(folder, stack)
         history = History(folder.run_id, folder.path if folder.path.is_dir() else None, broker)
         config = folder.config()
         if config is None and broker is not None:
             config = await read_config(broker, history.keys)
-        yield RunAccess(folder, history, config, source)
+        try:
+            yield RunAccess(folder, history, config, source, address)
+        except OutageError as error:
+            raise BrokerError(
+                f"the Redis of run {folder.run_id} went away while it was read: {error}. Try again."
+            ) from None
 
 
-async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker | None, str]:
-    """A connection to the run's streams and its name in words, or None where only the archive is left."""
+async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker | None, str, str]:
+    """A connection to the run's streams, its name in words, and its address; None and an empty address where
+    only the archive is left."""
     has_archive = (folder.path / ARCHIVE_FOLDER).is_dir()
     problem: TidemillError | None = None
     try:
@@ -73,18 +81,19 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
         stack.push_async_callback(broker.close)
         broker.is_stopping = True  # a person is waiting: an outage ends the command after seconds
         if await run_exists(broker, History(folder.run_id, None, broker).keys):
-            return broker, "Redis"
+            return broker, "Redis", folder.address() or ""
         problem = ConfigError(f"the Redis that is asked for run {folder.run_id} does not know it.")
     except TidemillError as error:
         problem = error
     if any((folder.redis_data / name).exists() for name in REDIS_DATA):
         try:
-            return await _serve_left_data(folder, stack), f"the data in {folder.redis_data}"
+            broker, address = await _serve_left_data(folder, stack)
+            return broker, f"the data in {folder.redis_data}", address
         except TidemillError:
             if not has_archive:
                 raise
     if has_archive:
-        return None, f"the archive in {folder.path / ARCHIVE_FOLDER}"
+        return None, f"the archive in {folder.path / ARCHIVE_FOLDER}", ""
     raise ConfigError(
         f"nothing is left of the streams of run {folder.run_id}: {problem} There is neither data of a Redis "
         f"nor an archive in {folder.path}. Check the id and --runs-dir, or set {URL_VARIABLE} to the server "
@@ -92,7 +101,7 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
     ) from None
 
 
-async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) -> Broker:
+async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker, str]:
     """A Redis on the data that the run's own one left, stopped with the stack or when this process dies.
 
     Raises:
@@ -109,4 +118,4 @@ async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) 
     broker = await Broker.connect(server.url)
     stack.push_async_callback(broker.close)
     broker.is_stopping = True
-    return broker
+    return broker, server.url

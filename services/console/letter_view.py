@@ -4,25 +4,20 @@ Text from a letter was written by whoever wrote the message: markup is not inter
 terminal would act on, or that change the order of reading, are shown as escapes.
 """
 
-import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from pydantic import BaseModel
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from services.console.letters import Letter
+from services.console.message_tree import jsonable, plain_fields
+from services.console.shown_text import NOTHING, printable, when
+from services.console.value_table import print_values
 
-NOTHING = "–"
 ERROR_CHARACTERS = 60
-MAX_SHOWN_ITEMS = 24
-"""Elements of an array that are shown on a terminal; JSON has all."""
-MAX_SHOWN_CHARACTERS = 600
 HEX_ROW_BYTES = 16
 HEX_FIRST_BYTES = 512
 """Bytes of an undecodable field that are shown unless all are asked for."""
@@ -38,7 +33,7 @@ def list_table(letters: Sequence[Letter]) -> Table:
         content = letter.content
         cells = (
             letter.letter_id,
-            _when(letter.died_at),
+            when(letter.died_at),
             printable(content.origin, 40),
             sample_name(letter),
             printable(content.error, ERROR_CHARACTERS),
@@ -65,7 +60,7 @@ def print_letter(console: Console, letter: Letter, with_hex: bool) -> None:
     table.add_column(overflow="fold")
     rows = [
         ("letter", letter.letter_id),
-        ("died", _when(letter.died_at)),
+        ("died", when(letter.died_at)),
         ("stream", content.origin),
         ("entry", content.entry_id or "(made by the trainer)"),
         ("sample", sample_name(letter)),
@@ -78,11 +73,11 @@ def print_letter(console: Console, letter: Letter, with_hex: bool) -> None:
         table.add_row(name, Text(printable(value)))
     console.print(table)
     if letter.message is not None:
-        _print_values(console, f"{letter.message.kind}, decoded", _plain(letter.message))
+        print_values(console, f"{letter.message.kind}, decoded", plain_fields(letter.message))
     else:
         console.print(Text(f"\ncannot be decoded: {printable(letter.problem)}", "yellow"))
         if letter.claims:
-            _print_values(console, "what its bytes say, not validated", letter.claims)
+            print_values(console, "what its bytes say, not validated", letter.claims)
     if with_hex or letter.message is None:
         for name, data in content.fields.items():
             _print_hex(console, name, data, None if with_hex else HEX_FIRST_BYTES)
@@ -106,29 +101,10 @@ def as_tree(letter: Letter, with_content: bool = False) -> dict[str, Any]:
     }
     if with_content:
         tree["fields_hex"] = {name: value.hex() for name, value in content.fields.items()}
-        tree["message"] = _jsonable(_plain(letter.message)) if letter.message is not None else None
+        tree["message"] = jsonable(plain_fields(letter.message)) if letter.message is not None else None
         tree["problem"] = letter.problem
-        tree["unvalidated"] = _jsonable(letter.claims)
+        tree["unvalidated"] = jsonable(letter.claims)
     return tree
-
-
-def printable(value: str, limit: int = 0) -> str:
-    """Text with everything but printable characters as escapes; cut off at `limit` with an ellipsis."""
-    text = "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
-        for char in (value[: 4 * limit] if limit else value)
-    )
-    return text[: limit - 1] + "…" if limit and len(text) > limit else text
-
-
-def _print_values(console: Console, title: str, values: Mapping[str, Any]) -> None:
-    console.print(Text(f"\n{title}", "bold"))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    table.add_column(style="dim", no_wrap=True, max_width=24)
-    table.add_column(overflow="fold")
-    for name, value in values.items():
-        table.add_row(Text(printable(name, 24)), Text(_brief(value)))
-    console.print(table)
 
 
 def _print_hex(console: Console, name: str, value: bytes, limit: int | None) -> None:
@@ -141,47 +117,3 @@ def _print_hex(console: Console, name: str, value: bytes, limit: int | None) -> 
         console.print(Text(text), soft_wrap=True)
     if len(shown) < len(value):
         console.print(Text(f"  ... {len(value) - len(shown):,} more bytes; --hex shows all", "dim"))
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        items = [str(item) for item in value[:MAX_SHOWN_ITEMS].tolist()]
-        more = [f"... {len(value):,} in all"] if len(value) > MAX_SHOWN_ITEMS else []
-        return f"[{', '.join([*items, *more])}]"
-    if isinstance(value, bytes | bytearray):
-        head = bytes(value[:MAX_SHOWN_ITEMS]).hex(" ")
-        return f"{len(value):,} bytes: {head}{' ...' if len(value) > MAX_SHOWN_ITEMS else ''}"
-    return printable(value if isinstance(value, str) else repr(value), MAX_SHOWN_CHARACTERS)
-
-
-def _plain(message: BaseModel) -> dict[str, Any]:
-    """The fields of a message; inner models become mappings, arrays stay."""
-    return {
-        name: value.model_dump() if isinstance(value, BaseModel) else value
-        for name, value in message.__dict__.items()
-        if name in type(message).model_fields
-    }
-
-
-def _jsonable(value: Any) -> Any:
-    """The value as JSON has it: arrays as lists, bytes in hex, null for numbers that are not finite."""
-    if isinstance(value, np.ndarray):
-        return _jsonable(value.tolist())
-    if isinstance(value, BaseModel):
-        return _jsonable(value.model_dump())
-    if isinstance(value, bytes | bytearray):
-        return bytes(value).hex()
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, int | float | str | bool | None) else str(value)
-
-
-def _when(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, OSError, ValueError):
-        return NOTHING

@@ -20,7 +20,9 @@ from common.messages import Commit
 from common.redis_client import URL_VARIABLE
 from common.run_state import FAILED, publish_config, read_state, update_state
 from common.streams import read_newest
+from services.console.bottleneck import Verdict
 from services.console.console_log import log_to_file
+from services.console.evidence import ROLES
 from services.console.guard import Guard
 from services.console.local_redis import LocalRedis
 from services.console.processes import ServiceSpec, service_environment
@@ -65,6 +67,7 @@ class LocalRun:
         self._started = time.monotonic()
         self._ran_before_s = 0.0
         self._rollout_idle: float | None = None
+        self._verdict: Verdict | None = None
 
     async def go(self) -> int:
         """Start everything, see the run to its end, report."""
@@ -127,6 +130,10 @@ class LocalRun:
             return
         idle = self.snapshot.idle_share("rollout")
         self._rollout_idle = idle if idle is not None else self._rollout_idle
+        verdict = self.snapshot.bottleneck
+        # The processes leave one by one at the end: what all of them said together is what counts.
+        if verdict is not None and all(verdict.evidence.num_workers.get(role) for role in ROLES):
+            self._verdict = verdict
 
     async def _draw(self) -> None:
         while True:
@@ -165,7 +172,8 @@ class LocalRun:
             rollout_idle=self._rollout_idle,
         )
         problems = failures(summary, self.config)
-        tree = summary_tree(summary, problems)
+        verdict = self._verdict or self.snapshot.bottleneck
+        tree = summary_tree(summary, problems) | {"bottleneck": verdict.as_dict() if verdict else None}
         write_report(self.folder, tree)
         print_report(self.console, self.folder, tree)
         return 1 if problems else 0

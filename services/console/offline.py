@@ -4,6 +4,7 @@ from common.config import RunConfig
 from common.errors import ConfigError
 from common.records import EVALUATION, METRICS_FILE, STEP, read_records
 from common.weight_files import folder_versions
+from services.console.report import read_report
 from services.console.run_folder import RunFolder
 from services.console.snapshot import MAX_POINTS, RunSnapshot, StepPoint
 
@@ -29,8 +30,14 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         {**record, "dataset": record.get("set", "")} for record in records if record["kind"] == EVALUATION
     ]
     state = {"status": "stopped", "evaluations": evaluations}
+    verdict = (read_report(folder) or {}).get("bottleneck") or {}
     snapshot = RunSnapshot(
-        folder.run_id, config.trainer.steps, config.trainer.max_staleness, state=state, points=points
+        folder.run_id,
+        config.trainer.steps,
+        config.trainer.max_staleness,
+        state=state,
+        points=points,
+        remembered={role: verdict.get("shares", {}).get(role, {}) for role in ("rollout", "reward")},
     )
     return snapshot, _words(folder, config)
 

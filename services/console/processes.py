@@ -23,6 +23,7 @@ from services.console.placement import replica_gpus, rollout_gpus, trainer_gpus
 
 TAIL_BYTES = 8192
 TAIL_LINES = 15
+PORT_OPTIONS = ("--metrics-port", "--port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,15 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
     return specs
 
 
+def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:
+    """The exporter of the whole run, where one is wanted."""
+    command = (sys.executable, "-m", "services.console.exporter", config.run_id, "--port", str(port))
+    return ServiceSpec("exporter", "exporter", command)
+
+
 def metrics_ports(specs: Sequence[ServiceSpec]) -> dict[str, int]:
     """The fixed ports that the processes will take, by name."""
-    ports = {spec.name: int(spec.command[-1]) for spec in specs if "--metrics-port" in spec.command}
+    ports = {spec.name: int(spec.command[-1]) for spec in specs if spec.command[-2] in PORT_OPTIONS}
     return {name: port for name, port in ports.items() if port}
 
 

@@ -70,6 +70,8 @@ def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -
     for path in (folder.summary, folder.path / PICTURE_FILE):
         if path.exists():
             console.print(f"  {nearest(path)}", style="dim", soft_wrap=True)
+    if verdict := tree.get("bottleneck"):
+        console.print(Text.assemble(("slowest  ", "magenta"), str(verdict["text"])), soft_wrap=True)
     for warning in tree.get("warnings") or []:
         console.print(Text.assemble(("warning  ", "yellow"), spell_line(warning)), soft_wrap=True)
     for problem in tree.get("failures") or []:

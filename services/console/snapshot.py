@@ -6,6 +6,7 @@ groups stand. Nothing is changed by looking.
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,12 +16,12 @@ from common.messages import Commit, Lane
 from common.presence import Heartbeat, read_heartbeats
 from common.run_state import read_config, read_state
 from common.streams import Entry, OffsetReader, entry_id_of, group_status, last_id, length, read_newest
+from services.console.bottleneck import Verdict, find_bottleneck
+from services.console.evidence import RATE_STEPS, Shares, gather_evidence
 
 MAX_POINTS = 256
 """Steps kept for curves and rates. Who attaches to a long run reads only these."""
 READ_COUNT = 64
-RATE_STEPS = 10
-"""Rates are medians over this many last steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class RunSnapshot:
     queues: list[QueueDepth] = field(default_factory=list)
     workers: list[Heartbeat] = field(default_factory=list)
     num_dead: int = 0
+    remembered: Mapping[str, Shares] = field(default_factory=dict)
+    """Where the time of roles went that cannot be asked any more."""
 
     @property
     def version(self) -> int:
@@ -111,6 +114,19 @@ class RunSnapshot:
         shares = [beat.idle_share for beat in self.workers if beat.role == role and beat.is_alive]
         return sum(shares) / len(shares) if shares else None
 
+    @property
+    def bottleneck(self) -> Verdict | None:
+        """Which stage makes the run slow; None while no step tells."""
+        return find_bottleneck(
+            gather_evidence(
+                [point.metrics for point in self.points if point.step > 0],
+                self.workers,
+                max_staleness=self.max_staleness,
+                since_commit_s=self.at - self.points[-1].finished_at if self.points else 0.0,
+                remembered=self.remembered,
+            )
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """For programs: the last step's metrics, and everything that is not a curve."""
         return {
@@ -126,6 +142,7 @@ class RunSnapshot:
             "step_s": self.step_s,
             "eta_s": self.eta_s,
             "tokens_per_s": self.tokens_per_s,
+            "bottleneck": verdict.as_dict() if (verdict := self.bottleneck) else None,
             "idle": {role: self.idle_share(role) for role in ("trainer", "rollout", "reward")},
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,

@@ -27,7 +27,7 @@ from common.run_state import run_exists
 from common.service import METRICS_HOST_VARIABLE
 from services.console.local_run import LocalRun
 from services.console.preflight import examine
-from services.console.processes import ServiceSpec, metrics_ports, service_specs
+from services.console.processes import ServiceSpec, exporter_spec, metrics_ports, service_specs
 from services.console.report import nearest
 from services.console.run_folder import CONFIG_FILE, RunFolder, folder_of_runs
 
@@ -42,6 +42,7 @@ class UpOptions:
     resume: bool = False
     live: bool = True
     runs_dir: Path | None = None
+    metrics_port: int | None = None
 
     def command(self, run_id: str, resume: bool) -> str:
         """The command line that means this run, to be copied."""
@@ -51,6 +52,8 @@ class UpOptions:
         words += ["--run-id", run_id]
         if self.runs_dir:
             words += ["--runs-dir", str(self.runs_dir)]
+        if self.metrics_port is not None:
+            words += ["--metrics-port", str(self.metrics_port)]
         return shlex.join([*words, "--resume"] if resume else words)
 
 
@@ -66,7 +69,9 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     folder = RunFolder(runs, Keys(config.run_id).run_id)
     _check_is_free(options, folder)
     changes = _check_changes(options, config, folder)
-    specs = specs_of(config)
+    specs = list(specs_of(config))
+    if options.metrics_port is not None:
+        specs.append(exporter_spec(config, options.metrics_port))
     _check_ports(specs)
     console = Console(highlight=False)
     resume_command = options.command(config.run_id, resume=True)
@@ -163,7 +168,8 @@ def _check_ports(specs: Sequence[ServiceSpec]) -> None:
         except (OSError, OverflowError) as error:
             number = getattr(error, "errno", None)
             reason = os.strerror(number) if number else error
+            setting = "--metrics-port" if name == "exporter" else f"{name.partition('-')[0]}.metrics_port"
             raise ConfigError(
-                f"{name} cannot serve metrics on {host}:{port}: {reason}. Set {name.partition('-')[0]}."
-                "metrics_port to a free port, or to 0 to take any."
+                f"{name} cannot serve metrics on {host}:{port}: {reason}. Set {setting} to a free port, or "
+                "to 0 to take any."
             ) from None

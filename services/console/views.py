@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from services.console.render import dashboard, evaluation_line, step_line, warning_line
+from services.console.lines import evaluation_line, step_line, warning_line
+from services.console.render import dashboard
 from services.console.snapshot import RunSnapshot
 from services.console.supervisor import ServiceStatus
 

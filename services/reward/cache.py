@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class RewardCache:
         metrics.REWARD_CACHE.labels("miss").inc()
         part = await make()
         if part.is_ok:
-            payload = msgpack.packb(asdict(part))
+            payload = msgpack.packb(asdict(replace(part, tries=[])))
             await self._broker.script("cache_put", self._keys, [digest, payload, *self._limits])
         return part
 

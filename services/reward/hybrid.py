@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.config import RewardConfig
-from common.messages import OnFailure, Score, ScoreStatus, TrajectoryKey
+from common.messages import OnFailure, Score, ScoreStatus, TrajectoryKey, Try
 from services.reward.cache import RewardCache
 from services.reward.named import NamedReward
 from services.reward.outcome import Detail
@@ -34,6 +34,7 @@ class Sum:
     error: str = ""
     on_failure: OnFailure = ""
     attempts: int = 1
+    tries: tuple[Try, ...] = ()
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
 
@@ -48,7 +49,8 @@ class Sum:
             detail=self.detail,
             error=self.error,
             on_failure=self.on_failure,
-            attempts=max(self.attempts, 1),
+            attempts=self.attempts,
+            tries=self.tries,
             worker=worker,
             latency_s=latency_s,
         )
@@ -115,6 +117,7 @@ class HybridReward:
                 total += config.weight * value
                 num_values += 1
         attempts = max(part.attempts for part in parts.values())
+        tries = tuple((name, *one) for name, part in parts.items() for one in part.tries)
         if failed:
             first = parts[failed[0]]
             error = "; ".join(f"{name}: {parts[name].error}" for name in failed)
@@ -125,12 +128,13 @@ class HybridReward:
                 error if self._is_named else first.error,
                 policy if self._is_named else "",
                 attempts,
+                tries,
                 components,
                 detail,
             )
         if not num_values:
-            return Sum(ScoreStatus.FAILED, None, NONE_APPLIES, "", attempts, components, detail)
-        return Sum(ScoreStatus.OK, total, "", "", attempts, components, detail)
+            return Sum(ScoreStatus.FAILED, None, NONE_APPLIES, "", attempts, tries, components, detail)
+        return Sum(ScoreStatus.OK, total, "", "", attempts, tries, components, detail)
 
     def failures(self) -> dict[str, int]:
         """How often each reward failed, as `<name>:<kind>`."""

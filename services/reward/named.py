@@ -75,13 +75,13 @@ class NamedReward:
                 return await once()
 
         try:
-            outcomes, count = await self._attempts.make(placed)
+            outcomes, tries = await self._attempts.make(placed)
         except AttemptError as failure:
             parts = [Part.failed(failure) for _ in samples]
             for part in parts:
                 self.count_failure(part)
             return parts
-        return [Part.of(outcome, count) for outcome in outcomes]
+        return [Part.of(outcome, tries) for outcome in outcomes]
 
     def count_failure(self, part: Part) -> None:
         """A sample remains without this reward."""

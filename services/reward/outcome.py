@@ -26,6 +26,10 @@ MAX_DEPTH = 8
 EXPECTED = "expected a finite number, or a dict with such a number under 'score'"
 
 Detail = dict[str, Any]
+NamelessTry = tuple[float, float, str]
+"""One attempt: how long it took, the pause before it, in seconds, and why it failed; empty if not."""
+MAX_TRY_CHARS = 200
+"""Longest reason kept of each of several attempts."""
 
 
 class AttemptError(RewardError):
@@ -50,8 +54,8 @@ class AttemptError(RewardError):
         self.is_final = is_final
         self.kind = kind or ("timeout" if is_timeout else "error")
         self.retry_after_s = retry_after_s
-        self.attempts = 1
-        """How many there were when this one, the last, failed."""
+        self.tries: list[NamelessTry] = []
+        """All attempts, this one included, once it is the last of several."""
 
 
 @dataclass(frozen=True, slots=True)

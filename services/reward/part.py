@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.messages import ScoreStatus
-from services.reward.outcome import AttemptError, Detail, Outcome
+from services.reward.outcome import AttemptError, Detail, NamelessTry, Outcome
 
 
 @dataclass(slots=True)
@@ -17,7 +17,8 @@ class Part:
     value: float | None = None
     error: str = ""
     kind: str = ""
-    attempts: int = 1
+    tries: list[NamelessTry] = field(default_factory=list)
+    """All attempts, where there were several."""
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
 
@@ -25,19 +26,22 @@ class Part:
         self.status = ScoreStatus(self.status)  # a plain text where it comes out of Redis
 
     @property
+    def attempts(self) -> int:
+        """How many there were."""
+        return len(self.tries) or 1
+
+    @property
     def is_ok(self) -> bool:
         """Whether the reward said something, if only that it does not apply."""
         return self.status is ScoreStatus.OK
 
     @classmethod
-    def of(cls, outcome: Outcome, attempts: int) -> "Part":
+    def of(cls, outcome: Outcome, tries: list[NamelessTry]) -> "Part":
         """The part that an attempt which succeeded makes."""
-        return cls(
-            value=outcome.value, attempts=attempts, components=outcome.components, detail=outcome.detail
-        )
+        return cls(value=outcome.value, tries=tries, components=outcome.components, detail=outcome.detail)
 
     @classmethod
     def failed(cls, error: AttemptError) -> "Part":
         """The part that remains when the last attempt failed."""
         status = ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED
-        return cls(status, None, str(error), error.kind, error.attempts)
+        return cls(status, None, str(error), error.kind, error.tries)

@@ -4,13 +4,15 @@ Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
 
 from services.reward.outcome import Outcome
 from services.reward.sample import Sample
+
+SAMPLE_FIELDS = tuple(field.name for field in fields(Sample))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Callee(Protocol):
 
 
 def _wired(sample: Sample) -> dict[str, Any]:
-    tree = asdict(sample)
+    tree = {name: getattr(sample, name) for name in SAMPLE_FIELDS}  # `asdict` would copy every value
     for name in ("prompt_ids", "completion_ids"):
         tree[name] = np.asarray(tree[name], dtype="<i4").tobytes()
     return tree

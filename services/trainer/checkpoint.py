@@ -143,27 +143,7 @@ class CheckpointStore:
             CheckpointError: checkpoints exist, but none is whole, or the newest was written by a newer
                 release. Starting over silently would train on streams that were trimmed already.
         """
-        problems: list[str] = []
-        for version in reversed(self.versions()):
-            folder = self.folder / version_name(version)
-            try:
-                checkpoint = Checkpoint(_verified_state(folder, version), folder)
-            except _TornError as error:
-                log.warning(
-                    "checkpoint is not whole; trying the one before", version=version, problem=str(error)
-                )
-                problems.append(f"{folder.name}: {error}")
-                continue
-            if problems:
-                log.warning("continuing from an older checkpoint", version=version, passed_over=problems)
-            return checkpoint
-        if problems:
-            raise CheckpointError(
-                f"none of the {len(problems)} checkpoint(s) in {self.folder} is whole:\n  "
-                + "\n  ".join(problems)
-                + "\nRestore one from a backup, or start a new run."
-            )
-        return None
+        return _newest_whole(self.folder, self.versions())
 
     def states(self) -> list[TrainerState]:
         """The state of every checkpoint that can be read, in ascending order; tensors are not checked."""
@@ -195,6 +175,38 @@ class CheckpointStore:
             retire_folder(self.folder / version_name(version))
         for version in [v for v in versions if v <= saved][: -self.keep]:
             retire_folder(self.folder / version_name(version))
+
+
+def read_checkpoint(run_dir: Path, at_most: int) -> Checkpoint | None:
+    """The newest whole checkpoint of a version up to `at_most`; None where there is none. Changes nothing.
+
+    Raises:
+        CheckpointError: as `CheckpointStore.load_latest`.
+    """
+    folder = run_dir / CHECKPOINTS_FOLDER
+    return _newest_whole(folder, [version for version in folder_versions(folder) if version <= at_most])
+
+
+def _newest_whole(folder: Path, versions: list[int]) -> Checkpoint | None:
+    problems: list[str] = []
+    for version in reversed(versions):
+        path = folder / version_name(version)
+        try:
+            checkpoint = Checkpoint(_verified_state(path, version), path)
+        except _TornError as error:
+            log.warning("checkpoint is not whole; trying the one before", version=version, problem=str(error))
+            problems.append(f"{path.name}: {error}")
+            continue
+        if problems:
+            log.warning("continuing from an older checkpoint", version=version, passed_over=problems)
+        return checkpoint
+    if problems:
+        raise CheckpointError(
+            f"none of the {len(problems)} checkpoint(s) in {folder} is whole:\n  "
+            + "\n  ".join(problems)
+            + "\nRestore one from a backup, or start a new run."
+        )
+    return None
 
 
 def _plain_json(state: TrainerState) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from services.trainer.loggers.sender import Sender
 from services.trainer.loggers.trackers import TRACKERS, TrackedRun
 from services.trainer.memory_watch import MemoryWatch
 from services.trainer.policy import Policy
+from services.trainer.policy_loading import open_policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
-from services.trainer.ranks import lead_ranks
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.recovery import Replayer, restore_checkpoint
@@ -57,7 +57,7 @@ async def _train(context: ServiceContext) -> None:
     context.activity.enter("load", "model and data")
     prompts, evaluator = await asyncio.to_thread(_load_data, context)
     thread = PolicyThread()
-    policy = await thread.call(_load_policy, context)
+    policy = await thread.call(open_policy, context.config)
     try:
         await _train_policy(context, policy, thread, prompts, evaluator)
     finally:
@@ -165,19 +165,3 @@ def _load_data(context: ServiceContext) -> tuple[PromptSource, Evaluator]:
     prompts = load_training_prompts(config.data, tokenizer, config.seed)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
     return prompts, Evaluator(context, evaluation)
-
-
-def _load_policy(context: ServiceContext) -> Policy:
-    if context.config.trainer.policy == "simulated":
-        from services.trainer.simulated_policy import SimulatedPolicy
-
-        return SimulatedPolicy(context.config)
-    ranks = lead_ranks(context.config.trainer)
-    if ranks is not None:
-        from services.trainer.rank_policy import load_rank_policy
-
-        ranks.broadcast(context.config.model_dump_json().encode())
-        return ShardedPolicy(load_rank_policy(context.config, ranks), ranks)
-    from services.trainer.transformers_policy import load_policy
-
-    return load_policy(context.config)

@@ -11,15 +11,18 @@ With several updates the weights move within the step. The policy of PPO's ratio
 of the step (`preparation.py`); samples of the first mini-batch need nothing for that: their ratio is 1.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
+from common.activity import Activity
+from common.config import RunConfig
 from common.errors import TidemillError
 from common.messages import Commit
-from common.service import ServiceContext
 from services.trainer.advantages import Advantages
 from services.trainer.collector import Collector, StoppedError
 from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
@@ -33,6 +36,25 @@ log = structlog.get_logger(__name__)
 
 MIN_FILL = 0.5
 """A micro-batch filled less than this waits for more groups, unless its mini-batch has no more to come."""
+
+
+class Surroundings(Protocol):
+    """What steps need of the process they run in: a service, or a replay that nobody serves."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Of the run."""
+        ...
+
+    @property
+    def activity(self) -> Activity:
+        """Where the time goes."""
+        ...
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the process must stop."""
+        ...
 
 
 @dataclass(slots=True)
@@ -70,7 +92,7 @@ class StepResult:
 class StepRunner:
     """Trains steps on one policy."""
 
-    def __init__(self, context: ServiceContext, policy: Policy, thread: PolicyThread, judge: Judge) -> None:
+    def __init__(self, context: Surroundings, policy: Policy, thread: PolicyThread, judge: Judge) -> None:
         self.context, self.trainer, self.activity = context, context.config.trainer, context.activity
         self.policy, self.thread, self.judge = policy, thread, judge
         self.preparer = Preparer(self.trainer, policy, thread)
@@ -118,6 +140,8 @@ class StepRunner:
             tickets = {ticket for micro in composition for ticket, _ in micro}
             # In the order in which they entered, as when they were first trained.
             groups_of_mini = self.advantages.assign([g for g in result.groups if g.ticket in tickets])
+            assigned = {group.ticket: group for group in groups_of_mini}
+            result.groups = [assigned.get(group.ticket, group) for group in result.groups]
             by_key = {sample.key: sample for group in groups_of_mini for sample in group.samples}
             batches = rebuild(composition, by_key)
             await self._accumulate(batches if number else [unprepared(b) for b in batches], mini)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from common.messages import Score
 from services.trainer.judgement import TrainableGroup
 from services.trainer.loss_metrics import loss_metrics
+from services.trainer.stage_metrics import stage_metrics
 from services.trainer.step import StepResult
 
 OLDEST_BUCKET = 8
@@ -20,6 +21,7 @@ OLDEST_BUCKET = 8
 def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: float) -> dict[str, float]:
     """All metrics of a step; every value is a finite number except where the policy's own is not."""
     trajectories = [t for group in result.groups if group.source for t in group.source.trajectories.values()]
+    scores = [s for group in result.groups if group.source for s in group.source.scores.values()]
     lengths = np.array([t.num_tokens for t in trajectories])
     staleness = np.concatenate([step - t.token_versions() for t in trajectories])
     metrics = {
@@ -36,6 +38,7 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
         "groups_dropped": float(num_dropped),
         "groups_dropped_ratio": num_dropped / (num_dropped + len(result.groups)),
         "step_time_s": step_time_s,
+        **stage_metrics(trajectories, scores),
     }
     return metrics | _policy_metrics(result)
 

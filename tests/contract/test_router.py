@@ -13,11 +13,11 @@ from common.broker import Broker
 from common.config.remote import HedgeConfig, LimitsConfig, RoutingConfig
 from common.keys import Keys
 from common.messages import Lane
+from common.replica_registry import ReplicaRegistry
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.faults import FaultKind, RemoteFault
 from services.reward.remote.limiter import Limiter, Permit
 from services.reward.remote.replica import Replica
-from services.reward.remote.replica_registry import ReplicaRegistry
 from services.reward.remote.router import Router
 from tests.misbehaving import MisbehavingServer, answers, hangs, says
 from tests.waiting import wait_until

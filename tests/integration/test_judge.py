@@ -19,9 +19,9 @@ from common.errors import ConfigError
 from common.keys import Keys
 from common.messages import Lane, Score, ScoreStatus
 from common.presence import Heartbeat
+from common.replica_registry import ReplicaRegistry
 from common.service import ServiceContext
 from common.streams import Entry, append, read_range
-from services.reward.remote.replica_registry import ReplicaRegistry
 from services.reward.rewards import check_reward, make_reward
 from services.reward.services import RewardServices
 from services.reward.worker import serve

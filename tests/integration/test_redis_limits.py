@@ -4,6 +4,7 @@ than a pause."""
 import asyncio
 import resource
 from pathlib import Path
+from statistics import median
 
 import pytest
 import redis
@@ -153,7 +154,7 @@ async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothin
 
 async def test_memory_is_flat_over_a_long_run(tmp_path: Path) -> None:
     """All streams but the commits stay bounded; a commit's bytes are known."""
-    steps = 160
+    steps = 100
     config = simulated_config(tmp_path, trainer__steps=steps, trainer__checkpoint_every=5, streams__trim=True)
     with RedisServer(tmp_path / "redis") as server:
         async with ServiceRun(tmp_path, config, url=server.url) as run:
@@ -167,10 +168,11 @@ async def test_memory_is_flat_over_a_long_run(tmp_path: Path) -> None:
                 await asyncio.sleep(0.2)
             assert run.processes["trainer"].returncode == 0, run.log_of("trainer")
             commit_bytes = server.client.memory_usage(run.keys.commits, samples=0) or 0
-        early = [value for version, value in bytes_at.items() if 30 <= version < steps // 2]
+        # Medians: between two checkpoints memory rises and falls, and a poll may meet any of it.
+        early = [value for version, value in bytes_at.items() if 25 <= version < steps // 2]
         late = [value for version, value in bytes_at.items() if version >= steps // 2]
-        assert early
-        assert max(late) < 1.5 * max(early), (max(early), max(late))
+        assert len(early) >= 8 and len(late) >= 8
+        assert median(late) < 1.2 * median(early), (median(early), median(late))
         assert commit_bytes / steps < 4000, "a commit has grown: correct docs/operations.md"
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from common.messages import Score, ScoreStatus
 from common.presence import read_heartbeats
+from common.replica_registry import ReplicaRegistry
 from common.streams import Entry, append, read_range
 from services.console.processes import service_specs
-from services.reward.remote.replica_registry import ReplicaRegistry
 from tests.runs import ServiceRun
 from tests.trajectories import make_config, make_trajectory
 from tests.waiting import wait_until

@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from common.messages import Score, ScoreStatus
+from common.replica_registry import ReplicaRegistry
 from common.streams import Entry, append, read_range
-from services.reward.remote.replica_registry import ReplicaRegistry
 from tests.models import tiny_model
 from tests.runs import ServiceRun
 from tests.trajectories import make_config, make_trajectory

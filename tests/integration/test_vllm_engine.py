@@ -16,6 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from prometheus_client import REGISTRY
 from transformers import DynamicCache, LlamaForCausalLM
 
 from common.config.run import RunConfig
@@ -270,6 +271,15 @@ async def test_cancelling_a_request_leaves_the_others_alone(engine: VllmEngine) 
 
 async def test_text_is_decoded_without_special_tokens(engine: VllmEngine) -> None:
     assert engine.decode([3, 13, 1]) == "w0 w10"
+
+
+async def test_metrics_of_vllm_are_where_those_of_the_worker_are(engine: VllmEngine) -> None:
+    (generation,) = await asyncio.gather(*map(engine.generate, make_requests("counted", 1)))
+    families = {family.name: family.samples for family in REGISTRY.collect()}
+    assert "tidemill_requests_running" in families
+    assert "vllm:kv_cache_usage_perc" in families
+    tokens = [s.value for s in families["vllm:generation_tokens"] if s.name.endswith("_total")]
+    assert sum(tokens) >= len(generation.token_ids)
 
 
 async def test_a_dead_engine_fails_its_requests(engine: VllmEngine) -> None:

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from common.presence import Heartbeat
-from services.console.render import dashboard, duration, evaluation_line, sparkline, step_line
+from services.console.lines import duration, evaluation_line, sparkline, step_line
+from services.console.render import dashboard
 from services.console.report import spell_line
 from services.console.snapshot import QueueDepth, RunSnapshot, StepPoint
 from services.console.supervisor import ServiceStatus

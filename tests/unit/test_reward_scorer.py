@@ -51,6 +51,16 @@ async def test_a_failed_attempt_is_repeated() -> None:
     assert (made.status, made.value, made.attempts, made.error) == (ScoreStatus.OK, 1.0, 3, "")
 
 
+async def test_every_attempt_of_several_is_on_record_and_one_alone_is_not() -> None:
+    made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), Outcome(1.0)))
+    names, took_s, paused_s, errors = zip(*made.tries, strict=True)
+    assert len(set(names)) == 1 and errors[0] == "once" and "twice" in errors[1] and errors[2] == ""
+    assert paused_s[0] == 0.0 and min(*took_s, *paused_s) >= 0.0
+    assert (await score(ScriptedReward(Outcome(1.0)))).tries == ()
+    lost = await score(ScriptedReward(*[AttemptError("no")] * 2), max_attempts=2)
+    assert [error for *_, error in lost.tries] == ["no", "no"]
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [(AttemptError("no"), ScoreStatus.FAILED), (AttemptError("late", is_timeout=True), ScoreStatus.TIMEOUT)],

@@ -15,11 +15,11 @@ from common import metrics
 from common.config.remote import HedgeConfig, RemoteConfig
 from common.messages import Lane
 from common.presence import Heartbeat
+from common.replica_registry import ReplicaRegistry
 from services.reward.remote.faults import FaultKind, RemoteFault
 from services.reward.remote.hedging import HedgeDelay, hedged
 from services.reward.remote.limiter import Limiter, Permit
 from services.reward.remote.replica import Replica
-from services.reward.remote.replica_registry import ReplicaRegistry
 from services.reward.remote.router import Router
 from services.reward.services import RewardServices
 

@@ -18,9 +18,9 @@ import structlog
 
 from common import metrics
 from common.config.remote import RoutingConfig
+from common.replica_registry import ReplicaRegistry
 from services.reward.remote.faults import FaultKind, RemoteFault
 from services.reward.remote.replica import Replica
-from services.reward.remote.replica_registry import ReplicaRegistry
 
 log = structlog.get_logger(__name__)
 

@@ -18,8 +18,8 @@ from common.config import NamedRewardConfig
 from common.config.remote import LocalReplicasConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
 from common.errors import ConfigError, EngineError
+from common.replica_registry import BEATS_PER_TTL, ReplicaRegistry
 from common.service import ServiceContext
-from services.reward.remote.replica_registry import BEATS_PER_TTL, ReplicaRegistry
 from services.reward.remote.server_process import ServerProcess
 
 log = structlog.get_logger(__name__)

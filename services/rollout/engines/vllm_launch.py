@@ -34,13 +34,17 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
             "or set rollout.engine to transformers"
         ) from None
     try:
-        vllm_config = engine_args(config, worker).create_engine_config()
+        arguments = engine_args(config, worker)
+        vllm_config = arguments.create_engine_config()
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(
             f"vLLM refuses model {config.model.path} with the options of rollout.vllm: {error}"
         ) from None
     try:
-        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, enable_log_requests=False)
+        # With its statistics, vLLM's metrics are on this process's /metrics, beside our own.
+        return AsyncLLM.from_vllm_config(
+            vllm_config, disable_log_stats=arguments.disable_log_stats, enable_log_requests=False
+        )
     except Exception as error:
         raise EngineError(f"vLLM did not start: {error} Its own output above says why") from error
 

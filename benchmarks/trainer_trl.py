@@ -1,0 +1,123 @@
+"""TRL's own training loop, with the completions given instead of generated: the benchmark's other side."""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import pad
+
+from benchmarks.trainer_measures import LR, MAX_GRAD_NORM, Peak, now_s
+from services.trainer.samples import Sample
+
+
+class GivenCompletions(GRPOTrainer):  # type: ignore[misc]
+    """Generation and rewards are replaced; padding, splitting, loss, backward and update are TRL's."""
+
+    def __init__(self, samples: Sequence[Sample], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.samples, self.given_s = samples, 0.0
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        started = now_s()
+        device = self.accelerator.device
+        prompts = [torch.tensor(sample.prompt_ids).long() for sample in self.samples]
+        completions = [torch.tensor(sample.completion_ids).long() for sample in self.samples]
+        ones = [torch.ones_like(ids) for ids in prompts], [torch.ones_like(ids) for ids in completions]
+        batch = {
+            "prompt_ids": pad(prompts, padding_value=0, padding_side="left").to(device),
+            "prompt_mask": pad(ones[0], padding_value=0, padding_side="left").to(device),
+            "completion_ids": pad(completions, padding_value=0, padding_side="right").to(device),
+            "completion_mask": pad(ones[1], padding_value=0, padding_side="right").to(device),
+            "advantages": torch.tensor([sample.advantage for sample in self.samples], device=device),
+            "num_items_in_batch": torch.tensor(sum(map(len, completions)), device=device),
+        }
+        self.given_s += now_s() - started
+        return batch
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Times each step: from its first micro-batch to the end of its update."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.cpu_times: list[float] = []
+        self.norms: list[float] = []
+        self.trainer: GivenCompletions
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start both clocks."""
+        self.started, self.given_s = now_s(), self.trainer.given_s
+        self.cpu_started = time.process_time()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop them; what stands in for generation is no part of the step."""
+        self.times.append(now_s() - self.started - (self.trainer.given_s - self.given_s))
+        self.cpu_times.append(time.process_time() - self.cpu_started)
+
+    def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
+        """Keep the gradient norm."""
+        if logs and "grad_norm" in logs:
+            self.norms.append(float(logs["grad_norm"]))
+
+
+def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
+    """Train `steps` steps after one to warm up, in rows of at most `budget_tokens` padded tokens."""
+    per_batch = max(1, budget_tokens // max(sample.num_tokens for sample in samples))
+    while len(samples) % per_batch:
+        per_batch -= 1
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GivenCompletions(
+            samples,
+            model=model,
+            args=_config(folder, per_batch, len(samples) // per_batch, steps + 1),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            train_dataset=Dataset.from_dict({"prompt": ["w"] * len(samples)}),
+            processing_class=_tokenizer(),
+            callbacks=[clock],
+        )
+        clock.trainer = trainer
+        peak = Peak()
+        trainer.train()
+    return {
+        "step_s": clock.times[1:],
+        "cpu_s": clock.cpu_times[1:],
+        "peak_bytes": peak.above_base(),
+        "grad_norm": clock.norms[0],
+    }
+
+
+def _config(folder: str, per_batch: int, num_batches: int, steps: int) -> Any:
+    is_gpu = torch.cuda.is_available()
+    return GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=per_batch,
+        gradient_accumulation_steps=num_batches,
+        num_generations=8,
+        max_steps=steps,
+        learning_rate=LR,
+        max_grad_norm=MAX_GRAD_NORM,
+        loss_type="dapo",
+        beta=0.0,
+        bf16=is_gpu,
+        use_cpu=not is_gpu,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """TRL wants one, though no text is read here."""
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, "w": 3}, unk_token="w"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    )

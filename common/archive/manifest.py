@@ -1,0 +1,170 @@
+"""Which segments a stream's archive has: the only truth about what is archived.
+
+Guarantees: a segment is listed only after its file is complete, flushed and renamed into place, and no entry
+is in two of them. The manifest is JSON lines, appended to; a line that a crash tore is ignored by readers and
+removed by the next writer. Removed segments leave behind how far they went: they are never written again.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import ArchiveError
+from common.files import storage_errors, write_atomically
+from common.streams import START, id_order
+
+MANIFEST_FILE = "manifest.jsonl"
+SUFFIX = ".parquet"
+
+Bounds = Mapping[str, tuple[float, float]]
+"""Least and greatest `ticket`, `step`, `version` and `time` of the entries, as far as they have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One file: the entries of its stream from `first_id` to `last_id`, all that there were."""
+
+    file: str
+    first_id: str
+    last_id: str
+    entries: int
+    num_bytes: int
+    payload_bytes: int
+    """What the entries took on the wire, before columns and compression."""
+    checksum: str
+    """xxh3-128 of the file's bytes, 32 hexadecimal digits."""
+    archived_at: float
+    bounds: Bounds = field(default_factory=dict)
+
+    def may_hold(self, name: str, low: float | None, high: float | None) -> bool:
+        """Whether an entry's `name` can lie in the range; what has no such bounds never does."""
+        if name not in self.bounds:
+            return False
+        least, greatest = self.bounds[name]
+        return (low is None or greatest >= low) and (high is None or least <= high)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What retention has removed from the beginning."""
+
+    last_id: str = START
+    entries: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The segments of one stream that there are, in order."""
+
+    folder: Path
+    segments: tuple[Segment, ...] = ()
+    removed: Removed = Removed()
+    is_torn: bool = False
+    """The last line is half a line: a writer died in it."""
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """What the folder's manifest says now; an empty one where there is none.
+
+        Raises:
+            ArchiveError: it holds something else than a manifest.
+        """
+        path = folder / MANIFEST_FILE
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return cls(folder)
+        *lines, rest = text.split(b"\n")
+        removed, segments = Removed(), []
+        try:
+            for line in lines:
+                tree = json.loads(line)
+                if "removed" in tree:
+                    removed = Removed(**tree["removed"])
+                else:
+                    segments.append(_segment(tree))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ArchiveError(
+                f"{path} cannot be read ({error}). Restore it, or move the folder away: what Redis still "
+                "holds will be archived anew."
+            ) from None
+        return cls(folder, tuple(segments), removed, is_torn=bool(rest))
+
+    @property
+    def last_id(self) -> str:
+        """Everything up to this entry was archived; `START` where nothing was."""
+        return self.segments[-1].last_id if self.segments else self.removed.last_id
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.num_bytes for segment in self.segments)
+
+    @property
+    def entries(self) -> int:
+        """Entries of all segments."""
+        return sum(segment.entries for segment in self.segments)
+
+    def path(self, segment: Segment) -> Path:
+        """The file of a segment."""
+        return self.folder / segment.file
+
+    def appended(self, segment: Segment) -> "Manifest":
+        """List one more segment, durably.
+
+        Raises:
+            ArchiveError: the segment does not follow the last one.
+        """
+        if id_order(segment.first_id) <= id_order(self.last_id):
+            raise ArchiveError(f"{segment.first_id} of {self.folder} is archived up to {self.last_id}")
+        if self.is_torn or not self.segments:
+            return self._rewritten((*self.segments, segment), self.removed)
+        path = self.folder / MANIFEST_FILE
+        with storage_errors("the archive's manifest", path), open(path, "ab") as file:
+            file.write(_line(_tree(segment)))
+            file.flush()
+            os.fsync(file.fileno())
+        return replace(self, segments=(*self.segments, segment))
+
+    def without(self, gone: Iterable[Segment]) -> "Manifest":
+        """Take the first segments off the list, durably; their files may go then."""
+        files = {segment.file for segment in gone}
+        leaving = [segment for segment in self.segments if segment.file in files]
+        if not leaving:
+            return self
+        removed = Removed(
+            leaving[-1].last_id,
+            self.removed.entries + sum(segment.entries for segment in leaving),
+            self.removed.num_bytes + sum(segment.num_bytes for segment in leaving),
+        )
+        return self._rewritten(self.segments[len(leaving) :], removed)
+
+    def _rewritten(self, segments: Sequence[Segment], removed: Removed) -> "Manifest":
+        lines = [_line({"removed": asdict(removed)})] if removed != Removed() else []
+        lines += [_line(_tree(segment)) for segment in segments]
+        write_atomically(self.folder / MANIFEST_FILE, b"".join(lines))
+        return Manifest(self.folder, tuple(segments), removed)
+
+
+def segment_name(first_id: str, last_id: str) -> str:
+    """File name of a segment; names sort as the entries do."""
+    (first_ms, first_seq), (last_ms, last_seq) = id_order(first_id), id_order(last_id)
+    return f"{first_ms:020d}-{first_seq}_{last_ms:020d}-{last_seq}{SUFFIX}"
+
+
+def _tree(segment: Segment) -> dict[str, Any]:
+    return asdict(segment)
+
+
+def _segment(tree: dict[str, Any]) -> Segment:
+    known = {name: tree[name] for name in Segment.__dataclass_fields__ if name in tree}
+    bounds = {name: (low, high) for name, (low, high) in known.pop("bounds", {}).items()}
+    return Segment(**known, bounds=bounds)
+
+
+def _line(tree: dict[str, Any]) -> bytes:
+    return json.dumps(tree, separators=(",", ":")).encode() + b"\n"

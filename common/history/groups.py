@@ -1,0 +1,158 @@
+"""Groups as the trainer found them, one step after another, from streams that may be larger than memory.
+
+Guarantees: the first entry of a key wins, and a group's trajectories and scores come in the order in which
+the streams have them, as the trainer took them in; every entry is read once; what is held is what the
+admission gate let in, until it is closed.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, cast
+
+from common.errors import TidemillError
+from common.history.history import History, Record
+from common.history.selection import Selection, StreamName
+from common.messages import Message, Score, Ticket, Trajectory
+from common.streams import START, Entry, id_after
+
+SPARE_TICKETS = 256
+"""May be open beyond twice what admission allows: a resumed run may have had other limits."""
+
+
+class MissingRecordsError(TidemillError):
+    """A group that a commit names is not in the run's streams, or only a part of it."""
+
+    def __init__(self, tickets: Sequence[int]) -> None:
+        self.tickets = tuple(tickets)
+        super().__init__(
+            f"the streams hold no complete group for {len(tickets)} ticket(s), the first is {tickets[0]}: "
+            "they were trimmed, or Redis has lost them"
+        )
+
+
+@dataclass(slots=True)
+class RecordedGroup:
+    """What the streams have of one ticket, by index, in the order in which it was read."""
+
+    ticket: int
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
+
+
+class GroupCursor:
+    """Reads trajectories and scores forward. `async with GroupCursor(...) as cursor:`"""
+
+    def __init__(
+        self,
+        history: History,
+        group_size: int,
+        max_tickets: int,
+        positions: Mapping[StreamName, str] | None = None,
+        is_wanted: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """`max_tickets` are outstanding at most; `positions` are the ids after which reading starts."""
+        self.group_size, self.is_wanted = group_size, is_wanted
+        self.most_open = 2 * max_tickets + SPARE_TICKETS
+        self.open: dict[int, RecordedGroup] = {}
+        self._closed: set[int] = set()
+        positions = positions or {}
+        self._trajectories = _follow(history, StreamName.TRAJECTORIES, positions)
+        self._scores = _follow(history, StreamName.SCORES, positions)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._trajectories.aclose()
+        await self._scores.aclose()
+
+    async def groups(self, tickets: Sequence[int]) -> dict[int, RecordedGroup]:
+        """The complete groups of these tickets, which stay open until `close`.
+
+        Raises:
+            MissingRecordsError: the streams do not have all of them.
+        """
+        for ticket in tickets:
+            self.open.setdefault(ticket, RecordedGroup(ticket))
+        missing = await self._read(self._trajectories, "trajectories", tickets)
+        missing |= await self._read(self._scores, "scores", tickets)
+        if missing:
+            raise MissingRecordsError(sorted(missing))
+        return {ticket: self.open[ticket] for ticket in tickets}
+
+    def close(self, tickets: Iterable[int]) -> None:
+        """Forget groups; what is read of them later does not count."""
+        for ticket in tickets:
+            self.open.pop(ticket, None)
+            self._closed.add(ticket)
+
+    async def _read(
+        self, stream: AsyncGenerator[Record, None], part: str, tickets: Sequence[int]
+    ) -> set[int]:
+        """Read until this part of every group is whole, the stream ends, or more is open than can have been
+        outstanding; returns the tickets of which something is missing."""
+        missing = {ticket for ticket in tickets if self._lacks(ticket, part)}
+        while missing and len(self.open) <= self.most_open:
+            record = await anext(stream, None)
+            if record is None:
+                break
+            if isinstance(record, Entry):
+                ticket = self._take(record.message)
+                if ticket in missing and not self._lacks(ticket, part):
+                    missing.remove(ticket)
+        return missing
+
+    def _lacks(self, ticket: int, part: str) -> bool:
+        return len(getattr(self.open[ticket], part)) < self.group_size
+
+    def _take(self, message: Message) -> int:
+        """Keep a message if it counts; returns its ticket."""
+        assert isinstance(message, Trajectory | Score)
+        ticket = message.ticket
+        if ticket not in self._closed and self.is_wanted(ticket) and message.index < self.group_size:
+            group = self.open.setdefault(ticket, RecordedGroup(ticket))
+            if isinstance(message, Trajectory):
+                group.trajectories.setdefault(message.index, message)
+            else:
+                group.scores.setdefault(message.index, message)
+        return ticket
+
+
+class TicketCursor:
+    """Reads the prompts stream forward; tickets come in the order of their numbers."""
+
+    def __init__(self, history: History) -> None:
+        self._prompts = _follow(history, StreamName.PROMPTS, {})
+        self._read: dict[int, Ticket] = {}
+        self._last = -1
+
+    async def tickets(self, numbers: Sequence[int]) -> dict[int, Ticket]:
+        """Those of the tickets that the stream still has."""
+        while self._last < max(numbers, default=-1):
+            record = await anext(self._prompts, None)
+            if record is None:
+                break
+            if isinstance(record, Entry) and isinstance(record.message, Ticket):
+                self._last = record.message.ticket
+                self._read[self._last] = record.message
+        return {number: self._read[number] for number in numbers if number in self._read}
+
+    def close(self, numbers: Iterable[int]) -> None:
+        """Forget tickets."""
+        for number in numbers:
+            self._read.pop(number, None)
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        await self._prompts.aclose()
+
+
+def _follow(
+    history: History, stream: StreamName, positions: Mapping[StreamName, str]
+) -> AsyncGenerator[Record, None]:
+    records = history.scan(stream, Selection(first_id=id_after(positions.get(stream, START))))
+    # A scan is an async generator; only its type says less.
+    return cast(AsyncGenerator[Record, None], records)

@@ -1,0 +1,143 @@
+"""What the exporter reads of a run at one time."""
+
+import time
+from dataclasses import dataclass, field
+
+from common.broker import Broker
+from common.config import RunConfig
+from common.history import StreamName
+from common.history.selection import time_of
+from common.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from common.messages import Commit, Message
+from common.presence import Heartbeat, read_heartbeats
+from common.replica_registry import ReplicaRegistry
+from common.run_state import UnknownRunError, read_config, read_state
+from common.streams import Backlog, Entry, Garbled, backlog, last_id, length, read_newest
+
+GROUPS = {
+    StreamName.PROMPTS: ROLLOUT_GROUP,
+    StreamName.PROMPTS_EVAL: ROLLOUT_GROUP,
+    StreamName.TRAJECTORIES: REWARD_GROUP,
+    StreamName.TRAJECTORIES_EVAL: REWARD_GROUP,
+}
+"""The streams that a consumer group takes from; the trainer reads the others by offset."""
+STARTING = "starting"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReading:
+    """A consumer group on a stream; ages are in seconds, 0 where nothing waits or is held."""
+
+    stream: str
+    group: str
+    lag: int
+    pending: int
+    consumers: int
+    waiting_age_s: float
+    held_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A run as Redis had it at one time."""
+
+    lengths: dict[str, int] = field(default_factory=dict)
+    groups: list[GroupReading] = field(default_factory=list)
+    workers: list[Heartbeat] = field(default_factory=list)
+    replicas: dict[str, list[str]] = field(default_factory=dict)
+    """Addresses of the servers that registered for a reward, by its name."""
+    jobs: dict[tuple[str, str], int] = field(default_factory=dict)
+    """RQ's jobs by queue and state."""
+    status: str = STARTING
+    version: int = 0
+    steps: int = 0
+    max_staleness: int = 0
+    committed_at: float = 0.0
+    memory_bytes: int = 0
+    max_memory_bytes: int = 0
+
+
+class RunReader:
+    """Reads one run again and again; what does not change, or has not changed, is read once."""
+
+    def __init__(self, broker: Broker, keys: Keys) -> None:
+        self.broker, self.keys = broker, keys
+        self._config: RunConfig | None = None
+        self._commit_id = ""
+        self._committed_at = 0.0
+        self._version = 0
+
+    async def read(self) -> Reading:
+        """The run as it is now; an empty one while Redis does not know it."""
+        await self._follow_commits()
+        config = await self._read_config()
+        state = await read_state(self.broker, self.keys)
+        memory = await self.broker.info("memory")
+        return Reading(
+            lengths={name: await length(self.broker, name.key(self.keys)) for name in StreamName},
+            groups=[await self._group(stream, group) for stream, group in GROUPS.items()],
+            workers=await read_heartbeats(self.broker, self.keys),
+            replicas=await self._replicas(config),
+            jobs=await self._jobs(),
+            status=str(state.get("status", STARTING)),
+            version=max(self._version, int(state.get("version", 0))),
+            steps=config.trainer.steps if config else 0,
+            max_staleness=config.trainer.max_staleness if config else 0,
+            committed_at=self._committed_at,
+            memory_bytes=int(memory["used_memory"]),
+            max_memory_bytes=int(memory["maxmemory"]),
+        )
+
+    async def _read_config(self) -> RunConfig | None:
+        """The run's config; a resumed run may have more steps than before."""
+        try:
+            self._config = await read_config(self.broker, self.keys)
+        except UnknownRunError:
+            return None
+        return self._config
+
+    async def _follow_commits(self) -> None:
+        newest_id = await last_id(self.broker, self.keys.commits)
+        if newest_id == self._commit_id:
+            return
+        newest = await read_newest(self.broker, self.keys.commits, Commit)
+        self._commit_id = newest_id
+        if newest is not None:
+            self._committed_at, self._version = newest.message.finished_at, newest.message.version
+
+    async def _group(self, stream: StreamName, group: str) -> GroupReading:
+        found: Backlog[Message] = await backlog(
+            self.broker, stream.key(self.keys), group, stream.message_type
+        )
+        return GroupReading(
+            stream.value,
+            group,
+            found.lag,
+            found.pending,
+            found.consumers,
+            _age_s(found.oldest_waiting),
+            _age_s(found.oldest_held),
+        )
+
+    async def _replicas(self, config: RunConfig | None) -> dict[str, list[str]]:
+        rewards = config.reward.named if config else {}
+        found = {}
+        for name, reward in rewards.items():
+            if reward.routing is not None:
+                registry = ReplicaRegistry(self.broker, self.keys, name, reward.routing.replica_ttl_s)
+                found[name] = await registry.urls()
+        return found
+
+    async def _jobs(self) -> dict[tuple[str, str], int]:
+        counts = {}
+        for name, queue in (("sandbox", self.keys.sandbox_queue), ("jobs", self.keys.jobs_queue)):
+            for state, key in RQ_STATES.items():
+                command = "LLEN" if state == "queued" else "ZCARD"
+                counts[name, state] = int(await self.broker.execute(command, key.format(queue)))
+        return counts
+
+
+def _age_s(entry: Entry[Message] | Garbled | None) -> float:
+    """Seconds since the entry's message was made; 0 where there is none that tells."""
+    made_at = time_of(entry.message) if isinstance(entry, Entry) else None
+    return max(0.0, time.time() - made_at) if made_at else 0.0

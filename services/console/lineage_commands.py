@@ -1,0 +1,40 @@
+"""The command lines of `tidemill trace`, `step` and `timeline`. Wiring only."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Run = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
+RunsDir = Annotated[
+    Path | None,
+    typer.Option("--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with everything, for programs.")]
+Full = Annotated[bool, typer.Option("--full", help="Show texts to their ends.")]
+
+
+def trace(
+    sample: Annotated[
+        str,
+        typer.Argument(
+            metavar="TICKET[.INDEX]", help="A group, or one sample of it, such as 412.3.", show_default=False
+        ),
+    ],
+    run_id: Run = None,
+    lane: Annotated[
+        str, typer.Option("--lane", metavar="train|eval", help="Training or evaluation.")
+    ] = "train",
+    as_json: Json = False,
+    full: Full = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Follow a ticket, or one sample, through the run: prompt, generation, reward, training, version.
+
+    Who generated it with which version, every attempt at its score, its group, advantages, and the step and
+    micro-batch that trained on it, or why none did.
+    """
+    from services.console.lineage import show_trace
+    from services.console.streams import View
+
+    show_trace(View(run_id, runs_dir, as_json, full), sample, lane)

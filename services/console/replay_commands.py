@@ -1,0 +1,65 @@
+"""The command line of `tidemill replay`. Wiring only."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.console.sandbox_commands import trajectories
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+app.command(epilog="Example: tidemill replay trajectories arith-1 --from 10 --to 20 --speed 10x")(
+    trajectories
+)
+
+RunId = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
+RunsDir = Annotated[
+    Path | None,
+    typer.Option("--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.command(epilog="Example: tidemill replay step 412 --set trainer.optimizer.lr=1e-4")
+def step(
+    steps: Annotated[
+        str,
+        typer.Argument(metavar="STEPS", help="A step, or several: 3,17 or 10..14.", show_default=False),
+    ],
+    run_id: RunId = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Also compute each step with this changed: any trainer field that does not change what was "
+            "collected. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    to_torch: Annotated[
+        Path | None,
+        typer.Option(
+            "--to-torch", metavar="FILE", help="Write the batch of the step as tensors.", show_default=False
+        ),
+    ] = None,
+    with_weights: Annotated[
+        bool, typer.Option("--with-weights", help="With --to-torch: also the weights before the step.")
+    ] = False,
+    shows_all: Annotated[
+        bool, typer.Option("--all", help="Show every metric, also those that agree.")
+    ] = False,
+    as_json: Json = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Train a committed step again, and compare it bit by bit with what was recorded.
+
+    Restores the newest checkpoint before the step, replays the commits after it, and computes the step from
+    the run's own records in the recorded micro-batches. Changes nothing of the run.
+
+    Exits with 0 when loss, gradient norm, every other metric and the digest come out the same, else with 1.
+    """
+    from services.console.replay import ReplayOptions, replay_steps
+
+    options = ReplayOptions(run_id, runs_dir, steps, tuple(overrides or ()), to_torch, with_weights)
+    raise typer.Exit(replay_steps(options, shows_all, as_json))

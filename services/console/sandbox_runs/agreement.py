@@ -1,0 +1,128 @@
+"""How the scores of two rewards for the same trajectories agree: numbers, and the groups that would flip.
+
+Advantages only see the order and the spread within a group, so that is where agreement is looked for.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.messages import Score, TrajectoryKey
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+CLOSE = 1e-9
+"""Scores that differ by less are the same."""
+NUM_EXAMPLES = 10
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What came of the comparison. Correlations are None where one side does not vary."""
+
+    compared: int = 0
+    """Trajectories that have a value on both sides."""
+    failed_before: int = 0
+    failed_now: int = 0
+    failures_now: dict[str, int] = field(default_factory=dict)
+    """What the new failures said, by how often."""
+    mean_before: float = 0.0
+    mean_now: float = 0.0
+    equal_share: float = 0.0
+    """Share of trajectories with the same score."""
+    pearson: float | None = None
+    spearman: float | None = None
+    spearman_within_groups: float | None = None
+    """Mean of the rank correlations within groups, over those groups in which both sides vary."""
+    sign_flips: int = 0
+    """Trajectories better than their group's mean on one side, and worse on the other."""
+    groups: int = 0
+    groups_with_another_best: list[int] = field(default_factory=list)
+    """Tickets of which no completion is the best on both sides."""
+    groups_without_variance_before: int = 0
+    groups_without_variance_now: int = 0
+    farthest: list[tuple[int, int, float, float]] = field(default_factory=list)
+    """(ticket, index, before, now) of the trajectories that moved most in rank."""
+
+
+def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, Score]) -> Agreement:
+    """Hold the scores of the same trajectories against each other."""
+    keys = sorted(now)
+    failures = Counter(_kind(now[key]) for key in keys if now[key].value is None)
+    result = Agreement(
+        failed_before=sum(before[key].value is None for key in keys if key in before),
+        failed_now=failures.total(),
+        failures_now=dict(failures.most_common(NUM_EXAMPLES)),
+    )
+    pairs = [(key, _value(before.get(key)), _value(now[key])) for key in keys]
+    both = [(key, old, new) for key, old, new in pairs if old is not None and new is not None]
+    result.compared = len(both)
+    if not both:
+        return result
+    old, new = (np.array([pair[side] for pair in both], dtype=np.float64) for side in (1, 2))
+    result.mean_before, result.mean_now = float(old.mean()), float(new.mean())
+    result.equal_share = float((np.abs(old - new) <= CLOSE).mean())
+    result.pearson, result.spearman = correlation(old, new), rank_correlation(old, new)
+    result.farthest = _farthest([key for key, _, _ in both], old, new)
+    _compare_groups(result, both)
+    return result
+
+
+def correlation(one: Floats, other: Floats) -> float | None:
+    """Pearson's r; None where one of them does not vary."""
+    if len(one) < 2 or np.ptp(one) <= CLOSE or np.ptp(other) <= CLOSE:
+        return None
+    return float(np.clip(np.corrcoef(one, other)[0, 1], -1.0, 1.0))
+
+
+def rank_correlation(one: Floats, other: Floats) -> float | None:
+    """Spearman's rho: Pearson's r of the ranks, ties at their mean rank. None where one does not vary."""
+    return correlation(ranks(one), ranks(other))
+
+
+def ranks(values: Floats) -> Floats:
+    """Rank of each value from 1; equal values share the mean of their ranks. Shape [N]."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    result: Floats = ((2 * last - counts + 1) / 2)[inverse].astype(np.float64)
+    return result
+
+
+def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, float]]) -> None:
+    groups: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (ticket, _), old, new in both:
+        groups[ticket].append((old, new))
+    rhos: list[float] = []
+    for ticket, pairs in groups.items():
+        before, now = (np.array(side, dtype=np.float64) for side in zip(*pairs, strict=True))
+        varies_before, varies_now = np.ptp(before) > CLOSE, np.ptp(now) > CLOSE
+        result.groups_without_variance_before += not varies_before
+        result.groups_without_variance_now += not varies_now
+        if (rho := rank_correlation(before, now)) is not None:
+            rhos.append(rho)
+        centred_old, centred_new = before - before.mean(), now - now.mean()
+        opposite = (centred_old * centred_new < 0) & (np.abs(centred_old) > CLOSE)
+        result.sign_flips += int((opposite & (np.abs(centred_new) > CLOSE)).sum())
+        is_best = (before >= before.max() - CLOSE) & (now >= now.max() - CLOSE)
+        if varies_before and varies_now and not is_best.any():
+            result.groups_with_another_best.append(ticket)
+    result.groups = len(groups)
+    result.spearman_within_groups = float(np.mean(rhos)) if rhos else None
+
+
+def _farthest(keys: list[TrajectoryKey], old: Floats, new: Floats) -> list[tuple[int, int, float, float]]:
+    moved = np.abs(ranks(old) - ranks(new))
+    order = np.argsort(-moved, kind="stable")[:NUM_EXAMPLES]
+    return [(*keys[at], float(old[at]), float(new[at])) for at in order if moved[at] > 0]
+
+
+def _value(score: Score | None) -> float | None:
+    return score.value if score is not None else None
+
+
+def _kind(score: Score) -> str:
+    """A failure in a line, without what makes each of them different."""
+    first = score.error.strip().splitlines()
+    return (first[0] if first else str(score.status))[:160]

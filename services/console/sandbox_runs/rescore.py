@@ -1,0 +1,130 @@
+"""`tidemill rescore`: score history with another reward, and say how the two agree.
+
+Guarantees: nothing is generated again, and nothing is written to the run whose history it is: the new scores
+are the scores stream of a sandbox run, computed by the same reward service that training uses.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from common.files import write_atomically
+from common.history import History, Selection, StreamName
+from common.messages import Lane, Score, TrajectoryKey
+from common.presence import Heartbeat
+from common.streams import Entry
+from services.console.console_log import log_to_file
+from services.console.history_access import open_history
+from services.console.report import nearest
+from services.console.sandbox_runs.agreement import compare
+from services.console.sandbox_runs.emission import Emission, Flow
+from services.console.sandbox_runs.options import SandboxOptions, require_history
+from services.console.sandbox_runs.progress import shown
+from services.console.sandbox_runs.sandbox_run import SandboxRun
+from services.console.sandbox_runs.tables import rescore_tables
+
+REPORT_FILE = "rescore.json"
+"""Below the sandbox's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the re-scoring took."""
+
+    trajectories: int
+    wall_s: float
+    """From the start of the command's work to its end, starting processes included."""
+    scoring_s: float
+    """From the moment a worker took the first trajectory to the last score."""
+    scores_per_s: float
+    attempts: int
+    latency_p50_s: float
+    latency_p95_s: float
+    tokens: dict[str, int]
+    """Tokens that judges and reward models charged, by reward."""
+
+
+def rescore(options: SandboxOptions, as_json: bool) -> None:
+    """Do it, write the report into the sandbox's folder, and print it.
+
+    Raises:
+        ConfigError: there is no such run or history, or the reward cannot be used.
+    """
+    console = Console(stderr=as_json, highlight=False)
+    path, report = asyncio.run(_rescore(options, console))
+    write_atomically(path, json.dumps(report, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(report))
+        return
+    for table in rescore_tables(report):
+        console.print(table)
+    console.print(
+        f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}", soft_wrap=True
+    )
+
+
+async def _rescore(options: SandboxOptions, console: Console) -> tuple[Path, dict[str, Any]]:
+    """Where the report belongs, and the report."""
+    started, selection, lane = time.monotonic(), options.selection(), options.lane
+    async with open_history(options.run_id, options.runs_dir) as source:
+        folder = options.sandbox_folder(source.folder, "rescore")
+        config = options.sandbox_config(source, folder.run_id)
+        await require_history(source.history, selection, lane)
+        sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
+        async with sandbox.running("rescore", source.run_id):
+            log_to_file(folder.logs / "console.log")
+            emission = Emission(sandbox.broker, sandbox.keys, source.history, selection, lane)
+            with shown(console, "scored") as progress:
+                flow = await emission.run(progress)
+            # Workers speak every two seconds: what judges charged is known with their last word.
+            beats = await sandbox.last_words()
+        before = await scores_of(source.history, selection, lane)
+    return folder.path / REPORT_FILE, {
+        "run": source.run_id,
+        "sandbox": folder.run_id,
+        "lane": str(lane),
+        "reward": sorted(config.reward.named),
+        "agreement": asdict(compare(before, flow.scores)),
+        "cost": asdict(cost_of(flow, beats, time.monotonic() - started)),
+    }
+
+
+async def scores_of(history: History, selection: Selection, lane: Lane) -> dict[TrajectoryKey, Score]:
+    """The first score of each trajectory that the run recorded."""
+    stream = StreamName.SCORES if lane is Lane.TRAIN else StreamName.SCORES_EVAL
+    # Scores come later than what they are for: a stretch of time is not theirs.
+    selection = Selection(steps=selection.steps)
+    scores: dict[TrajectoryKey, Score] = {}
+    async for record in history.scan(stream, selection):
+        if isinstance(record, Entry) and isinstance(record.message, Score):
+            scores.setdefault(record.message.key, record.message)
+    return scores
+
+
+def cost_of(flow: Flow, beats: list[Heartbeat], wall_s: float) -> Cost:
+    """The cost of what flowed."""
+    scores = list(flow.scores.values())
+    latencies = np.array([score.latency_s for score in scores]) if scores else np.zeros(1)
+    tokens: Counter[str] = Counter()
+    for beat in beats:
+        for name, count in beat.counts.items():
+            reward, _, what = name.rpartition("/")
+            if what == "tokens" and beat.role == "reward":
+                tokens[reward] += int(count)
+    return Cost(
+        trajectories=len(scores),
+        wall_s=round(wall_s, 3),
+        scoring_s=round(flow.seconds, 3),
+        scores_per_s=round(len(scores) / flow.seconds, 1),
+        attempts=sum(score.attempts for score in scores),
+        latency_p50_s=float(np.quantile(latencies, 0.5)),
+        latency_p95_s=float(np.quantile(latencies, 0.95)),
+        tokens=dict(tokens),
+    )

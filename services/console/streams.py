@@ -1,0 +1,184 @@
+"""`tidemill streams`: look at what a run has written, in Redis or in the archive alike."""
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from common.errors import ConfigError
+from common.history import Record, Selection, StreamName
+from common.messages import Commit, Message, Ticket, WeightManifest
+from common.streams import Entry, Garbled, entry_id_of, id_order
+from services.console.history_access import RunAccess, open_history
+from services.console.message_tree import jsonable, plain_fields, record_tree
+from services.console.record_table import record_table
+from services.console.selected_records import selected_records
+from services.console.selection_options import SelectionOptions, parse_sample, parse_stream
+from services.console.shown_text import printable, printable_block
+from services.console.stream_extents import extents, extents_table
+from services.console.value_table import print_values
+
+PIPE_WIDTH = 200
+"""Columns of a table that goes into a file or another program."""
+POLL_S = 0.5
+TEXT_CHARACTERS = 4000
+"""Of a completion that is shown by itself, unless all of it is asked for."""
+TEXTS = ("prompt_text", "text")
+NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightManifest: "version"}
+"""Messages whose entry ids are their numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which run, and how it is shown."""
+
+    run: str | None = None
+    runs_dir: Path | None = None
+    as_json: bool = False
+    is_full: bool = False
+
+
+def terminal() -> Console:
+    """A console whose tables are not squeezed where nobody looks at them."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def show_list(view: View) -> None:
+    """Every stream of the run: how much there is and where, and how far its readers are."""
+
+    async def look() -> None:
+        async with open_history(view.run, view.runs_dir) as access:
+            found = await extents(access.history)
+            if view.as_json:
+                print(json.dumps([jsonable(extent.as_tree()) for extent in found], indent=2))
+                return
+            console = terminal()
+            console.print(extents_table(found))
+            console.print(Text(f"run {access.run_id}, read from {access.source}", "dim"), soft_wrap=True)
+
+    asyncio.run(look())
+
+
+def show_tail(view: View, stream: str, options: SelectionOptions, limit: int, follows: bool) -> None:
+    """The newest entries that are selected, oldest of them first; then those that come, until Ctrl-C."""
+    name = parse_stream(stream, options.lane)
+    options.check(name)
+
+    async def look() -> None:
+        async with open_history(view.run, view.runs_dir) as access:
+            if follows and access.source != "Redis":
+                raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
+            selection = options.selection()
+            records: list[Record] = []
+            async for record in selected_records(access.history, name, selection, newest_first=True):
+                records.append(record)
+                if len(records) == limit:
+                    break
+            records.reverse()
+            _print_records(view, name, records)
+            if follows:
+                await _follow(view, access, name, selection, records)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(look())
+
+
+def show_entries(view: View, stream: str, what: str, lane: str) -> None:
+    """One entry in full, by its id, its number, or its sample."""
+    name = parse_stream(stream, lane)
+    selection = _wanted(name, what)
+
+    async def look() -> None:
+        async with open_history(view.run, view.runs_dir) as access:
+            records = [record async for record in access.history.scan(name, selection)]
+            if not records:
+                raise ConfigError(
+                    f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
+                    "`tidemill streams ls` says from where to where each stream goes."
+                )
+            for record in records:
+                if view.as_json:
+                    print(json.dumps(record_tree(name, record)))
+                else:
+                    _print_whole(terminal(), name, record, view.is_full)
+
+    asyncio.run(look())
+
+
+def _wanted(stream: StreamName, what: str) -> Selection:
+    """The selection behind an id, a number or a sample.
+
+    Raises:
+        ConfigError: it is none that the stream has.
+    """
+    first, dash, rest = what.partition("-")
+    if dash and first.isdecimal() and rest.isdecimal():
+        return Selection(first_id=what, last_id=what)
+    if stream.message_type in NUMBERED and what.isdecimal():
+        entry_id = entry_id_of(int(what))
+        return Selection(first_id=entry_id, last_id=entry_id)
+    if stream.message_type in NUMBERED:
+        number = NUMBERED[stream.message_type]
+        raise ConfigError(
+            f"{what!r} is no entry of {stream}: give an id such as 13-0, or a {number} such as 12."
+        )
+    ticket, index = parse_sample(what)
+    return Selection(tickets=(ticket, ticket), index=index)
+
+
+async def _follow(
+    view: View, access: RunAccess, stream: StreamName, selection: Selection, shown: list[Record]
+) -> None:
+    """Whatever is appended from now on, as it comes."""
+    last = shown[-1].entry_id if shown else "0-0"
+    if not shown:  # what the selection left out is not looked at again and again
+        async for record in access.history.scan(stream, newest_first=True):
+            last = record.entry_id
+            break
+    while True:
+        await asyncio.sleep(POLL_S)
+        milliseconds, sequence = id_order(last)
+        new = [
+            record
+            async for record in access.history.scan(
+                stream, Selection(first_id=f"{milliseconds}-{sequence + 1}")
+            )
+        ]
+        if not new:
+            continue
+        last = new[-1].entry_id
+        wanted = replace(selection, first_id=new[0].entry_id)
+        _print_records(view, stream, [r async for r in selected_records(access.history, stream, wanted)])
+
+
+def _print_records(view: View, stream: StreamName, records: list[Record]) -> None:
+    if view.as_json:
+        for record in records:
+            print(json.dumps(record_tree(stream, record)), flush=True)
+    elif records:
+        terminal().print(record_table(stream, records, view.is_full))
+    else:
+        terminal().print(Text(f"nothing of {stream} is selected", "dim"))
+
+
+def _print_whole(console: Console, stream: StreamName, record: Record, is_full: bool) -> None:
+    """Every field of an entry; texts at the end, with their line breaks."""
+    if isinstance(record, Garbled):
+        console.print(
+            Text(f"{stream} {record.entry_id} cannot be decoded: {printable(record.error)}", "yellow")
+        )
+        fields = {name.decode(errors="replace"): value for name, value in record.fields.items()}
+        print_values(console, "its bytes", fields, is_full)
+        return
+    assert isinstance(record, Entry)
+    values = plain_fields(record.message)
+    texts = {name: values.pop(name) for name in TEXTS if values.get(name)}
+    print_values(console, f"{stream} {record.entry_id}", values, is_full)
+    for name, text in texts.items():
+        console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
+        console.print(Text(printable_block(text, 0 if is_full else TEXT_CHARACTERS)), soft_wrap=True)

@@ -1,0 +1,81 @@
+"""`python -m services.trainer.replay --run ID --run-dir DIR --steps 3,17`: train committed steps again.
+
+A process of its own for `tidemill replay step`, offline: it reads the run's folder, and its streams where
+TIDEMILL_REDIS_URL is set or the folder has an archive. It prints one JSON value a line on stdout: `start`
+for a restored version, `step` for every step that was trained, `result` for those that were asked for,
+`error` where it ends without. Exits with 0 when all results are equal to what was recorded, with 1 or 2
+otherwise.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from common.broker import Broker
+from common.config import RunConfig, load_config
+from common.errors import ConfigError, TidemillError
+from common.history import History
+from common.logs import LEVEL_VARIABLE, configure_logs
+from common.redis_client import URL_VARIABLE
+from common.run_state import read_config
+
+
+def main() -> int:
+    """Replay, and tell how it went; returns the exit code."""
+    options = _parser().parse_args()
+    # What a user's own loss prints must not stand between the lines of this protocol.
+    lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
+    configure_logs("replay")
+    try:
+        return 0 if asyncio.run(_replay(options, lines)) else 1
+    except TidemillError as error:
+        _print(lines, {"kind": "error", "message": str(error), "exit_code": error.exit_code})
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.replay", description=__doc__)
+    parser.add_argument("--run", required=True, metavar="RUN_ID")
+    parser.add_argument("--run-dir", required=True, type=Path, help="the run's folder")
+    parser.add_argument("--steps", required=True, help="numbers with commas between them")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="also try this")
+    parser.add_argument("--to-torch", type=Path, metavar="FILE", help="write the batch of a single step")
+    parser.add_argument("--with-weights", action="store_true", help="and the weights before it")
+    return parser
+
+
+async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:
+    broker = await Broker.connect() if os.environ.get(URL_VARIABLE) else None
+    try:
+        history = History(options.run, options.run_dir, broker)
+        config = await _config(options.run_dir, history)
+        from services.trainer.replay.steps import StepReplay
+
+        work = StepReplay(history, config, options, lambda event: _print(lines, event))
+        return await work.run([int(part) for part in options.steps.split(",")])
+    finally:
+        if broker is not None:
+            await broker.close()
+
+
+async def _config(run_dir: Path, history: History) -> RunConfig:
+    path = run_dir / "config.yaml"
+    if path.is_file():
+        return load_config(path)
+    if history.broker is None:
+        raise ConfigError(f"{run_dir} has no config.yaml, and no Redis is there to have the run's config.")
+    return await read_config(history.broker, history.keys)
+
+
+def _print(lines: TextIO, event: dict[str, Any]) -> None:
+    print(json.dumps(event), file=lines, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

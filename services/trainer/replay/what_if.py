@@ -1,0 +1,143 @@
+"""One step with another config: the same start, the same records, and what would have come out.
+
+A change may touch what the trainer makes of its groups, never what was collected: `changed_config` refuses
+the others with the reason. Each step starts from the recorded weights and moments; the change is not carried
+on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from common.config import RunConfig
+from common.config.changes import FIXED, changed_fields
+from common.config.loading import override_config
+from common.errors import ConfigError, TidemillError
+from common.history import RecordedGroup
+from common.messages import Commit
+from services.trainer.judgement import CompleteGroup, Judge, Refusal, TrainableGroup
+from services.trainer.micro_batches import Composition, form_micro_batches
+from services.trainer.policy import Policy, PolicyState
+from services.trainer.policy_loading import open_policy
+from services.trainer.policy_thread import PolicyThread
+from services.trainer.replay.session import Surroundings, complete_groups, metrics_of
+from services.trainer.replay.weights import copied_state, weight_distance
+from services.trainer.step import StepRunner
+
+OTHER_PARAMETERS = {
+    "trainer.lora": "other parameters would be trained than those of the run's checkpoints",
+    "trainer.algorithm.value.head": "other parameters would be trained than those of the run's checkpoints",
+    "trainer.num_ranks": "a what-if is computed in one process",
+}
+RECOMPOSED = ("trainer.micro_batch_tokens", "trainer.mini_batches")
+"""Fields that the recorded composition follows from."""
+
+
+def changed_config(config: RunConfig, overrides: list[str]) -> RunConfig:
+    """The config with the overrides.
+
+    Raises:
+        ConfigError: a field is bad, or a change would have led to other records.
+    """
+    changed = override_config(config, overrides)
+    refused = FIXED | OTHER_PARAMETERS
+    for change in changed_fields(config, changed):
+        reason = next((why for name, why in refused.items() if _is_in(change.field, name)), "")
+        if not change.field.startswith("trainer."):
+            reason = "what was collected would have been something else"
+        if reason:
+            raise ConfigError(f"--set {change.field}: a step cannot be replayed with that: {reason}.")
+    return changed
+
+
+def _is_in(field: str, section: str) -> bool:
+    return field == section or field.startswith(section + ".")
+
+
+class WhatIf:
+    """A second policy that takes single steps from the first one's state."""
+
+    def __init__(self, config: RunConfig, changed: RunConfig, thread: PolicyThread) -> None:
+        self.config, self.thread = changed, thread
+        self.judge = Judge(changed)
+        self.is_recomposed = any(change.field in RECOMPOSED for change in changed_fields(config, changed))
+        self.changes = [
+            {"field": change.field, "before": change.before, "after": change.after}
+            for change in changed_fields(config, changed)
+        ]
+        self.policy: Policy | None = None
+        self._start: PolicyState | None = None
+
+    async def remember(self, policy: Policy) -> None:
+        """Keep a copy of the state before the step."""
+        self._start = await self.thread.call(copied_state, policy)
+
+    async def train(
+        self, commit: Commit, recorded: Mapping[int, RecordedGroup], replayed: Policy
+    ) -> dict[str, Any]:
+        """Train the step with the change; `replayed` has just trained it without.
+
+        Raises:
+            ConfigError: the policy cannot be made with the change.
+            TidemillError: nothing of the step can be trained with it.
+        """
+        assert self._start is not None, "`remember` comes first"
+        if self.policy is None:
+            self.policy = await self.thread.call(open_policy, self.config)
+        random_state = torch.get_rng_state()
+        await self.thread.call(self.policy.load_state, self._start)
+        runner = StepRunner(Surroundings(self.config), self.policy, self.thread, self.judge)
+        groups = complete_groups(recorded, commit)
+        refusals, composed = self._compose(commit, groups)
+        if not composed.mini_batches:
+            raise TidemillError(
+                f"with the change, nothing of step {commit.step} would have been trained: group "
+                f"{refusals[0].ticket} would have been replaced ({refusals[0].reason}), and so all others."
+            )
+        result = await runner.replay(composed, groups)
+        torch.set_rng_state(random_state)
+        return {
+            "changes": self.changes,
+            "metrics": metrics_of(commit, result),
+            "digest": await self.thread.call(self.policy.digest),
+            "refused": [
+                {"ticket": item.ticket, "reason": item.reason, "detail": item.detail} for item in refusals
+            ],
+            "distance": weight_distance(self._start, replayed.state(), self.policy.state()),
+        }
+
+    def _compose(self, commit: Commit, groups: dict[int, CompleteGroup]) -> tuple[list[Refusal], Commit]:
+        """The commit as it would have been: without groups that are refused now, and recomposed where due."""
+        verdicts = [self.judge.judge(groups[ticket], commit.step) for ticket in commit.groups]
+        refusals = [verdict for verdict in verdicts if isinstance(verdict, Refusal)]
+        trainable = {v.ticket: v for v in verdicts if isinstance(v, TrainableGroup)}
+        if self.is_recomposed:
+            mini_batches = self._recompose(list(trainable.values()))
+        else:
+            mini_batches = tuple(_without(mini, trainable) for mini in commit.mini_batches)
+        return refusals, commit.model_copy(
+            update={"groups": tuple(trainable), "mini_batches": tuple(mini for mini in mini_batches if mini)}
+        )
+
+    def _recompose(self, groups: list[TrainableGroup]) -> tuple[Composition, ...]:
+        """Groups in the order in which they came, as many to each mini-batch as the config says."""
+        trainer = self.config.trainer
+        size = trainer.groups_per_step // trainer.mini_batches
+        chunks = [groups[start : start + size] for start in range(0, len(groups), size)]
+        return tuple(
+            tuple(
+                batch.keys
+                for batch in form_micro_batches(
+                    (sample for group in chunk for sample in group.samples), trainer.micro_batch_tokens
+                )
+            )
+            for chunk in chunks
+        )
+
+
+def _without(composition: Composition, trainable: Mapping[int, TrainableGroup]) -> Composition:
+    """The composition with the samples that are still there."""
+    keys = {sample.key for group in trainable.values() for sample in group.samples}
+    batches = (tuple(key for key in batch if tuple(key) in keys) for batch in composition)
+    return tuple(batch for batch in batches if batch)

@@ -1,0 +1,67 @@
+"""Why is it slow? Four runs with a planted bottleneck; everything that people look at names it."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import REPO, ServiceRun, simulated_config
+from tests.servers import RedisServer, newest_server
+from tests.slow_redis import DistantRedis
+from tests.training import num_commits
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
+
+ENOUGH_STEPS = 6
+QUICK: dict[str, Any] = {
+    "trainer__steps": 5000,
+    "rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.02},
+    "reward__delay_s": (0.02, 0.03),
+    "trainer__simulated": {"group_s": 0.01, "update_s": 0.02},
+}
+"""Everything takes a little."""
+PLANTED: dict[str, dict[str, Any]] = {
+    "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.2, "capacity": 4}},
+    "reward": {"reward__delay_s": (0.1, 0.2), "reward__max_in_flight": 2},
+    "trainer": {"trainer__simulated": {"group_s": 0.15, "update_s": 0.2}},
+    "redis": {},
+}
+FAR_S = 0.04
+
+
+def tidemill(run: ServiceRun, *arguments: str) -> Any:
+    """What a command prints as JSON."""
+    environment = os.environ | {"TIDEMILL_REDIS_URL": run.url}
+    command = [sys.executable, "-m", "services.console", *arguments, "--json", "--runs-dir", str(run.folder)]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("stage", PLANTED)
+async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None:
+    config = simulated_config(tmp_path, **(QUICK | PLANTED[stage]))
+    delay_s = FAR_S if stage == "redis" else 0.0
+    with RedisServer(tmp_path / "redis") as server:
+        async with (
+            DistantRedis(server.port, delay_s) as far,
+            ServiceRun(tmp_path, config, url=server.url) as run,
+        ):
+            for role in ("rollout", "reward", "trainer"):
+                run.variables[role] = {"TIDEMILL_REDIS_URL": far.url}
+                run.start(role)
+            await wait_until(lambda: has_steps(run), 120)
+            status = await asyncio.to_thread(tidemill, run, "status", "test")
+            print(json.dumps(status["bottleneck"], indent=1))
+            print(status["step_s"])
+            assert status["bottleneck"]["stage"] == stage
+
+
+async def has_steps(run: ServiceRun) -> bool:
+    return await num_commits(run.broker, run.keys) >= ENOUGH_STEPS
