@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +26,8 @@ from services.console.streams import View, terminal
 
 AROUND = 40
 """Characters shown on each side of what was found."""
+_PLAIN = re.compile(r"[\w ,;:<>=!@#%&~'-]+")
+"""Patterns that mean themselves, in JSON too."""
 MOST_SHOWN = 3
 """Places shown of one text; the others are counted."""
 
@@ -60,6 +62,25 @@ class Search:
 
     pattern: re.Pattern[str]
     seen: set[tuple[Lane, int]] = field(default_factory=set)
+
+    def narrowed(self, stream: StreamName, selection: Selection) -> Selection:
+        """The selection with the pattern in it, where the history can hold it against whole texts itself.
+
+        It has the details of scores as one text of JSON: only words that JSON leaves as they are can be
+        found there.
+        """
+        expression = self.pattern.pattern
+        is_sure = stream.message_type in (Trajectory, Ticket) or (
+            stream.message_type is Score and _PLAIN.fullmatch(expression)
+        )
+        if not is_sure:
+            return selection
+        return replace(selection, pattern=f"(?i){expression}" if self.ignores_case else expression)
+
+    @property
+    def ignores_case(self) -> bool:
+        """Whether a is A."""
+        return bool(self.pattern.flags & re.IGNORECASE)
 
     def hits(self, stream: StreamName, entry_id: str, message: Message) -> Iterator[Hit]:
         """What is found in one message."""
@@ -131,7 +152,7 @@ async def _find(
     history: History, streams: list[StreamName], selection: Selection, search: Search
 ) -> AsyncIterator[Hit]:
     for stream in streams:
-        async for record in selected_records(history, stream, selection):
+        async for record in selected_records(history, stream, search.narrowed(stream, selection)):
             if isinstance(record, Entry):
                 for hit in search.hits(stream, record.entry_id, record.message):
                     yield hit

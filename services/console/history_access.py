@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.archive import archive_folder
 from common.broker import Broker
 from common.config import RunConfig
 from common.embedded import EmbeddedRedis
@@ -22,8 +23,6 @@ from services.console.console_log import log_nothing
 from services.console.guard import Guard
 from services.console.run_folder import RunFolder, find_run, folder_of_runs
 
-ARCHIVE_FOLDER = "archive"
-"""Below the run's folder."""
 REDIS_DATA = ("appendonlydir", "appendonly.aof")
 """What a Redis of the run's own leaves behind: since version 7, and before."""
 
@@ -74,7 +73,7 @@ async def open_history(run: str | None, runs_dir: Path | None) -> AsyncIterator[
 async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker | None, str, str]:
     """A connection to the run's streams, its name in words, and its address; None and an empty address where
     only the archive is left."""
-    has_archive = (folder.path / ARCHIVE_FOLDER).is_dir()
+    has_archive = archive_folder(folder.path).is_dir()
     problem: TidemillError | None = None
     try:
         broker = await connect(folder)
@@ -93,7 +92,7 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
             if not has_archive:
                 raise
     if has_archive:
-        return None, f"the archive in {folder.path / ARCHIVE_FOLDER}", ""
+        return None, f"the archive in {archive_folder(folder.path)}", ""
     raise ConfigError(
         f"nothing is left of the streams of run {folder.run_id}: {problem} There is neither data of a Redis "
         f"nor an archive in {folder.path}. Check the id and --runs-dir, or set {URL_VARIABLE} to the server "

@@ -19,7 +19,7 @@ _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)\w*\s+ago", re.IGNORECA
 _UNIT_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _WITHOUT_LANES = ("weights", "commits", "dead")
 _CARRIERS: dict[str, tuple[str, ...]] = {
-    "ticket": ("prompts", "trajectories", "scores", "dead"),
+    "ticket": ("prompts", "trajectories", "scores", "commits", "dead"),
     "step": ("prompts", "trajectories", "scores", "commits"),
     "reward": ("trajectories", "scores"),
     "version": ("trajectories", "scores", "weights", "commits"),

@@ -55,9 +55,9 @@ def samples(result: Result) -> list[str]:
 
 def test_all_streams_are_listed_with_what_they_hold(streams):
     listed = {row["stream"]: row for row in json.loads(streams("ls", "--json").output)}
-    assert listed["prompts"]["num_redis"] == 5
+    assert listed["prompts"]["redis_entries"] == 5
     assert (listed["commits"]["first_id"], listed["commits"]["last_id"]) == ("1-0", "2-0")
-    assert listed["scores:eval"]["num_redis"] == 0 and listed["scores:eval"]["last_at"] is None
+    assert listed["scores:eval"]["redis_entries"] == 0 and listed["scores:eval"]["last_time"] is None
     assert "trajectories" in streams("ls").output
 
 
