@@ -6,6 +6,8 @@ import json
 from common.errors import ConfigError
 from services.console.history_access import open_history
 from services.console.selection_options import parse_lane, parse_sample
+from services.console.step_trace import trace_step
+from services.console.step_view import print_step
 from services.console.streams import View, terminal
 from services.console.ticket_trace import trace_ticket
 from services.console.trace_view import print_sample, print_ticket
@@ -33,5 +35,23 @@ def show_trace(view: View, what: str, lane: str) -> None:
             print_sample(terminal(), trace, sample, view.is_full)
         else:
             print_ticket(terminal(), trace, view.is_full)
+
+    asyncio.run(look())
+
+
+def show_step(view: View, step: int) -> None:
+    """What went into a step, where its time went, and what came out.
+
+    Raises:
+        ConfigError: the run has no commit of it.
+    """
+
+    async def look() -> None:
+        async with open_history(view.run, view.runs_dir) as access:
+            trace = await trace_step(access.history, step)
+        if view.as_json:
+            print(json.dumps(trace.as_tree()))
+        else:
+            print_step(terminal(), trace, view.is_full)
 
     asyncio.run(look())

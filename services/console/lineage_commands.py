@@ -38,3 +38,23 @@ def trace(
     from services.console.streams import View
 
     show_trace(View(run_id, runs_dir, as_json, full), sample, lane)
+
+
+def step(
+    number: Annotated[
+        int,
+        typer.Argument(metavar="STEP", min=0, help="Counted from 0, as in the commits.", show_default=False),
+    ],
+    run_id: Run = None,
+    as_json: Json = False,
+    full: Full = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Show one step: what went in, in which micro-batches, where the time went, and what came out.
+
+    Step N turned version N into version N + 1.
+    """
+    from services.console.lineage import show_step
+    from services.console.streams import View
+
+    show_step(View(run_id, runs_dir, as_json, full), number)

@@ -15,8 +15,10 @@ from common.embedded import EmbeddedRedis
 from common.errors import ConfigError
 from common.keys import Keys
 from common.messages import Score, ScoreStatus
+from common.streams import append_numbered
 from services.console.__main__ import app
-from tests.histories import DIGESTS, write_small_run
+from services.console.step_trace import STAGES
+from tests.histories import DIGESTS, commits, write_small_run
 from tests.trajectories import make_trajectory
 
 HOSTILE = "[bold red]\x1b[2J\u202e"
@@ -113,3 +115,49 @@ class TestTrace:
         with pytest.raises(ConfigError) as caught:
             tidemill("trace", what)
         assert words in str(caught.value) and caught.value.exit_code == 2
+
+
+class TestStep:
+    def test_what_went_in_adds_up(self, tidemill):
+        tree = json.loads(tidemill("step", "1", "--json").output)
+        assert [group["ticket"] for group in tree["groups"]] == [3, 4]
+        rewards = [[sample["reward"] for sample in group["samples"]] for group in tree["groups"]]
+        assert rewards == [[0.25, 0.75], [-1.0, 1.0]]
+        assert tree["dropped"] == [{"ticket": 2, "reason": "zero_variance"}]
+        assert [batch["keys"] for batch in tree["micro_batches"]] == [[[4, 0], [3, 0]], [[3, 1], [4, 1]]]
+        assert [batch["num_tokens"] for batch in tree["micro_batches"]] == [6, 6]
+
+    def test_the_stages_of_a_sample_follow_each_other_until_the_commit(self, tidemill):
+        tree = json.loads(tidemill("step", "0", "--json").output)
+        sample = tree["groups"][1]["samples"][0]
+        assert sample["key"] == [1, 0]
+        assert list(sample["stages_s"]) == list(STAGES)
+        assert list(sample["stages_s"].values()) == pytest.approx([1.0, 2.0, 0.3, 0.2, 6.0], abs=1e-5)
+
+    def test_it_says_where_the_time_went_and_what_came_out(self, tidemill):
+        shown = tidemill("step", "1").output
+        for expected in ("version 1 → 2", "wait groups", "60%", DIGESTS[2], "zero_variance: 1 group (2)"):
+            assert expected in shown
+        assert "4.1, 10.5 s after the step began: queued 1.0 s, generated 3.0 s" in shown
+        assert "failed_score: 1 sample (1.1)" in tidemill("step", "0").output
+
+    def test_a_group_whose_advantages_go_against_its_rewards_is_pointed_at(
+        self, tidemill, redis_server, keys
+    ):
+        flipped = commits()[1].model_copy(
+            update={"step": 2, "version": 3, "advantages": {"3": [1.0, -1.0], "4": [-1.0, 1.0]}}
+        )
+
+        async def write() -> None:
+            broker = await Broker.connect(redis_server.url)
+            await append_numbered(broker, keys.commits, [(2, flipped)])
+            await broker.close()
+
+        asyncio.run(write())
+        assert json.loads(tidemill("step", "2", "--json").output)["reversed_groups"] == [3]
+        assert "ticket 3: its advantages fall where its rewards rise" in tidemill("step", "2").output
+        assert json.loads(tidemill("step", "1", "--json").output)["reversed_groups"] == []
+
+    def test_a_step_that_is_not_there_is_a_plain_error(self, tidemill):
+        with pytest.raises(ConfigError, match="no commit of step 7: it has steps 0 to 1, counted from 0"):
+            tidemill("step", "7")
