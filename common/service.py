@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
+from prometheus_client.registry import Collector
 
 from common import metrics
 from common.activity import Activity
@@ -62,6 +63,8 @@ class ServiceContext:
     activity: Activity
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     reporters: list[Reporter] = field(default_factory=list)
+    collectors: list[Collector] = field(default_factory=list)
+    """What /metrics has; a service with children that count puts `ChildMetrics` here."""
     failure: BaseException | None = None
     """Why the service must end with an error, once it has drained."""
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
@@ -189,6 +192,7 @@ async def _serve(
         run_dir = runs_dir() / keys.run_id
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
+        context.collectors = endpoint.collectors
         async with _signals(context), _heartbeat(context, endpoint):
             await load()(context)
         return 0

@@ -49,6 +49,19 @@ class RoutingConfig(Section):
     """A registered replica that is silent this long is gone; replicas speak at a third of it."""
 
 
+class PricesConfig(Section):
+    """What a reward's servers charge, in a currency of the user's choice."""
+
+    prompt: float = Field(0.0, ge=0.0, le=1e6)
+    """A million tokens of prompts."""
+    completion: float = Field(0.0, ge=0.0, le=1e6)
+    """A million tokens of answers."""
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """What so many tokens cost."""
+        return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
+
+
 class HedgeConfig(Section):
     """A second request for the same sample when the first is slow; the first answer wins."""
 
@@ -105,6 +118,8 @@ class RemoteConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     hedge: HedgeConfig | None = None
     """A second request when the first is slow; off by default."""
+    prices: PricesConfig = PricesConfig()
+    """For `tidemill_remote_cost_total`: what the reward has cost so far."""
     local_replicas: LocalReplicasConfig | None = None
     """Servers that `tidemill up` starts."""
 

@@ -6,13 +6,13 @@ Jobs travel as JSON, never as pickle. Start it where the folder of runs is.
 import secrets
 import sys
 
-from rq import Worker
 from rq.serializers import JSONSerializer
 
 from common.broker import redis_url
 from common.errors import TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
+from services.jobs.measured_worker import MeasuredWorker
 
 
 def main(run_id: str, *options: str) -> int:
@@ -23,7 +23,7 @@ def main(run_id: str, *options: str) -> int:
         print(f"tidemill jobs: {error}", file=sys.stderr)
         return error.exit_code
     name = f"{run_id}-jobs-{secrets.token_hex(4)}"
-    worker = Worker([queue], name=name, connection=connection, serializer=JSONSerializer)
+    worker = MeasuredWorker([queue], name=name, connection=connection, serializer=JSONSerializer)
     worker.work(logging_level="WARNING", burst="--burst" in options)
     return 0
 

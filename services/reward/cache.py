@@ -43,6 +43,8 @@ _NOT_OF_THE_RESULT = {
 def version_of(name: str, config: NamedRewardConfig) -> str:
     """A digest of all that decides what a reward returns, the source file of its function included."""
     tree = config.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+    for server in ("judge", "model"):
+        (tree.get(server) or {}).pop("prices", None)
     digest = hashlib.blake2b(json.dumps([name, tree]).encode(), digest_size=16)
     for text in _texts(tree):
         if file := _file_of(text):

@@ -31,6 +31,8 @@ class WeightFollower:
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
         self.context, self.engine = context, engine
         self._arrived = asyncio.Condition()
+        self.num_waiting = 0
+        """Groups that wait for a version to arrive."""
         self._digest = ""
         self._failing_since: float | None = None
 
@@ -46,9 +48,13 @@ class WeightFollower:
 
     async def reach(self, version: int) -> int:
         """Wait until the engine holds `version` or a newer one; returns the one it holds."""
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: self.engine.version >= version)
-            return self.engine.version
+        self.num_waiting += 1
+        try:
+            async with self._arrived:
+                await self._arrived.wait_for(lambda: self.engine.version >= version)
+                return self.engine.version
+        finally:
+            self.num_waiting -= 1
 
     def _is_news(self, manifest: WeightManifest) -> bool:
         """A newer version, or the same one with other bytes: a crash can make the trainer redo a step."""

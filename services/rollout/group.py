@@ -37,6 +37,8 @@ class GroupGenerator:
         self.consumer, self.engine, self.follower = consumer, engine, follower
         self.worker = worker
         self.num_published = 0
+        self.num_wanted = 0
+        """Samples that were asked of the engine and are not there yet."""
 
     async def generate(self, delivery: Delivery[Ticket]) -> None:
         """Generate and publish the group's missing samples.
@@ -67,7 +69,11 @@ class GroupGenerator:
         request = GenerationRequest(
             request_id, ticket.prompt_ids.tolist(), ticket.sampling, is_urgent=self.lane is Lane.EVAL
         )
-        generation = await self.engine.generate(request)
+        self.num_wanted += 1
+        try:
+            generation = await self.engine.generate(request)
+        finally:
+            self.num_wanted -= 1
         sample = Trajectory(
             ticket=ticket.ticket,
             index=index,

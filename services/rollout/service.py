@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from common import metrics
-from common.activity import Activity
+from common.activity import WAIT_REDIS, Activity
 from common.errors import EngineError
 from common.messages import Lane
 from common.presence import Heartbeat
@@ -35,7 +35,7 @@ async def serve(context: ServiceContext) -> None:
     context.reporters.append(report)
     background = [
         context.start(follower.run(), "weight follower"),
-        context.start(_watch_activity(context.activity, engine, workers), "activity"),
+        context.start(_watch_activity(context.activity, engine, follower, workers), "activity"),
         context.start(_watch_progress(context, engine, workers), "watchdog"),
     ]
     try:
@@ -66,21 +66,31 @@ async def _watch_progress(context: ServiceContext, engine: Engine, workers: list
             )
 
 
-async def _watch_activity(activity: Activity, engine: Engine, workers: list[RolloutWorker]) -> None:
+def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWorker]) -> tuple[str, str]:
+    """What the worker does, or what all that it holds waits for."""
+    if engine.num_running:
+        return "generate", ""
+    if follower.num_waiting:
+        return "wait:weights", "groups are held until their version arrives"
+    if any(worker.generator.num_wanted for worker in workers):
+        return "wait:device", "another process has its turn on the device"
+    if any(worker.groups for worker in workers):
+        return WAIT_REDIS, "samples are being published"
+    return "wait:tickets", "the trainer has issued no more"
+
+
+async def _watch_activity(
+    activity: Activity, engine: Engine, follower: WeightFollower, workers: list[RolloutWorker]
+) -> None:
     """Keep the state of this process: generating, or waiting, and for what. Sampled, so it costs nothing.
 
     Idle time counts from the first request on: before it, there was nothing that could have been done.
     """
     has_generated = False
     while True:
-        if engine.num_running:
-            if not has_generated:
-                has_generated = True
-                activity.reset()
-            activity.enter("generate")
-        elif any(worker.groups for worker in workers):
-            activity.enter("wait:weights", "groups are held until their version arrives")
-        else:
-            activity.enter("wait:tickets", "the trainer has issued no more")
+        if engine.num_running and not has_generated:
+            has_generated = True
+            activity.reset()
+        activity.enter(*_state_of(engine, follower, workers))
         metrics.REQUESTS_RUNNING.set(engine.num_running)
         await asyncio.sleep(SAMPLE_S)

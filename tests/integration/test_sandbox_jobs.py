@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from rq import Queue, Worker
@@ -19,6 +20,7 @@ from common.broker import URL_VARIABLE, Broker
 from common.config.sandbox import SandboxConfig
 from common.embedded import EmbeddedRedis
 from common.keys import Keys
+from common.presence import read_heartbeats
 from common.redis_client import make_blocking_client
 from common.run_state import publish_config
 from services.reward import sandbox_jobs
@@ -106,6 +108,24 @@ async def test_code_is_scored_by_the_workers_of_its_run(jobs: SandboxJobs, start
     assert caught.value.is_final
     worker.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait, 60) == 0
+
+
+async def test_jobs_are_on_the_metrics_of_their_worker(
+    jobs: SandboxJobs, start: Callable[..., Any], redis: str
+) -> None:
+    """RQ forks for every job, in a process that is no part of the service."""
+    start()
+    programs = [DOUBLES.replace("print", f"pass  # {n}\nprint") for n in range(3)]  # equal ones are one job
+    await asyncio.gather(*(SandboxReward(CONFIG, jobs).score(sample(text)) for text in programs))
+    broker = await Broker.connect(redis)
+    try:
+        (beat,) = await read_heartbeats(broker, KEYS)
+    finally:
+        await broker.close()
+    page = f"http://{beat.metrics_target}/metrics"
+    line = 'tidemill_job_seconds_count{outcome="finished",queue="sandbox"} 3.0'
+    # The result is there a moment before RQ's worker has looked after its fork.
+    await wait_until(lambda: line in httpx.get(page).text.splitlines(), 30)
 
 
 async def test_a_run_killed_with_its_worker_is_done_by_another(

@@ -9,13 +9,13 @@ import secrets
 import signal
 import sys
 
-from rq import Worker
 from rq.serializers import JSONSerializer
 
 from common.broker import redis_url
 from common.errors import TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
+from services.jobs.measured_worker import MeasuredWorker
 
 PR_SET_PDEATHSIG = 1
 BEAT_S = 2
@@ -33,7 +33,7 @@ def main(run_id: str, name: str) -> int:
     except TidemillError as error:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code
-    worker = Worker(
+    worker = MeasuredWorker(
         [Keys(run_id).sandbox_queue],
         name=f"{run_id}-{name}-{secrets.token_hex(4)}",
         connection=connection,

@@ -1,11 +1,14 @@
 """A sandbox worker: finds out what this machine's kernel allows, then keeps one RQ worker running."""
 
 import asyncio
+import os
 import signal
 import sys
 
 import structlog
+from prometheus_client import REGISTRY
 
+from common.child_metrics import ChildMetrics
 from common.errors import ConfigError, TidemillError
 from common.service import ServiceContext
 from services.jobs.sandbox.runner import SandboxError, probe
@@ -34,7 +37,9 @@ async def serve(context: ServiceContext) -> None:
             **isolation,
         )
     command = (sys.executable, "-m", "services.jobs.sandbox.rq_worker", context.keys.run_id, context.name)
-    process = await asyncio.create_subprocess_exec(*command)
+    children = ChildMetrics()
+    context.collectors[:] = [children]
+    process = await asyncio.create_subprocess_exec(*command, env=os.environ | children.environment)
     context.activity.enter(WORKING)
     ended = asyncio.ensure_future(process.wait())
     stopping = asyncio.ensure_future(context.stopping.wait())
@@ -50,3 +55,5 @@ async def serve(context: ServiceContext) -> None:
             process.kill()
         stopping.cancel()
         await asyncio.gather(ended, stopping, return_exceptions=True)
+        context.collectors[:] = [REGISTRY]
+        children.close()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from common import metrics
-from common.config.remote import HedgeConfig, RemoteConfig
+from common.config.remote import HedgeConfig, PricesConfig, RemoteConfig
 from common.messages import Lane
 from common.presence import Heartbeat
 from common.replica_registry import ReplicaRegistry
@@ -44,12 +44,14 @@ class RemoteCalls:
         timeout_s: float,
         hedge: HedgeConfig | None = None,
         api_key_env: str = "",
+        prices: PricesConfig | None = None,
     ) -> None:
         self.name, self.router, self.limiter, self.timeout_s = name, router, limiter, timeout_s
         self.api_key_env = api_key_env
         """Name of the environment variable with the servers' key."""
         self.errors: Counter[str] = Counter()
         self.num_answered = self.num_failovers = self.num_hedges = self.num_tokens = 0
+        self._prices = prices or PricesConfig()
         self._hedge = HedgeDelay(hedge) if hedge else None
 
     async def ask(self, send: Send[T], lane: Lane, tokens: int) -> T:
@@ -80,6 +82,7 @@ class RemoteCalls:
         self.num_tokens += prompt + completion
         metrics.REMOTE_TOKENS.labels(self.name, "prompt").inc(prompt)
         metrics.REMOTE_TOKENS.labels(self.name, "completion").inc(completion)
+        metrics.REMOTE_COST.labels(self.name).inc(self._prices.cost(prompt, completion))
 
     def report(self, beat: Heartbeat) -> None:
         """Fill in this reward's part of the worker's heartbeat."""
@@ -163,7 +166,7 @@ def make_calls(name: str, config: RemoteConfig, timeout_s: float, services: Rewa
     registry = ReplicaRegistry(services.broker, services.keys, name, config.routing.replica_ttl_s)
     router = Router(name, config.base_urls, config.routing, services.http, registry)
     limiter = Limiter(services.broker, services.keys, name, config.limits)
-    calls = RemoteCalls(name, router, limiter, timeout_s, config.hedge, config.api_key_env)
+    calls = RemoteCalls(name, router, limiter, timeout_s, config.hedge, config.api_key_env, config.prices)
     services.reporters.append(calls.report)
     services.calls[name] = calls
     return calls
