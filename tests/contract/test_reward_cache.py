@@ -147,3 +147,9 @@ async def test_bytes_are_bounded_too_and_counted_right(broker: Broker, keys: Key
     raw = await broker.execute("HGETALL", values)
     assert 0 < sum(map(len, raw)) <= 1 << 20
     assert int(await broker.execute("HGET", size, "bytes")) == sum(map(len, raw))
+
+
+def test_new_prices_make_no_cached_verdict_worthless() -> None:
+    judge = {"model": "m", "template": "x"}
+    dearer = NamedRewardConfig.model_validate({"judge": judge | {"prices": {"prompt": 2.0}}})
+    assert version_of("j", NamedRewardConfig.model_validate({"judge": judge})) == version_of("j", dearer)

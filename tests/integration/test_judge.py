@@ -111,9 +111,10 @@ def metric(name: str, **labels: str) -> float:
 
 
 async def test_a_verdict_becomes_the_reward_and_its_words_and_tokens_are_kept(worker: Worker) -> None:
-    before = metric("remote_tokens_total", kind="completion")
+    before, cost = metric("remote_tokens_total", kind="completion"), metric("remote_cost_total")
     async with MisbehavingServer(answers("Good. Score: 7", completion_tokens=5)) as server:
         judge = {"system": "You grade.", "temperature": 0.3, "max_tokens": 9, "extra_body": {"seed": 1}}
+        judge["prices"] = {"prompt": 1e6, "completion": 0.5e6}
         async with worker.running(server, judge=judge):
             score = await worker.score()
             assert worker.counts()["judge/tokens"] == 15
@@ -126,6 +127,7 @@ async def test_a_verdict_becomes_the_reward_and_its_words_and_tokens_are_kept(wo
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.3, 9)
     assert request["seed"] == 1
     assert metric("remote_tokens_total", kind="completion") == before + 5
+    assert metric("remote_cost_total") == cost + 10 * 1 + 5 * 0.5
 
 
 async def test_the_completions_api_gets_the_bare_text(worker: Worker) -> None:
