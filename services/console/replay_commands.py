@@ -63,3 +63,29 @@ def step(
 
     options = ReplayOptions(run_id, runs_dir, steps, tuple(overrides or ()), to_torch, with_weights)
     raise typer.Exit(replay_steps(options, shows_all, as_json))
+
+
+def diff(
+    run_a: Annotated[str, typer.Argument(help="A run, by id or folder.", show_default=False)],
+    run_b: Annotated[str, typer.Argument(help="The run to compare it with.", show_default=False)],
+    tolerance: Annotated[
+        float,
+        typer.Option("--tolerance", min=0.0, max=1.0, help="Numbers this close count as rounding; 0: none."),
+    ] = 1e-3,
+    as_json: Json = False,
+    runs_dir: RunsDir = None,
+    runs_dir_b: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs-dir-b", metavar="FOLDER", help="Folder of RUN_B, if another one.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Find the first step at which two runs differ, and why: data, versions, tokens, rewards, numerics.
+
+    Compares step by step what both were trained on and what came out, and stops at the first step that
+    differs by more than rounding. Exits with 0 when there is none, and 1 when there is.
+    """
+    from services.console.diff import show_diff
+
+    raise typer.Exit(show_diff(run_a, run_b, runs_dir, runs_dir_b, tolerance, as_json))
