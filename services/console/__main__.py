@@ -9,6 +9,7 @@ import typer
 from common.errors import ConfigError, TidemillError
 from services.console.dead_commands import app as dead
 from services.console.lineage_commands import step, trace
+from services.console.plan_commands import plan
 from services.console.replay_commands import app as replay
 from services.console.replay_commands import diff
 from services.console.sandbox_commands import rescore
@@ -172,6 +173,7 @@ def export(
 
 
 app.command(epilog="Example: tidemill diff arith-1 arith-2")(diff)
+app.command(epilog="Example: tidemill plan examples/arith/config.yaml --run arith-1")(plan)
 app.command(epilog="Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20")(rescore)
 app.command(epilog="Examples: tidemill trace 412  ·  tidemill trace 412.3 arith-1")(trace)
 app.command(epilog="Example: tidemill step 412 arith-1 --full")(step)

@@ -36,7 +36,7 @@ def show_status(run_id: str | None, as_json: bool, runs_dir: Path | None) -> Non
     folder = find_run(run_id, folder_of_runs(runs_dir))
     report = read_report(folder)
     try:
-        snapshot = asyncio.run(_look(folder))
+        snapshot = asyncio.run(look(folder))
     except TidemillError as error:
         if report is not None:
             _print_finished(folder, report, as_json)
@@ -69,7 +69,12 @@ def watch(run_id: str | None, runs_dir: Path | None) -> None:
             _print_folder(folder, False, error)  # nothing moves there: it is shown once
 
 
-async def _look(folder: RunFolder) -> RunSnapshot:
+async def look(folder: RunFolder) -> RunSnapshot:
+    """One snapshot of a run, from its Redis.
+
+    Raises:
+        TidemillError: its Redis cannot be had.
+    """
     broker = await connect(folder)
     try:
         return await (await SnapshotReader.attach(broker, folder.run_id)).read()

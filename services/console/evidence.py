@@ -98,7 +98,7 @@ def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None)
     for numbers in steps:
         for name, value in numbers.items():
             if name.startswith("time/") and name.endswith("_s"):
-                seconds[_state(name)] += value
+                seconds[state_of(name)] += value
     total_s = sum(seconds.values())
     if not total_s or not step_s:
         return {}
@@ -113,7 +113,7 @@ def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None)
     return shares
 
 
-def _state(name: str) -> str:
+def state_of(name: str) -> str:
     """`time/wait_scores_s` as the state that it was: `wait:scores`."""
     state = name.removeprefix("time/").removesuffix("_s")
     return state.replace("_", ":", 1) if state.startswith("wait_") else state

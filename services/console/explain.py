@@ -4,12 +4,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.config import RewardConfig, RunConfig
+from common.config import RewardConfig
+from services.console.numbers import size
 from services.console.preflight import Findings
-
-ENTRY_BYTES = 500
-"""Control fields of a trajectory and its score, and Redis's own share."""
-CHARACTERS_PER_TOKEN = 4
+from services.console.sizing import redis_bytes
 
 
 def explain(findings: Findings, console: Console | None = None) -> None:
@@ -60,28 +58,13 @@ def _rewards_checked(findings: Findings) -> str:
     return "its code was imported and takes the arguments it will get; it was not called (--call-reward does)"
 
 
-def redis_bytes(config: RunConfig) -> int:
-    """Most bytes the streams can hold at once.
-
-    Ids and logprobs take 4 bytes a token each, text about as much. Outstanding are (1 + k) * B groups; what
-    was trained since the last checkpoint is kept for recovery.
-    """
-    trainer, prompt, completion = config.trainer, config.data.max_prompt_tokens, config.rollout.sampling
-    tokens = prompt + 2 * completion.max_tokens
-    text = CHARACTERS_PER_TOKEN * (prompt + completion.max_tokens)
-    per_trajectory = 4 * tokens + text + ENTRY_BYTES
-    kept_steps = trainer.steps if not config.streams.trim else trainer.checkpoint_every
-    held = (1 + trainer.max_staleness + kept_steps) * trainer.groups_per_step * trainer.group_size
-    return held * per_trajectory
-
-
 def _model(findings: Findings) -> str:
     model, config = findings.model, findings.config.model
     if model is None or model.is_remote:
         return f"{config.path}, {config.dtype}"
     context = f"context {model.context:,}, " if model.context else ""
     return (
-        f"{model.path} ({model.architecture or 'unknown'}, {_size(model.weight_bytes)}), "
+        f"{model.path} ({model.architecture or 'unknown'}, {size(model.weight_bytes)}), "
         f"{context}this run uses {config.max_model_len:,} tokens, {config.dtype}"
     )
 
@@ -132,12 +115,4 @@ def _rewards(config: RewardConfig) -> str:
 
 def _redis(findings: Findings) -> str:
     where = f"{findings.redis} at TIDEMILL_REDIS_URL" if findings.redis else "private, started with the run"
-    return f"{where}; at most {_size(redis_bytes(findings.config))} if every completion has full length"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+    return f"{where}; at most {size(redis_bytes(findings.config))} if every completion has full length"

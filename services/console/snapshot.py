@@ -17,7 +17,7 @@ from common.presence import Heartbeat, read_heartbeats
 from common.run_state import read_config, read_state
 from common.streams import Entry, OffsetReader, entry_id_of, group_status, last_id, length, read_newest
 from services.console.bottleneck import Verdict, find_bottleneck
-from services.console.evidence import RATE_STEPS, Shares, gather_evidence
+from services.console.evidence import RATE_STEPS, Evidence, Shares, gather_evidence
 
 MAX_POINTS = 256
 """Steps kept for curves and rates. Who attaches to a long run reads only these."""
@@ -115,17 +115,20 @@ class RunSnapshot:
         return sum(shares) / len(shares) if shares else None
 
     @property
-    def bottleneck(self) -> Verdict | None:
-        """Which stage makes the run slow; None while no step tells."""
-        return find_bottleneck(
-            gather_evidence(
-                [point.metrics for point in self.points if point.step > 0],
-                self.workers,
-                max_staleness=self.max_staleness,
-                since_commit_s=self.at - self.points[-1].finished_at if self.points else 0.0,
-                remembered=self.remembered,
-            )
+    def evidence(self) -> Evidence:
+        """Where the time goes, as far as it is known."""
+        return gather_evidence(
+            [point.metrics for point in self.points if point.step > 0],
+            self.workers,
+            max_staleness=self.max_staleness,
+            since_commit_s=self.at - self.points[-1].finished_at if self.points else 0.0,
+            remembered=self.remembered,
         )
+
+    @property
+    def bottleneck(self) -> Verdict | None:
+        """Which stage makes the run slow; None while nothing tells."""
+        return find_bottleneck(self.evidence)
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: the last step's metrics, and everything that is not a curve."""

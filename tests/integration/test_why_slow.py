@@ -47,6 +47,8 @@ def tidemill(run: ServiceRun, *arguments: str) -> Any:
 @pytest.mark.parametrize("stage", PLANTED)
 async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None:
     config = simulated_config(tmp_path, **(QUICK | PLANTED[stage]))
+    file = tmp_path / "config.yaml"
+    file.write_text(config.model_dump_json())
     delay_s = FAR_S if stage == "redis" else 0.0
     with RedisServer(tmp_path / "redis") as server:
         async with (
@@ -58,9 +60,9 @@ async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None
                 run.start(role)
             await wait_until(lambda: has_steps(run), 120)
             status = await asyncio.to_thread(tidemill, run, "status", "test")
-            print(json.dumps(status["bottleneck"], indent=1))
-            print(status["step_s"])
-            assert status["bottleneck"]["stage"] == stage
+            assert status["bottleneck"]["stage"] == stage, status["bottleneck"]
+            plan = await asyncio.to_thread(tidemill, run, "plan", str(file), "--run", "test")
+            assert plan["bottleneck"] == stage, plan
 
 
 async def has_steps(run: ServiceRun) -> bool:

@@ -12,7 +12,7 @@ from common.dataset import Row
 from common.errors import ConfigError
 from common.rewards import check_reward
 from services.console import preflight
-from services.console.explain import describe, redis_bytes
+from services.console.explain import describe
 from services.console.model_folder import ModelFacts, inspect_model
 from services.console.preflight import Findings, PreflightError, examine
 from services.console.prompt_lengths import check_lengths
@@ -171,16 +171,6 @@ def test_a_redis_that_cannot_be_reached_is_a_mistake(
     monkeypatch.setenv("TIDEMILL_REDIS_URL", f"unix://{run_files.parent}/nobody.sock")
     with pytest.raises(PreflightError, match="cannot reach Redis"):
         examine(run_files)
-
-
-def test_memory_grows_with_staleness_and_with_what_is_kept() -> None:
-    def estimate(**trainer: Any) -> int:
-        return redis_bytes(make_config(trainer={"groups_per_step": 1, "group_size": 2, **trainer}))
-
-    base = estimate(max_staleness=0, checkpoint_every=1)
-    # (1 + k + kept steps) * B * G trajectories: 2 steps, then 3, then 4
-    assert estimate(max_staleness=1, checkpoint_every=1) * 2 == base * 3
-    assert estimate(max_staleness=1, checkpoint_every=2) == base * 2
 
 
 def test_findings_without_a_model_are_explained_too() -> None:
