@@ -52,6 +52,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m services.console.fields --check docs/config.md
+	$(BIN)/python -m services.console.metric_table --check docs/metrics.md
 	$(BIN)/python -m infra.grafana --check
 
 bench: bench-name $(BASE) ## run one benchmark: make bench BENCH=transport (ARGS="...")

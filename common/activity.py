@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from prometheus_client import Counter
+
 from common import metrics
 
 WINDOW_S = 60.0
@@ -36,6 +38,7 @@ class Activity:
         self._since = time.monotonic()
         self._redis_s, self._redis_since_s = redis_s, redis_s()
         self._recent: deque[tuple[float, str, float]] = deque()
+        self._counters: dict[str, Counter] = {}
 
     def enter(self, state: str, detail: str = "") -> str:
         """Change the state; returns the one before."""
@@ -96,5 +99,7 @@ class Activity:
 
     def _book(self, now: float, state: str, length: float) -> None:
         self.seconds[state] = self.seconds.get(state, 0.0) + length
-        metrics.ACTIVITY_SECONDS.labels(self.role, state).inc(length)
+        if (counter := self._counters.get(state)) is None:  # `labels` would be the most of what this costs
+            counter = self._counters[state] = metrics.ACTIVITY_SECONDS.labels(self.role, state)
+        counter.inc(length)
         self._recent.append((now, state, length))

@@ -15,6 +15,7 @@ from common.messages import Lane, Ticket, Trajectory
 from common.streams import Consumer, Delivery
 from services.rollout.engine import Engine, GenerationRequest
 from services.rollout.follower import WeightFollower
+from services.rollout.sample_counts import SampleCounts
 
 VERSION_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
@@ -36,6 +37,7 @@ class GroupGenerator:
         self.broker, self.keys, self.lane = broker, keys, lane
         self.consumer, self.engine, self.follower = consumer, engine, follower
         self.worker = worker
+        self.counts = SampleCounts(lane)
         self.num_published = 0
         self.num_wanted = 0
         """Samples that were asked of the engine and are not there yet."""
@@ -97,10 +99,7 @@ class GroupGenerator:
             delivery, self.keys.trajectories(self.lane), self.keys.progress(ticket.ticket, self.lane), sample
         )
         self.num_published += 1
-        metrics.TRAJECTORIES_PUBLISHED.labels(self.lane).inc()
-        metrics.PROMPT_TOKENS.labels(self.lane).inc(len(ticket.prompt_ids))
-        metrics.COMPLETION_TOKENS.labels(self.lane).inc(sample.num_tokens)
-        metrics.GENERATION_SECONDS.labels(self.lane).observe(sample.finished_at - started_at)
+        self.counts.observe(sample)
 
     async def _read_progress(self, ticket: int) -> tuple[set[int], int]:
         """Indices already published, and the version at which the group was started (-1: not yet)."""
