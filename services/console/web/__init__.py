@@ -1,0 +1,1 @@
+"""`tidemill web`: read-only pages about the runs of a folder."""

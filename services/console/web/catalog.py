@@ -1,0 +1,128 @@
+"""The runs there are to look at: those of the runs folder, and those that the environment's Redis knows.
+
+No more than `MAX_OPEN_RUNS` are followed at once; the one that was asked about least recently makes room.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.broker import Broker
+from common.errors import TidemillError
+from common.keys import RUN_ID
+from common.records import METRICS_FILE
+from common.redis_client import URL_VARIABLE
+from common.run_state import known_runs
+from services.console.report import read_report
+from services.console.run_folder import CONFIG_FILE, RunFolder
+from services.console.web.watched_run import WatchedRun
+
+MAX_OPEN_RUNS = 4
+MAX_LISTED_RUNS = 500
+FIRST_LOOK_S = 2.0
+"""A visitor of a run that was not watched yet waits at most so long for the first look."""
+KNOWN_RUNS_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """A run in the list of runs."""
+
+    run_id: str
+    status: str
+    steps: int | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+    eval_after: float | None = None
+    changed_at: float = 0.0
+
+
+class Catalog:
+    """Lists runs, and opens them."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+        self._open: dict[str, WatchedRun] = {}
+
+    async def list(self) -> list[RunLine]:
+        """All runs, the one that changed last first."""
+        lines = {line.run_id: line for line in await asyncio.to_thread(self._in_folder)}
+        for run_id in await self._in_redis():
+            lines.setdefault(run_id, RunLine(run_id, "in Redis"))
+        return sorted(lines.values(), key=lambda line: line.changed_at, reverse=True)[:MAX_LISTED_RUNS]
+
+    async def get(self, run_id: str) -> WatchedRun | None:
+        """A run that is followed from now on, after a first look at it; None where there is no such run."""
+        run = self._open.pop(run_id, None)
+        if run is None:
+            if not RUN_ID.fullmatch(run_id) or not await self._exists(run_id):
+                return None
+            # Another request may have opened it meanwhile.
+            run = self._open.pop(run_id, None) or self._start(run_id)
+        self._open[run_id] = run  # the one that was asked about last comes last
+        run.touch()
+        if len(self._open) > MAX_OPEN_RUNS:
+            await self._open.pop(next(iter(self._open))).close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(run.has_looked.wait(), FIRST_LOOK_S)
+        return run
+
+    async def close(self) -> None:
+        """Stop following all of them."""
+        for run in self._open.values():
+            await run.close()
+
+    def _start(self, run_id: str) -> WatchedRun:
+        run = WatchedRun(RunFolder(self.runs, run_id))
+        run.start()
+        return run
+
+    async def _exists(self, run_id: str) -> bool:
+        return (self.runs / run_id / CONFIG_FILE).is_file() or run_id in await self._in_redis()
+
+    def _in_folder(self) -> list[RunLine]:
+        try:
+            names = [path.name for path in self.runs.iterdir() if not path.is_symlink()]
+        except OSError:
+            return []
+        found = [RunFolder(self.runs, name) for name in names if RUN_ID.fullmatch(name)]
+        return [_line(folder) for folder in found if (folder.path / CONFIG_FILE).is_file()]
+
+    async def _in_redis(self) -> list[str]:
+        if not os.environ.get(URL_VARIABLE):
+            return []
+        try:
+            async with asyncio.timeout(KNOWN_RUNS_S):
+                broker = await Broker.connect()
+                try:
+                    return [run_id for run_id in await known_runs(broker) if RUN_ID.fullmatch(run_id)]
+                finally:
+                    await broker.close()
+        except (TidemillError, TimeoutError):
+            return []
+
+
+def _line(folder: RunFolder) -> RunLine:
+    report = read_report(folder) or {}
+    changed_at = 0.0
+    for name in (METRICS_FILE, CONFIG_FILE):
+        with contextlib.suppress(OSError):
+            changed_at = max(changed_at, (folder.path / name).stat().st_mtime)
+    if report:
+        status = "finished" if report.get("ok") else "ended"
+    elif folder.address_file.exists():
+        status = "running"
+    else:
+        status = "running" if time.time() - changed_at < 60 else "stopped"
+    return RunLine(
+        folder.run_id,
+        status,
+        report.get("steps"),
+        report.get("reward_first"),
+        report.get("reward_last"),
+        report.get("eval_after"),
+        changed_at,
+    )
