@@ -14,6 +14,7 @@ from services.console.replay_commands import app as replay
 from services.console.replay_commands import diff
 from services.console.sandbox_commands import rescore
 from services.console.streams_commands import app as streams
+from services.console.web_command import web
 
 app = typer.Typer(
     name="tidemill",
@@ -184,6 +185,7 @@ app.add_typer(
     help="Do again what was recorded: a step, or a stretch of trajectories.",
     no_args_is_help=True,
 )
+app.command(epilog="Example: tidemill web arith-20260131-120000")(web)
 app.add_typer(
     dead,
     name="dead",

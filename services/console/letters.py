@@ -101,7 +101,7 @@ async def read_letters(broker: Broker, keys: Keys, wanted: LetterFilter, max_byt
     letters = []
     async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
         if isinstance(entry, Garbled):
-            letter = _unreadable(entry)
+            letter = unreadable_letter(entry)
         else:
             letter = decode_letter(entry.entry_id, entry.message, max_bytes)
         if wanted.takes(letter):
@@ -132,7 +132,8 @@ def _claims(fields: Mapping[bytes, bytes], max_bytes: int) -> Mapping[str, Any]:
     return {str(name): value for name, value in tree.items()} if isinstance(tree, dict) else {}
 
 
-def _unreadable(entry: Garbled) -> Letter:
+def unreadable_letter(entry: Garbled) -> Letter:
+    """A letter that cannot be decoded itself."""
     fields = {name.decode(errors="replace"): value for name, value in entry.fields.items()}
     content = DeadLetter(origin="dead", entry_id=entry.entry_id, fields=fields, error=entry.error, attempts=0)
     return Letter(entry.entry_id, content, problem="the letter itself cannot be decoded", is_readable=False)

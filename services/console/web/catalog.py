@@ -22,7 +22,7 @@ from services.console.web.watched_run import WatchedRun
 
 MAX_OPEN_RUNS = 4
 MAX_LISTED_RUNS = 500
-FIRST_LOOK_S = 2.0
+FIRST_LOOK_S = 3.0
 """A visitor of a run that was not watched yet waits at most so long for the first look."""
 KNOWN_RUNS_S = 3.0
 
@@ -47,7 +47,7 @@ class Catalog:
         self.runs = runs
         self._open: dict[str, WatchedRun] = {}
 
-    async def list(self) -> list[RunLine]:
+    async def lines(self) -> list[RunLine]:
         """All runs, the one that changed last first."""
         lines = {line.run_id: line for line in await asyncio.to_thread(self._in_folder)}
         for run_id in await self._in_redis():

@@ -77,7 +77,7 @@ class GroupRow:
     replaces: int = -1
     rewards: Spread = field(default_factory=Spread)
     lengths: Spread = field(default_factory=Spread)
-    kept_rewards: array[float] = field(default_factory=lambda: array("f"))
+    kept_rewards: "array[float]" = field(default_factory=lambda: array("f"))
     num_failed: int = 0
     """Scores that failed or timed out."""
     num_cut: int = 0

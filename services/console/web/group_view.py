@@ -1,6 +1,5 @@
-"""Everything the run knows of one group: its ticket, completions, scores, and what the trainer made of them."""
+"""All that a run knows of one group: ticket, completions and scores, and what the trainer made of them."""
 
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from common.history import History, Selection, StreamName
@@ -116,10 +115,9 @@ async def _numbered(history: History, stream: StreamName, number: int) -> Messag
 async def _read(history: History, stream: StreamName, first: EntryId, last: EntryId) -> list[Entry[Message]]:
     found: list[Entry[Message]] = []
     selection = Selection(first_id="{}-{}".format(*first), last_id="{}-{}".format(*last))
-    async with aclosing(history.scan(stream, selection)) as records:
-        async for record in records:
-            if isinstance(record, Entry):
-                found.append(record)
+    async for record in history.scan(stream, selection):
+        if isinstance(record, Entry):
+            found.append(record)
     return found
 
 
@@ -155,11 +153,10 @@ def _samples(
 
 async def _letters(history: History, ticket: int, lane: Lane) -> list[tuple[str, DeadLetter]]:
     found: list[tuple[str, DeadLetter]] = []
-    async with aclosing(history.scan(StreamName.DEAD, Selection(tickets=(ticket, ticket)))) as records:
-        async for record in records:
-            if isinstance(record, Garbled) or not isinstance(record.message, DeadLetter):
-                continue
-            is_eval = record.message.origin.endswith(":eval")
-            if is_eval == (lane is Lane.EVAL) and len(found) < MAX_LETTERS:
-                found.append((record.entry_id, record.message))
+    async for record in history.scan(StreamName.DEAD, Selection(tickets=(ticket, ticket))):
+        if isinstance(record, Garbled) or not isinstance(record.message, DeadLetter):
+            continue
+        is_eval = record.message.origin.endswith(":eval")
+        if is_eval == (lane is Lane.EVAL) and len(found) < MAX_LETTERS:
+            found.append((record.entry_id, record.message))
     return found

@@ -31,7 +31,9 @@ def visible(text: object, limit: int = 0) -> Markup:
     plain = plain[:limit] if cut else plain
     for match in UNSEEN.finditer(plain):
         parts.append(escape(plain[position : match.start()]))
-        parts.append(Markup('<span class="ctl" title="U+{:04X}">{}</span>').format(ord(match[0]), mark_of(match[0])))
+        parts.append(
+            Markup('<span class="ctl" title="U+{:04X}">{}</span>').format(ord(match[0]), mark_of(match[0]))
+        )
         position = match.end()
     parts.append(escape(plain[position:]))
     if cut:

@@ -1,23 +1,20 @@
 """One run that somebody looks at: its history, its index and its latest snapshot, kept in step.
 
-Guarantees: looking changes nothing in the run; where its Redis goes away, what is known stays and the folder
-goes on being read; a Redis that comes back is found again.
+Guarantees: looking changes nothing in the run; where its Redis goes away, what is known stays, and what is
+left of its streams goes on being read. Data that only a Redis of our own can serve is let go of when nobody
+has looked for `UNWATCHED_S`, so that the run can be resumed.
 """
 
 import asyncio
-import contextlib
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-import structlog
-
-from common.broker import Broker
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.history import History
 from common.records import METRICS_FILE, STEP, read_records
-from common.run_state import UnknownRunError
-from services.console.attach import connect
+from services.console.history_access import open_history
 from services.console.offline import read_folder
 from services.console.report import read_report
 from services.console.run_folder import RunFolder
@@ -26,12 +23,14 @@ from services.console.web.group_index import GroupIndex, StepRow
 from services.console.web.tokens import TokenTexts
 
 REFRESH_S = 1.0
+REFRESH_STILL_S = 5.0
+"""Of a run whose Redis is gone."""
 RETRY_S = 5.0
-"""Pause after Redis could not be had."""
-UNWATCHED_S = 120.0
-"""A run that nobody has asked about for so long is not followed until somebody does."""
-
-log = structlog.get_logger(__name__)
+"""Pause after the run's history could not be had."""
+UNWATCHED_S = 90.0
+LIVE_SOURCE = "Redis"
+"""What `open_history` calls a Redis that the run uses."""
+ENDED = ("finished", "failed", "stopped", "ended")
 
 
 class WatchedRun:
@@ -42,16 +41,18 @@ class WatchedRun:
         self.config: RunConfig | None = None
         self.index = GroupIndex()
         self.snapshot: RunSnapshot | None = None
+        self.history: History | None = None
+        """None while nothing can be read."""
+        self.source = ""
+        """Where it is read from, in words."""
         self.problem = ""
         """Why there is no news, in words; empty while all is well."""
-        self.history = History(folder.run_id, folder.path if folder.path.is_dir() else None, None)
         self.has_looked = asyncio.Event()
-        """Set when the first look has ended, whatever came of it."""
-        self._asked_at = time.monotonic()
-        self._reader: SnapshotReader | None = None
-        self._address: str | None = None
+        """Set when a look has ended, whatever came of it; cleared when the history was let go of."""
+        self._is_wanted = asyncio.Event()
+        self._asked_at = 0.0
         self._texts: TokenTexts | None = None
-        self._folder_read_at = 0.0
+        self._folder_changed_at = -1.0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -61,16 +62,25 @@ class WatchedRun:
 
     @property
     def is_live(self) -> bool:
-        """Whether its Redis answers."""
-        return self._reader is not None and not self.problem
+        """Whether there may be news at any moment."""
+        return self.source == LIVE_SOURCE and self.status not in ENDED
+
+    @property
+    def status(self) -> str:
+        """What the run says of itself, as far as that can still be true."""
+        status = self.snapshot.status if self.snapshot else "unknown"
+        is_gone = self.source != LIVE_SOURCE and status not in ENDED
+        return "stopped" if is_gone and self.has_looked.is_set() else status
 
     def start(self) -> None:
         """Begin to follow it."""
+        self.touch()
         self._task = asyncio.create_task(self._watch(), name=f"watch {self.run_id}")
 
     def touch(self) -> None:
         """Somebody has asked about it."""
         self._asked_at = time.monotonic()
+        self._is_wanted.set()
 
     async def texts(self) -> TokenTexts:
         """How its tokens read."""
@@ -84,78 +94,68 @@ class WatchedRun:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        await self._disconnect()
 
     async def _watch(self) -> None:
         while True:
-            pause_s = REFRESH_S
+            await self._is_wanted.wait()
             try:
-                if time.monotonic() - self._asked_at < UNWATCHED_S or not self.has_looked.is_set():
-                    await self._look()
-                    self.problem = ""
+                async with AsyncExitStack() as stack:
+                    await self._open(stack)
+                    await self._follow()
+                self.has_looked.clear()
+                continue
             except TidemillError as error:
-                self.problem, pause_s = str(error), RETRY_S
-                await self._disconnect()
+                self.problem = str(error)
             except Exception as error:
-                log.exception("following failed", run=self.run_id)
-                self.problem, pause_s = f"{type(error).__name__}: {error}", RETRY_S
-                await self._disconnect()
+                self.problem = f"{type(error).__name__}: {error}"
+            finally:
+                self.history = None
+            await self._read_folder()
             self.has_looked.set()
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(RETRY_S)
+            self._rest_if_unwatched()
 
-    async def _look(self) -> None:
+    async def _open(self, stack: AsyncExitStack) -> None:
+        access = await stack.enter_async_context(open_history(self.run_id, self.folder.runs))
+        self.config, self.source = access.config or self.config, access.source
+        self.history = access.history
+
+    async def _follow(self) -> None:
+        """Keep in step, until the run has another Redis or nobody looks any more."""
+        assert self.history is not None
         address = self.folder.address()
-        if address != self._address or (address and self._reader is None):
-            await self._disconnect()
-            await self._connect(address)
-        if self._reader is None:
-            await self._read_folder()
-        else:
-            self.snapshot = await self._reader.read()
-        await self.index.follow(self.history)
+        broker = self.history.broker
+        reader = await SnapshotReader.attach(broker, self.run_id) if broker else None
+        while self.folder.address() == address and self._is_wanted.is_set():
+            if reader is not None:
+                self.snapshot = await reader.read()
+            else:
+                await self._read_folder()
+            await self.index.follow(self.history)
+            self.problem = ""
+            self.has_looked.set()
+            await asyncio.sleep(REFRESH_S if self.is_live else REFRESH_STILL_S)
+            self._rest_if_unwatched()
 
-    async def _connect(self, address: str | None) -> None:
-        self._address = address
-        self.config = self.config or await asyncio.to_thread(self.folder.config)
-        if address is None:
-            return
-        try:
-            broker = await connect(self.folder)
-            # A visitor waits for Redis no longer than a service that is about to stop.
-            broker.is_stopping = True
-            self.history.broker = broker
-            self._reader = await SnapshotReader.attach(broker, self.run_id)
-        except UnknownRunError:
-            await self._disconnect()
-        except TidemillError:
-            await self._read_folder()
-            raise
-
-    async def _disconnect(self) -> None:
-        broker: Broker | None = self.history.broker
-        self.history.broker, self._reader = None, None
-        if broker is not None:
-            with contextlib.suppress(Exception):
-                await broker.close()
+    def _rest_if_unwatched(self) -> None:
+        if time.monotonic() - self._asked_at > UNWATCHED_S:
+            self._is_wanted.clear()
 
     async def _read_folder(self) -> None:
         """What the folder alone tells, when it has changed."""
-        if self.config is None:
-            return
         path = self.folder.path / METRICS_FILE
-        try:
-            changed_at = path.stat().st_mtime
-        except OSError:
-            changed_at = 0.0
-        if self.snapshot is not None and changed_at <= self._folder_read_at:
+        changed_at = path.stat().st_mtime if path.exists() else 0.0
+        if self.folder.config() is None or changed_at == self._folder_changed_at:
             return
-        self._folder_read_at = changed_at
+        self._folder_changed_at = changed_at
+        self.config = self.config or self.folder.config()
         snapshot, _ = await asyncio.to_thread(read_folder, self.folder)
+        self.snapshot = snapshot
         if report := await asyncio.to_thread(read_report, self.folder):
             snapshot.state["status"] = "finished" if report.get("ok") else "ended"
-        self.snapshot = snapshot
         for record in await asyncio.to_thread(read_records, path):
             if record["kind"] == STEP:
                 step = int(record["step"])
                 numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float)}
-                self.index.steps.setdefault(step, StepRow(step, numbers, finished_at=numbers.get("time", 0.0)))
+                row = StepRow(step, numbers, finished_at=numbers.get("time", 0.0))
+                self.index.steps.setdefault(step, row)

@@ -1,0 +1,72 @@
+"""The web application: all pages behind the gate."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+from common.errors import TidemillError
+from common.messages import Lane
+from services.console.web.access import Access, Gate
+from services.console.web.catalog import Catalog
+from services.console.web.dead_pages import DeadPages
+from services.console.web.group_pages import GroupPages
+from services.console.web.run_pages import RunPages
+from services.console.web.site import Site
+from services.console.web.step_pages import StepPages
+from services.console.web.templating import FOLDER
+
+
+class LaneConvertor(Convertor[Lane]):
+    """`groups` are those of training, `eval-groups` those of evaluation."""
+
+    regex = "groups|eval-groups"
+
+    def convert(self, value: str) -> Lane:
+        """Address to lane."""
+        return Lane.EVAL if value == "eval-groups" else Lane.TRAIN
+
+    def to_string(self, value: Lane) -> str:
+        """Lane to address."""
+        return "eval-groups" if value is Lane.EVAL else "groups"
+
+
+def create_app(catalog: Catalog, access: Access) -> Starlette:
+    """The application; it closes the catalog when it ends."""
+    register_url_convertor("lane", LaneConvertor())
+    site = Site(catalog)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await catalog.close()
+
+    async def missing(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        detail = error.detail if isinstance(error, HTTPException) else str(error)
+        what = "There is nothing at this address." if detail == "Not Found" else detail
+        return site.templates.response("missing.html", status, run=None, here="", what=what)
+
+    async def away(request: Request, error: Exception) -> Response:
+        return site.templates.response("missing.html", 503, run=None, here="", what=str(error))
+
+    async def broken(request: Request, error: Exception) -> Response:
+        return PlainTextResponse(f"This page failed: {type(error).__name__}.\n", 500)
+
+    pages = (RunPages(site), GroupPages(site), StepPages(site), DeadPages(site))
+    return Starlette(
+        routes=[
+            Mount("/static", StaticFiles(directory=FOLDER / "static"), name="static"),
+            *(route for page in pages for route in page.routes),
+        ],
+        middleware=[Middleware(Gate, access=access)],
+        exception_handlers={HTTPException: missing, TidemillError: away, Exception: broken},
+        lifespan=lifespan,
+    )

@@ -1,0 +1,157 @@
+"""The browser of groups, one group, and the tokens of one completion."""
+
+from typing import Any
+
+import numpy as np
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from common.errors import TidemillError
+from common.messages import Lane, Trajectory
+from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
+from services.console.web.group_row import STATES, GroupRow
+from services.console.web.group_view import GroupView, read_group, read_trajectory
+from services.console.web.site import Site, history_of
+from services.console.web.tokens import TokenTexts
+from services.console.web.visible import sendable
+from services.console.web.watched_run import WatchedRun
+
+MAX_SHOWN_SAMPLES = 32
+"""Completions on one page of a group."""
+SAMPLE_SORTS = ("index", "reward", "length")
+MAX_PART_TOKENS = 2000
+MAX_TEXT_PART_CHARACTERS = 20_000
+
+
+class GroupPages:
+    """Handlers of `/run/.../groups`."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """Their addresses; evaluation numbers its tickets by itself, so it has addresses of its own."""
+        return [
+            Route("/run/{run}/groups", self.browser),
+            Route("/run/{run}/{lane:lane}/{ticket:int}", self.group),
+            Route("/run/{run}/{lane:lane}/{ticket:int}/{index:int}/tokens.json", self.tokens),
+            Route("/run/{run}/{lane:lane}/{ticket:int}/{index:int}/text.json", self.text),
+        ]
+
+    async def browser(self, request: Request) -> Response:
+        """Groups, filtered and in order, a page at a time."""
+        run = await self.site.run_of(request)
+        query = GroupQuery.parse(request.query_params)
+        found = query.select(run.index.rows(query.lane))
+        num_pages = max(1, -(-len(found) // PAGE_ROWS))
+        page = min(query.page, num_pages)
+        return self.site.page(
+            "groups.html",
+            run,
+            "groups",
+            query=query,
+            rows=found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
+            num_found=len(found),
+            num_all=len(run.index.groups[query.lane]),
+            page=page,
+            num_pages=num_pages,
+            states=STATES,
+            extra_states=EXTRA_STATES,
+        )
+
+    async def group(self, request: Request) -> Response:
+        """One group, its completions side by side."""
+        run, row, lane = await self._row(request)
+        problem, view = "", GroupView(row, lane, None, [])
+        has_letters = bool(run.snapshot and run.snapshot.num_dead)
+        try:
+            view = await read_group(history_of(run), row, lane, has_letters)
+        except TidemillError as error:
+            problem = str(error)
+        sort = request.query_params.get("sort", "index")
+        first = _number(request.query_params.get("first"), 0)
+        samples = sorted(view.samples, key=_SAMPLE_KEYS.get(sort, _SAMPLE_KEYS["index"]))
+        return self.site.page(
+            "group.html",
+            run,
+            "groups",
+            view=view,
+            row=row,
+            lane=lane.value,
+            problem=problem,
+            shown=samples[first : first + MAX_SHOWN_SAMPLES],
+            first=first,
+            most=MAX_SHOWN_SAMPLES,
+            sort=sort if sort in SAMPLE_SORTS else "index",
+            sorts=SAMPLE_SORTS,
+            has_texts=(await run.texts()).is_known,
+            previous=row.ticket - 1 if run.index.get(row.ticket - 1, lane) else None,
+            following=row.ticket + 1 if run.index.get(row.ticket + 1, lane) else None,
+        )
+
+    async def tokens(self, request: Request) -> Response:
+        """A part of a completion's tokens: texts, ids, logprobs, versions, and which are trained."""
+        run, trajectory = await self._trajectory(request)
+        first = _number(request.query_params.get("first"), 0)
+        count = min(MAX_PART_TOKENS, max(1, _number(request.query_params.get("count"), MAX_PART_TOKENS)))
+        return JSONResponse(token_part(trajectory, await run.texts(), first, count))
+
+    async def text(self, request: Request) -> Response:
+        """A part of a completion's text, as it was recorded."""
+        _, trajectory = await self._trajectory(request)
+        first = _number(request.query_params.get("first"), 0)
+        part = trajectory.text[first : first + MAX_TEXT_PART_CHARACTERS]
+        return JSONResponse(
+            {"next": first + len(part), "total": len(trajectory.text), "text": sendable(part)}
+        )
+
+    async def _row(self, request: Request) -> tuple[WatchedRun, GroupRow, Lane]:
+        run = await self.site.run_of(request)
+        lane, ticket = request.path_params["lane"], request.path_params["ticket"]
+        row = run.index.get(ticket, lane)
+        if row is None:
+            still = "" if run.index.is_complete else " The run is still being read: try again in a moment."
+            raise HTTPException(404, f"The run has no ticket {ticket} that anything is known of.{still}")
+        return run, row, lane
+
+    async def _trajectory(self, request: Request) -> tuple[WatchedRun, Trajectory]:
+        run, row, lane = await self._row(request)
+        index = request.path_params["index"]
+        trajectory = await read_trajectory(history_of(run), row, lane, index)
+        if trajectory is None:
+            raise HTTPException(404, f"Ticket {row.ticket} has no completion {index}.")
+        return run, trajectory
+
+
+_SAMPLE_KEYS: dict[str, Any] = {
+    "index": lambda sample: sample.index,
+    "reward": lambda sample: (
+        sample.score is None or sample.score.value is None,
+        -(sample.score.value if sample.score and sample.score.value is not None else 0.0),
+        sample.index,
+    ),
+    "length": lambda sample: (-(sample.trajectory.num_tokens if sample.trajectory else -1), sample.index),
+}
+
+
+def token_part(trajectory: Trajectory, texts: TokenTexts, first: int, count: int) -> dict[str, Any]:
+    """Tokens `first` to `first + count` of a completion, as JSON."""
+    stop = min(first + count, trajectory.num_tokens)
+    pieces = texts.pieces(trajectory.completion_ids.tolist(), first, stop)
+    logprobs = trajectory.logprobs[first:stop]
+    return {
+        "first": first,
+        "total": trajectory.num_tokens,
+        "pieces": [sendable(piece) for piece in pieces] if pieces is not None else None,
+        "ids": trajectory.completion_ids[first:stop].tolist(),
+        "logprobs": [round(float(p), 4) if np.isfinite(p) else None for p in logprobs],
+        "versions": trajectory.token_versions()[first:stop].tolist(),
+        "trained": trajectory.mask[first:stop].astype(int).tolist(),
+    }
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else default

@@ -1,0 +1,26 @@
+// Text that models wrote: characters that nobody sees become marks. The same set as in visible.py.
+
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
+
+export function markOf(character) {
+  const code = character.codePointAt(0);
+  if (code < 0x20) return String.fromCharCode(0x2400 + code);
+  return code === 0x7f ? "␡" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
+export function appendVisible(element, text) {
+  let position = 0;
+  for (const match of text.matchAll(UNSEEN)) {
+    element.append(text.slice(position, match.index));
+    const mark = document.createElement("span");
+    mark.className = "ctl";
+    mark.textContent = markOf(match[0]);
+    element.append(mark);
+    position = match.index + match[0].length;
+  }
+  element.append(text.slice(position));
+}
+
+export function visibleText(text) {
+  return text.replace(UNSEEN, markOf).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+}

@@ -1,0 +1,96 @@
+"""Who may read the pages of `tidemill web`, and what goes with every answer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from services.console.web.access import Access
+from services.console.web.app import create_app
+from services.console.web.catalog import Catalog
+
+
+def client_of(access: Access, runs: Path, base: str = "http://127.0.0.1:8420") -> TestClient:
+    return TestClient(create_app(Catalog(runs), access), base_url=base, follow_redirects=False)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    with client_of(Access.of("127.0.0.1", 8420), tmp_path) as client:
+        yield client
+
+
+@pytest.fixture
+def open_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TestClient, Access]]:
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    access = Access.of("0.0.0.0", 8420)
+    with client_of(access, tmp_path, "http://10.1.2.3:8420") as client:
+        yield client, access
+
+
+def test_on_this_machine_no_token_is_asked_for(own: TestClient) -> None:
+    assert own.get("/").status_code == 200
+    assert "There is no run" in own.get("/").text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_but_reading_is_answered(own: TestClient, method: str) -> None:
+    answer = own.request(method, "/")
+    assert answer.status_code == 405 and answer.headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.7:8420", "", "localhost.evil"]
+)
+def test_a_name_that_was_pointed_here_is_refused(own: TestClient, host: str) -> None:
+    answer = own.get("/", headers={"host": host})
+    assert answer.status_code == 421 and "<" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9000", "127.0.0.1:1", "[::1]:8420", "LOCALHOST"])
+def test_names_of_this_machine_are_known(own: TestClient, host: str) -> None:
+    assert own.get("/", headers={"host": host}).status_code == 200
+
+
+def test_every_answer_forbids_what_a_page_does_not_need(own: TestClient) -> None:
+    for path in ("/", "/static/page.js", "/run/none", "/nothing"):
+        headers = own.get(path).headers
+        policy = headers["content-security-policy"]
+        assert (
+            "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        )
+        assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == "no-store"
+
+
+def test_others_need_the_token_once(open_to_others: tuple[TestClient, Access]) -> None:
+    client, access = open_to_others
+    for path in ("/", "/static/page.css", "/run/x/groups/1/0/tokens.json", "/?token=wrong", "/?token=%ff%00"):
+        assert client.get(path).status_code == 401, path
+    admitted = client.get(f"/run/x?token={access.token}&a=b")
+    assert admitted.status_code == 303 and admitted.headers["location"] == "/run/x?a=b"
+    cookie = admitted.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and access.token.lower() not in cookie
+    assert client.get("/").status_code == 200
+    client.cookies.clear()
+    client.cookies.set(access.cookie_name, access.token)
+    assert client.get("/").status_code == 401, "the cookie is not the token"
+
+
+def test_the_way_in_leads_nowhere_else(open_to_others: tuple[TestClient, Access]) -> None:
+    client, access = open_to_others
+    answer = client.get(f"http://10.1.2.3:8420//evil.example/?token={access.token}")
+    assert answer.status_code == 303 and answer.headers["location"] == "/evil.example/"
+
+
+def test_a_page_for_others_answers_under_addresses_and_given_names_only(tmp_path: Path) -> None:
+    access = Access.of("0.0.0.0", 8420, ("runs.example",))
+    assert (
+        access.knows_host("10.1.2.3:8420")
+        and access.knows_host("runs.example")
+        and access.knows_host("[fe80::1]:1")
+    )
+    assert not access.knows_host("evil.example:8420")
+    assert Access.of("10.1.2.3", 1).token != Access.of("10.1.2.3", 1).token
