@@ -131,7 +131,7 @@ def simulated_config(folder: Path, **overrides: Any) -> RunConfig:
             "checkpoint_every": 2,
             "tensorboard": False,
         },
-        "streams": {"lease_s": 2.0, "trim": False},
+        "streams": {"lease_s": 2.0, "trim": False, "archive": {"enabled": False}},
     }
     for dotted, value in overrides.items():
         node = tree

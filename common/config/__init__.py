@@ -1,6 +1,7 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from common.config.algorithm import AlgorithmConfig
+from common.config.archive import ArchiveConfig
 from common.config.changes import Change, changed_fields
 from common.config.data import DataConfig, ModelConfig, is_path
 from common.config.judge import JudgeConfig
@@ -15,6 +16,7 @@ from common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConf
 
 __all__ = [
     "AlgorithmConfig",
+    "ArchiveConfig",
     "Change",
     "DataConfig",
     "EvaluationConfig",

@@ -3,6 +3,7 @@
 from pydantic import Field, model_validator
 
 from common.config.algorithm import GROUP_RELATIVE
+from common.config.archive import ArchiveConfig
 from common.config.data import DataConfig, ModelConfig
 from common.config.reward import RewardConfig
 from common.config.rollout import RolloutConfig
@@ -23,6 +24,8 @@ class StreamsConfig(Section):
     """Larger messages are refused before they are decoded, in MiB."""
     trim: bool = True
     """Trim the streams below what the last durable checkpoint needs."""
+    archive: ArchiveConfig = ArchiveConfig()
+    """Files of what was in the streams."""
 
 
 class ExpectConfig(Section):

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from common.errors import ConfigError, TidemillError
+from services.console.archive_commands import archive
 from services.console.dead_commands import app as dead
 from services.console.lineage_commands import step, trace
 from services.console.plan_commands import plan
@@ -175,6 +176,7 @@ def export(
 
 app.command(epilog="Example: tidemill diff arith-1 arith-2")(diff)
 app.command(epilog="Example: tidemill plan examples/arith/config.yaml --run arith-1")(plan)
+app.command(epilog="Example: tidemill archive arith-20260131-120000 --check")(archive)
 app.command(epilog="Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20")(rescore)
 app.command(epilog="Examples: tidemill trace 412  ·  tidemill trace 412.3 arith-1")(trace)
 app.command(epilog="Example: tidemill step 412 arith-1 --full")(step)

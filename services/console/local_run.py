@@ -20,6 +20,7 @@ from common.messages import Commit
 from common.redis_client import URL_VARIABLE
 from common.run_state import FAILED, publish_config, read_state, update_state
 from common.streams import read_newest
+from services.console.archive import archive_rest
 from services.console.bottleneck import Verdict
 from services.console.console_log import log_to_file
 from services.console.evidence import ROLES
@@ -63,7 +64,8 @@ class LocalRun:
         self.snapshot = RunSnapshot(config.run_id, config.trainer.steps, config.trainer.max_staleness)
         self._view: View = PlainView(console)
         self._supervisor: Supervisor | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_ending_at_once = False
+        self._archiving: asyncio.Task[None] | None = None
         self._started = time.monotonic()
         self._ran_before_s = 0.0
         self._rollout_idle: float | None = None
@@ -76,6 +78,7 @@ class LocalRun:
         with Guard() as guard, self._signals():
             async with self._redis(guard) as url, self._connection(url) as broker:
                 outcome = await self._supervise(broker, url, guard)
+                await self._archive_rest(broker)
                 return await self._report(broker, outcome)
 
     async def _supervise(self, broker: Broker, url: str, guard: Guard) -> Outcome:
@@ -146,6 +149,19 @@ class LocalRun:
         """Whether the last step has its commit; a trainer that ends before that is started again."""
         newest = await read_newest(broker, self.keys.commits, Commit)
         return newest is not None and newest.message.version >= self.config.trainer.steps
+
+    async def _archive_rest(self, broker: Broker) -> None:
+        """Leave all of the streams in the run's folder, before its Redis stops. Ctrl-C may end it."""
+        if not self.config.streams.archive.enabled or self._is_ending_at_once:
+            return
+        work = archive_rest(broker, self.keys, self.folder.path, self.config.streams.archive)
+        self._archiving = asyncio.create_task(work, name="archive")
+        try:
+            await self._archiving
+        except asyncio.CancelledError:
+            self._view.event(f"not archived to the end; `tidemill archive {self.keys.run_id}` does the rest")
+        except TidemillError as error:
+            self._view.event(f"the streams are not archived to the end: {error}")
 
     async def _report(self, broker: Broker, outcome: Outcome) -> int:
         """Say how it ended; a finished run is held against what was expected of it."""
@@ -239,7 +255,10 @@ class LocalRun:
                 self._supervisor.stop()
         elif self._supervisor is not None:
             self._view.event("ending at once")
+            self._is_ending_at_once = True
             self._supervisor.kill()
+            if self._archiving is not None:
+                self._archiving.cancel()
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

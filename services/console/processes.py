@@ -36,6 +36,8 @@ class ServiceSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False
     """Whether the run is over when this process says so: true of the trainer only."""
+    is_optional: bool = False
+    """Whether the run goes on without it, where it cannot be kept alive."""
 
 
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
@@ -49,6 +51,8 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
         threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
         specs.append(_spec(config, "reward", index, config.reward.metrics_port, threads))
     specs += [_sandbox_spec(config, index) for index in range(_num_sandboxes(config))]
+    if config.streams.archive.enabled:
+        specs.append(_jobs_spec(config))
     for name, reward in config.reward.named.items():
         if reward.local_replicas is not None:
             specs += [_replica_spec(config, name, index) for index in range(reward.local_replicas.count)]
@@ -92,6 +96,12 @@ def _sandbox_spec(config: RunConfig, index: int) -> ServiceSpec:
     name = f"sandbox-{index}"
     command = (sys.executable, "-m", "services.jobs.sandbox", "--run", config.run_id, "--name", name)
     return ServiceSpec(name, "sandbox", command, {"OMP_NUM_THREADS": "1"})
+
+
+def _jobs_spec(config: RunConfig) -> ServiceSpec:
+    """A worker for what nothing waits for: archiving, exports. It gives way to everybody else."""
+    command = (sys.executable, "-m", "services.jobs", config.run_id)
+    return ServiceSpec("jobs", "jobs", command, {"OMP_NUM_THREADS": "1"}, is_optional=True)
 
 
 def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:

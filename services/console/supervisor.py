@@ -138,7 +138,10 @@ class Supervisor:
                 break
             young_deaths = young_deaths + 1 if process.age_s < YOUNG_S else 1
             if young_deaths > MAX_YOUNG_DEATHS:
-                self.fail(_obituary(process, f"died {young_deaths} times in a row; giving up", code))
+                reason = _obituary(process, f"died {young_deaths} times in a row; giving up", code)
+                if not spec.is_optional:
+                    self.fail(reason)
+                self.on_event(reason)
                 break
             pause_s = min(self.first_pause_s * 2 ** (young_deaths - 1), LONGEST_PAUSE_S)
             self.on_event(f"{spec.name} ended {_how(code)}; starting it again in {pause_s:g} s")
@@ -161,7 +164,7 @@ class Supervisor:
 
     async def _is_over(self, process: ServiceProcess, code: int) -> bool:
         """Whether this end of a process is the end of the run."""
-        if code == ConfigError.exit_code:
+        if code == ConfigError.exit_code and not process.spec.is_optional:
             self.fail(_obituary(process, "cannot do this run", code), code)
         elif code == 0 and process.spec.ends_run and await self.is_finished():
             self._end(Outcome(Ending.FINISHED))

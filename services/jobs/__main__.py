@@ -1,11 +1,16 @@
-"""`python -m services.jobs RUN_ID`: an RQ worker for a run's jobs that nothing waits for, such as exports.
+"""`python -m services.jobs RUN_ID`: an RQ worker for a run's jobs that nothing waits for: archiving, exports.
 
-Jobs travel as JSON, never as pickle. Start it where the folder of runs is.
+Jobs travel as JSON, never as pickle. Start it where the folder of runs is. It waits for a Redis that is away,
+and takes processor time only where nobody else wants it.
 """
 
+import contextlib
+import os
 import secrets
 import sys
+import time
 
+from redis.exceptions import RedisError
 from rq.serializers import JSONSerializer
 
 from common.broker import redis_url
@@ -13,6 +18,9 @@ from common.errors import TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
 from services.jobs.measured_worker import MeasuredWorker
+
+NICENESS = 10
+PAUSE_S = 1.0
 
 
 def main(run_id: str, *options: str) -> int:
@@ -22,10 +30,17 @@ def main(run_id: str, *options: str) -> int:
     except TidemillError as error:
         print(f"tidemill jobs: {error}", file=sys.stderr)
         return error.exit_code
-    name = f"{run_id}-jobs-{secrets.token_hex(4)}"
-    worker = MeasuredWorker([queue], name=name, connection=connection, serializer=JSONSerializer)
-    worker.work(logging_level="WARNING", burst="--burst" in options)
-    return 0
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    while True:
+        name = f"{run_id}-jobs-{secrets.token_hex(4)}"
+        worker = MeasuredWorker([queue], name=name, connection=connection, serializer=JSONSerializer)
+        try:
+            worker.work(logging_level="WARNING", burst="--burst" in options)
+            return 0
+        except RedisError as error:
+            print(f"tidemill jobs: {error}; trying again", file=sys.stderr)
+            time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

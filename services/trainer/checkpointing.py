@@ -13,9 +13,10 @@ from functools import partial
 import structlog
 
 from common import codec, metrics
+from common.history.selection import StreamName
 from common.messages import Commit
 from common.service import ServiceContext
-from common.streams import entry_id_of, trim_before
+from common.streams import entry_id_of
 from services.trainer.checkpoint import CheckpointStore, TrainerState
 from services.trainer.collector import Dropped
 from services.trainer.intake import SCORES, TRAJECTORIES, Intake
@@ -24,6 +25,7 @@ from services.trainer.policy_thread import PolicyThread
 from services.trainer.recorder import Recorder
 from services.trainer.scheduler import Scheduler
 from services.trainer.storage import until_stored
+from services.trainer.trimming import Trimmer
 
 log = structlog.get_logger(__name__)
 
@@ -41,11 +43,13 @@ class Checkpointer:
         intake: Intake,
         recorder: Recorder,
         version: int,
+        trimmer: Trimmer,
     ) -> None:
         """`version` is that of the checkpoint which was restored, 0 where there was none."""
         self.context, self.store = context, store
         self.policy, self.thread = policy, thread
         self.scheduler, self.intake, self.recorder = scheduler, intake, recorder
+        self.trimmer = trimmer
         # Those above the restored one are not whole; the store removes them when it saves.
         known = [state for state in store.states() if state.version <= version]
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
@@ -80,7 +84,7 @@ class Checkpointer:
                     return
                 self._kept = deque([newest], self._kept.maxlen)
                 log.warning("gave up older checkpoints to make room in Redis", kept=newest.version)
-            await self._trim(newest)
+            await self._trim(newest, is_urgent=True)
 
     async def _save(self, state: TrainerState) -> None:
         with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
@@ -93,14 +97,15 @@ class Checkpointer:
         if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
             await self._trim(self._kept[0])
 
-    async def _trim(self, oldest: TrainerState) -> None:
+    async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
-        broker, keys = self.context.broker, self.context.keys
         outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
         first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
-        removed = await trim_before(broker, keys.trajectories(), oldest.positions[TRAJECTORIES])
-        removed += await trim_before(broker, keys.scores(), oldest.positions[SCORES])
-        removed += await trim_before(broker, keys.prompts(), entry_id_of(first_ticket))
         keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
-        removed += await trim_before(broker, keys.weights, entry_id_of(keep_from))
-        log.debug("streams trimmed", entries=removed, oldest_checkpoint=oldest.version)
+        below = {
+            StreamName.TRAJECTORIES: oldest.positions[TRAJECTORIES],
+            StreamName.SCORES: oldest.positions[SCORES],
+            StreamName.PROMPTS: entry_id_of(first_ticket),
+            StreamName.WEIGHTS: entry_id_of(keep_from),
+        }
+        await self.trimmer.let_go(below, is_urgent)

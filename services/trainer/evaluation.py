@@ -14,6 +14,7 @@ import structlog
 
 from common import metrics
 from common.config import RunConfig
+from common.history.selection import StreamName
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP
 from common.messages import DeadLetter, Lane, SamplingParams, Score, Ticket, Trajectory, TrajectoryKey
 from common.service import ServiceContext
@@ -25,15 +26,16 @@ from common.streams import (
     entry_id_of,
     group_status,
     has_entry,
+    id_after,
     id_order,
     last_id,
     read_range,
-    trim_before,
 )
 from services.trainer.burial import bury_unread
 from services.trainer.group_results import delete_results
 from services.trainer.pass_at_k import mean_pass_at_k
 from services.trainer.prompts import Prompt
+from services.trainer.trimming import Trimmer
 
 log = structlog.get_logger(__name__)
 
@@ -79,10 +81,13 @@ class EvaluationResult:
 class Evaluator:
     """Runs one evaluation at a time."""
 
-    def __init__(self, context: ServiceContext, datasets: Mapping[str, Sequence[Prompt]]) -> None:
+    def __init__(
+        self, context: ServiceContext, datasets: Mapping[str, Sequence[Prompt]], trimmer: Trimmer
+    ) -> None:
         self.context, self.config = context, context.config.trainer.evaluation
         self.prompts = [(name, prompt) for name, rows in datasets.items() for prompt in rows]
         self.sampling = _sampling(context.config)
+        self.trimmer = trimmer
 
     def is_due(self, version: int, num_steps: int) -> bool:
         """Whether `version` is to be evaluated."""
@@ -119,9 +124,12 @@ class Evaluator:
         if not self.context.config.streams.trim:
             return
         broker, keys = self.context.broker, self.context.keys
-        for key in (keys.trajectories(Lane.EVAL), keys.scores(Lane.EVAL)):
-            await trim_before(broker, key, _after(await last_id(broker, key)))
-        await trim_before(broker, keys.prompts(Lane.EVAL), entry_id_of((version + 1) * len(self.prompts)))
+        below = {
+            stream: id_after(await last_id(broker, stream.key(keys)))
+            for stream in (StreamName.TRAJECTORIES_EVAL, StreamName.SCORES_EVAL)
+        }
+        below[StreamName.PROMPTS_EVAL] = entry_id_of((version + 1) * len(self.prompts))
+        await self.trimmer.let_go(below)
 
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:
         """Append the tickets that the stream does not have; False where it had them and let them go."""
@@ -259,11 +267,6 @@ def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) 
         return set()
     ticket, index = letter.message.ticket, letter.message.index
     return {key for key in wanted if key[0] == ticket and index in (-1, key[1])}
-
-
-def _after(entry_id: str) -> str:
-    milliseconds, _, sequence = entry_id.partition("-")
-    return f"{milliseconds}-{int(sequence) + 1}"
 
 
 def _mean(values: Sequence[float]) -> float:

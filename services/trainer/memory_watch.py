@@ -24,6 +24,16 @@ FULL_SHARE = 0.9
 """Of maxmemory: writers are about to be refused."""
 LOOK_EVERY_S = 2.0
 SAY_EVERY_S = 30.0
+HOLDS_WHAT_IS_NEEDED = (
+    "Redis is full and holds only what is still needed; writers wait and nothing is lost. Raise its "
+    "maxmemory (CONFIG SET maxmemory), or resume with a lower trainer.groups_per_step or "
+    "trainer.max_staleness, or with streams.trim on"
+)
+WAITS_FOR_ARCHIVE = (
+    "Redis is full, and what could be trimmed is not archived yet; writers wait and nothing is lost. If this "
+    "does not pass by itself, look into the log of the jobs worker, free some room on the disk of the run's "
+    "folder, or resume with streams.archive.enabled: false"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +81,9 @@ class MemoryWatch:
         use = await self._use()
         if use.share > FULL_SHARE and time.monotonic() - self._said_at > SAY_EVERY_S:
             self._said_at = time.monotonic()
+            is_waiting = self.checkpointer.trimmer.is_waiting
             log.error(
-                "Redis is full and holds only what is still needed; writers wait and nothing is lost. "
-                "Raise its maxmemory (CONFIG SET maxmemory), or resume with a lower trainer.groups_per_step "
-                "or trainer.max_staleness, or with streams.trim on",
+                WAITS_FOR_ARCHIVE if is_waiting else HOLDS_WHAT_IS_NEEDED,
                 used_bytes=use.used_bytes,
                 maxmemory_bytes=use.max_bytes,
             )

@@ -32,6 +32,7 @@ from services.trainer.scheduler import Scheduler
 from services.trainer.sharded_policy import ShardedPolicy
 from services.trainer.step import StepRunner
 from services.trainer.trainer import Trainer
+from services.trainer.trimming import Trimmer
 from services.trainer.weights import WeightStore
 
 log = structlog.get_logger(__name__)
@@ -55,11 +56,12 @@ async def serve(context: ServiceContext) -> None:
 
 async def _train(context: ServiceContext) -> None:
     context.activity.enter("load", "model and data")
-    prompts, evaluator = await asyncio.to_thread(_load_data, context)
+    trimmer = Trimmer(context)
+    prompts, evaluator = await asyncio.to_thread(_load_data, context, trimmer)
     thread = PolicyThread()
     policy = await thread.call(open_policy, context.config)
     try:
-        await _train_policy(context, policy, thread, prompts, evaluator)
+        await _train_policy(context, policy, thread, prompts, evaluator, trimmer)
     finally:
         if isinstance(policy, ShardedPolicy):
             await thread.call(policy.close)
@@ -71,6 +73,7 @@ async def _train_policy(
     thread: PolicyThread,
     prompts: PromptSource,
     evaluator: Evaluator,
+    trimmer: Trimmer,
 ) -> None:
     intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
     scheduler = Scheduler(context.broker, context.keys, context.config, prompts, intake.expect)
@@ -94,7 +97,9 @@ async def _train_policy(
         try:
             await replayer.replay(commits, recorder)
             collector.dropped += replayer.pending_drops
-            checkpointer = Checkpointer(context, store, policy, thread, scheduler, intake, recorder, restored)
+            checkpointer = Checkpointer(
+                context, store, policy, thread, scheduler, intake, recorder, restored, trimmer
+            )
             memory = MemoryWatch(context, checkpointer)
             background.append(context.start(memory.watch(), "memory watch"))
             trainer = Trainer(
@@ -123,6 +128,7 @@ async def _train_policy(
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            await trimmer.close()
     context.raise_failure()
 
 
@@ -159,9 +165,9 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
     beat.counts["complete"] = len(trainer.intake.complete)
 
 
-def _load_data(context: ServiceContext) -> tuple[PromptSource, Evaluator]:
+def _load_data(context: ServiceContext, trimmer: Trimmer) -> tuple[PromptSource, Evaluator]:
     config = context.config
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_training_prompts(config.data, tokenizer, config.seed)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
-    return prompts, Evaluator(context, evaluation)
+    return prompts, Evaluator(context, evaluation, trimmer)

@@ -29,7 +29,9 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
     held_out.write_text('{"prompt": "w1", "ground_truth": "1"}\n{"prompt": "w2", "ground_truth": "2"}\n')
     run_dir = tmp_path / "run"
 
-    def make(steps: int = 6, has_eval: bool = False, trims: bool = False, **trainer: Any) -> ServiceContext:
+    def make(
+        steps: int = 6, has_eval: bool = False, trims: bool = False, archives: bool = False, **trainer: Any
+    ) -> ServiceContext:
         tree = {
             "model": {"path": str(model), "max_model_len": 64},
             "data": {"train": str(data), "max_prompt_tokens": 8},
@@ -43,7 +45,7 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
                 "tensorboard": False,
                 **trainer,
             },
-            "streams": {"trim": trims},
+            "streams": {"trim": trims, "archive": {"enabled": archives, "segment_mb": 0.004}},
         }
         if has_eval:
             tree["data"]["eval"] = {"held": str(held_out)}

@@ -9,6 +9,7 @@ from services.trainer.collector import Collector
 from services.trainer.evaluation import Evaluator
 from services.trainer.judgement import Judge
 from services.trainer.reconciler import Reconciler
+from services.trainer.trimming import Trimmer
 from tests.letters import tickets_of
 from tests.training import (
     make_context,
@@ -126,7 +127,7 @@ async def test_an_evaluation_waits_for_what_the_operator_put_back(broker, keys, 
 
     monkeypatch.setattr(OffsetReader, "read", note)
     context = make_context(broker, keys, trainer_config(evaluation={"samples": 1}))
-    evaluator = Evaluator(context, {"held": make_prompts(2).prompts})
+    evaluator = Evaluator(context, {"held": make_prompts(2).prompts}, Trimmer(context))
     letter = DeadLetter(origin="prompts:eval", entry_id="1-0", error="refused", ticket=0)
     (letter_id,) = await append(broker, keys.dead, letter)
     evaluating = asyncio.ensure_future(evaluator.evaluate(0))

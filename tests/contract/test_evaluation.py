@@ -14,6 +14,7 @@ from common.messages import DeadLetter, Lane, Ticket
 from common.streams import append, ensure_group, entry_id_of
 from services.trainer.evaluation import EvaluationResult, Evaluator
 from services.trainer.prompts import Prompt
+from services.trainer.trimming import Trimmer
 from tests.training import lose_tail, make_context, make_score, messages, trainer_config
 from tests.trajectories import make_trajectory
 from tests.waiting import wait_until
@@ -31,7 +32,8 @@ def make(broker: Broker, keys: Keys) -> Callable[..., Evaluator]:
 
     def make(a: int = 2, b: int = 1, **evaluation: Any) -> Evaluator:
         config = trainer_config(evaluation={"samples": 2, "temperature": 0.7, **evaluation})
-        return Evaluator(make_context(broker, keys, config), {"a": prompts(a), "b": prompts(b)})
+        context = make_context(broker, keys, config)
+        return Evaluator(context, {"a": prompts(a), "b": prompts(b)}, Trimmer(context))
 
     return make
 

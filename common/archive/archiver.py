@@ -1,0 +1,154 @@
+"""Archives a run's streams, and removes what the run's retention lets go.
+
+Safe to call at any time, from anywhere, as often as one likes: what is archived already is passed over.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from common.archive import archive_folder, stream_folder
+from common.archive.manifest import Manifest, Segment
+from common.archive.writer import OnSegment, archive_stream, writing
+from common.broker import Broker
+from common.config import ArchiveConfig
+from common.errors import ArchiveError
+from common.files import LockedError, file_checksum
+from common.history.selection import StreamName
+from common.keys import Keys
+
+log = structlog.get_logger(__name__)
+
+MIB, GIB = 1 << 20, 1 << 30
+DAY_S = 86400.0
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file of the archive that is not what its manifest says."""
+
+    path: Path
+    reason: str
+
+
+async def archive_run(
+    broker: Broker,
+    keys: Keys,
+    run_dir: Path,
+    config: ArchiveConfig,
+    until: Mapping[StreamName, str] | None = None,
+    *,
+    is_last: bool = False,
+    patience_s: float = 0.0,
+    on_segment: OnSegment = lambda stream, segment: None,
+) -> dict[StreamName, int]:
+    """Archive streams up to ids, without `until` all of them; returns how many entries of each.
+
+    `is_last` writes what does not fill a segment too. Then retention has its turn.
+
+    Raises:
+        LockedError: another process archives this run, for longer than `patience_s`.
+    """
+    ends = dict.fromkeys(StreamName, "+") if until is None else until
+    async with AsyncExitStack() as stack:
+        await _enter(stack, run_dir, patience_s)
+        counts = {}
+        for stream, end in ends.items():
+            counts[stream] = await archive_stream(
+                broker,
+                keys,
+                run_dir,
+                stream,
+                segment_bytes=int(config.segment_mb * MIB),
+                until=end,
+                is_last=is_last,
+                on_segment=on_segment,
+            )
+        retain(run_dir, config)
+    return {stream: count for stream, count in counts.items() if count}
+
+
+async def _enter(stack: AsyncExitStack, run_dir: Path, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            stack.enter_context(writing(run_dir))
+            return
+        except LockedError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(POLL_S)
+
+
+def retain(run_dir: Path, config: ArchiveConfig) -> int:
+    """Remove the oldest segments beyond the run's limits; returns how many. Call within `writing`.
+
+    A manifest forgets a file before the file goes: readers find whole segments only.
+    """
+    manifests = [Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName]
+    leaving = [segment for segment, _ in _too_much(manifests, config)]
+    for manifest in manifests:
+        gone = [segment for segment in manifest.segments if segment in leaving]
+        if gone:
+            manifest.without(gone)
+            for segment in gone:
+                manifest.path(segment).unlink(missing_ok=True)
+    if leaving:
+        log.info("removed from the archive", segments=len(leaving), entries=sum(s.entries for s in leaving))
+    return len(leaving)
+
+
+def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[tuple[Segment, float]]:
+    """What is beyond the limits, the oldest first. Commits and weights are small, and explain the rest."""
+    kept = {str(StreamName.COMMITS), str(StreamName.WEIGHTS)}
+    by_age = sorted(
+        (
+            (segment, _newest(segment))
+            for m in manifests
+            if m.folder.name not in kept
+            for segment in m.segments
+        ),
+        key=lambda item: item[1],
+    )
+    oldest = time.time() - config.keep_days * DAY_S if config.keep_days is not None else float("-inf")
+    room = config.keep_gb * GIB if config.keep_gb is not None else float("inf")
+    total = sum(manifest.num_bytes for manifest in manifests)
+    for segment, newest in by_age:
+        if newest >= oldest and total <= room:
+            return
+        total -= segment.num_bytes
+        yield segment, newest
+
+
+def _newest(segment: Segment) -> float:
+    """When the newest entry was made; where entries do not tell, when they were archived."""
+    return segment.bounds.get("time", (0.0, segment.archived_at))[1]
+
+
+def check(run_dir: Path) -> list[Damage]:
+    """Files that are missing, or whose bytes are not those that were written; reads all of them."""
+    damages = []
+    for stream in StreamName:
+        try:
+            manifest = Manifest.load(stream_folder(run_dir, stream))
+        except ArchiveError as error:
+            damages.append(Damage(stream_folder(run_dir, stream), str(error)))
+            continue
+        for segment in manifest.segments:
+            path = manifest.path(segment)
+            if not path.is_file():
+                damages.append(Damage(path, "it is not there"))
+            elif file_checksum(path) != segment.checksum:
+                damages.append(Damage(path, "its bytes are not those that were written"))
+    return damages
+
+
+def has_archive(run_dir: Path) -> bool:
+    """Whether anything of the run was archived."""
+    return any(archive_folder(run_dir).glob("*/*.jsonl"))

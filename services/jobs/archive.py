@@ -1,0 +1,65 @@
+"""Streams of a run to its archive: an RQ job, and a command (`python -m services.jobs.archive --help`).
+
+Asked for by the trainer, which trims what is archived. Whether one runs, or two, or one was killed half-way:
+each entry is archived once. Start it where the folder of runs is.
+"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from common.archive.archiver import archive_run
+from common.broker import Broker
+from common.errors import TidemillError
+from common.files import LockedError
+from common.history.selection import StreamName
+from common.keys import Keys
+from common.run_state import read_config
+
+PATIENCE_S = 60.0
+"""How long another archiver of the run is waited for."""
+
+
+def archive(run_id: str, run_dir: str, until: dict[str, str], is_last: bool = False) -> dict[str, int]:
+    """Archive streams up to ids; `is_last` also what does not fill a file. Entry point of RQ.
+
+    Returns how many entries of each stream were new.
+    """
+    ends = {StreamName(name): last for name, last in until.items()}
+    counts = asyncio.run(_archive(Keys(run_id), Path(run_dir), ends, is_last))
+    return {str(stream): count for stream, count in counts.items()}
+
+
+async def _archive(
+    keys: Keys, run_dir: Path, until: dict[StreamName, str], is_last: bool
+) -> dict[StreamName, int]:
+    broker = await Broker.connect()
+    try:
+        config = (await read_config(broker, keys)).streams.archive
+        return await archive_run(broker, keys, run_dir, config, until, is_last=is_last, patience_s=PATIENCE_S)
+    except LockedError:
+        return {}  # whoever holds the lock does the same work, and is asked again if that was not enough
+    finally:
+        await broker.close()
+
+
+def main() -> int:
+    """Archive here and now."""
+    parser = argparse.ArgumentParser(description="Write what a run's streams hold into its archive.")
+    parser.add_argument("run_id")
+    parser.add_argument("run_dir")
+    parser.add_argument("--until", action="append", default=[], metavar="STREAM=ID")
+    parser.add_argument("--rest", action="store_true", help="also what does not fill a file")
+    given = parser.parse_args()
+    until = dict(item.split("=", 1) for item in given.until) or dict.fromkeys(map(str, StreamName), "+")
+    try:
+        print(archive(given.run_id, given.run_dir, until, given.rest))
+    except TidemillError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
