@@ -28,7 +28,8 @@ from tests.trajectories import make_config, make_trajectory
 def trainer_config(**trainer: Any) -> RunConfig:
     """Two groups of two in a step, one step of staleness; fields of other sections with `section__field`."""
     sections: dict[str, Any] = {
-        "trainer": {"steps": 10, "groups_per_step": 2, "group_size": 2, "max_staleness": 1}
+        "trainer": {"steps": 10, "groups_per_step": 2, "group_size": 2, "max_staleness": 1},
+        "streams": {"archive": {"enabled": False}},
     }
     for name, value in trainer.items():
         section, _, field = name.rpartition("__")

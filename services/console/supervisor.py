@@ -139,9 +139,7 @@ class Supervisor:
             young_deaths = young_deaths + 1 if process.age_s < YOUNG_S else 1
             if young_deaths > MAX_YOUNG_DEATHS:
                 reason = _obituary(process, f"died {young_deaths} times in a row; giving up", code)
-                if not spec.is_optional:
-                    self.fail(reason)
-                self.on_event(reason)
+                (self.on_event if spec.is_optional else self.fail)(reason)
                 break
             pause_s = min(self.first_pause_s * 2 ** (young_deaths - 1), LONGEST_PAUSE_S)
             self.on_event(f"{spec.name} ended {_how(code)}; starting it again in {pause_s:g} s")

@@ -19,7 +19,7 @@ from common.keys import Keys
 from common.messages import Commit
 from common.run_state import publish_config
 from common.service import ServiceContext
-from common.streams import length, read_range
+from common.streams import length, memory_bytes, read_range
 from services.trainer import archive_jobs
 from services.trainer.service import serve
 from services.trainer.trimming import Trimmer
@@ -38,11 +38,7 @@ async def context(
 ) -> ServiceContext:
     monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path))
-    config = trainer_config()
-    streams = config.streams.model_copy(
-        update={"archive": config.streams.archive.model_copy(update={"segment_mb": 0.002})}
-    )
-    config = config.model_copy(update={"streams": streams})
+    config = trainer_config(streams__archive={"enabled": True, "segment_mb": 0.02})
     await publish_config(broker, keys, config)
     return make_context(broker, keys, config, tmp_path / keys.run_id)
 
@@ -109,7 +105,7 @@ async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
     await fill(broker, keys.trajectories(), range(1))
     (first, _), *_ = await raw(broker, keys.trajectories())
     trimmer = Trimmer(context)
-    trimmer.context.config.streams.archive.__dict__["segment_mb"] = 100.0
+    assert await memory_bytes(broker, keys.trajectories()) < 0.02 * 2**20
     await trimmer.let_go({STREAM: f"{first}5"})
     assert trimmer.is_waiting
     assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0
