@@ -4,6 +4,7 @@
 look unhealthy from outside, which is why the answer does not come from that loop.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,11 +78,13 @@ def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[
                 self._answer(404, f"try {', '.join(pages)} or /healthz\n".encode(), "text/plain")
 
         def _answer(self, status: int, body: bytes, content_type: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            # A scraper that hung up has its reasons, and needs no answer any more.
+            with contextlib.suppress(ConnectionError):
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """Scrapes are not worth a line."""

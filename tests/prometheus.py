@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -20,6 +21,7 @@ from infra.grafana.boards import BOARDS
 from infra.grafana.panels import INTERVAL
 from tests.runs import REPO
 from tests.servers import free_port
+from tests.waiting import wait_until
 
 CONFIG = REPO / "infra" / "prometheus" / "prometheus.yml"
 RULES = CONFIG.parent / "rules"
@@ -93,21 +95,30 @@ def substituted(promql: str, window: str, run_id: str) -> str:
 
 def metric_names(promql: str) -> set[str]:
     """The series that an expression reads."""
-    found: set[str] = set()
+    return {str(found.name) for found in _selected(promql)}
+
+
+def selectors(promql: str) -> set[str]:
+    """What an expression reads, each with its labels, as PromQL."""
+    return {re.sub(r" offset \w+$", "", str(found)) for found in _selected(promql)}
+
+
+def _selected(promql: str) -> list[Any]:
+    found: list[Any] = []
 
     def visit(node: Any) -> bool:
-        if isinstance(node, promql_parser.VectorSelector) and node.name:
-            found.add(node.name)
-        elif isinstance(node, promql_parser.MatrixSelector) and node.vector_selector.name:
-            found.add(node.vector_selector.name)
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(node)
+        elif isinstance(node, promql_parser.MatrixSelector):
+            found.append(node.vector_selector)
         return True
 
     promql_parser.walk(promql_parser.parse(substituted(promql, "1m", "any")), visit)
-    return found
+    return [selector for selector in found if selector.name]
 
 
 class PrometheusServer:
-    """A real Prometheus with the rules of infra/, scraping what an exporter's /sd names, twice a second."""
+    """A real Prometheus with the rules of infra/, scraping what an exporter's /sd names, every second."""
 
     def __init__(self, folder: Path, exporter: str) -> None:
         """`exporter` is the address of a run's exporter."""
@@ -120,17 +131,12 @@ class PrometheusServer:
         """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> "PrometheusServer":
-        assert PROMETHEUS
-        (self.folder / "prometheus.yml").write_text(yaml.safe_dump(self._config()))
-        command = [PROMETHEUS, "--config.file", str(self.folder / "prometheus.yml")]
-        command += ["--storage.tsdb.path", str(self.folder / "tsdb")]
-        command += ["--web.listen-address", f"127.0.0.1:{self.port}"]
-        with open(self.folder / "prometheus.log", "wb") as log:
-            self.process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=os.environ)
+    async def __aenter__(self) -> "PrometheusServer":
+        self._start()
+        await wait_until(self._is_ready, 60, "Prometheus is ready")
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self.process
@@ -138,6 +144,15 @@ class PrometheusServer:
         self.process.wait()
         if error is not None:
             print((self.folder / "prometheus.log").read_text(errors="replace")[-3000:])
+
+    def _start(self) -> None:
+        assert PROMETHEUS
+        (self.folder / "prometheus.yml").write_text(yaml.safe_dump(self._config()))
+        command = [PROMETHEUS, "--config.file", str(self.folder / "prometheus.yml")]
+        command += ["--storage.tsdb.path", str(self.folder / "tsdb")]
+        command += ["--web.listen-address", f"127.0.0.1:{self.port}"]
+        with open(self.folder / "prometheus.log", "wb") as log:
+            self.process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=os.environ)
 
     async def query(self, promql: str) -> list[dict[str, Any]]:
         """The series that an expression has now; NaN counts as none.
@@ -151,6 +166,13 @@ class PrometheusServer:
         found: list[dict[str, Any]] = data["result"] if data["resultType"] == "vector" else [data]
         return [item for item in found if item.get("value", [0, "0"])[1] != "NaN"]
 
+    async def _is_ready(self) -> bool:
+        try:
+            await asyncio.to_thread(urllib.request.urlopen, f"{self.url}/-/ready", timeout=5)
+        except OSError:
+            return False
+        return True
+
     def _get(self, path: str) -> dict[str, Any]:
         try:
             with urllib.request.urlopen(self.url + path, timeout=20) as answer:
@@ -163,8 +185,8 @@ class PrometheusServer:
         """That of infra/, but faster, and with the addresses of this test."""
         config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
         config["global"] |= {
-            "scrape_interval": "500ms",
-            "scrape_timeout": "500ms",
+            "scrape_interval": "1s",
+            "scrape_timeout": "1s",
             "evaluation_interval": "1s",
         }
         config["rule_files"] = [str(RULES / "*.yml")]
