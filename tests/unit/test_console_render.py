@@ -177,3 +177,13 @@ def test_the_summary_says_when_a_warning_held() -> None:
         "the policy has nearly stopped exploring (steps 2 to the end, at worst 0.001). Raise clip_high."
     )
     assert "(steps 2 to 3, at worst not a number)" in spell_line({**WARNING, "until_step": 3, "worst": None})
+
+
+def test_the_dashboard_names_the_slowest_stage_and_what_to_do() -> None:
+    workers = [
+        Heartbeat("t", "trainer", shares={"wait:scores": 0.7, "train": 0.3}, at=time.time()),
+        Heartbeat("s", "reward", shares={"score": 1.0}, at=time.time()),
+    ]
+    text = " ".join(shown(dashboard(snapshot(workers=workers))).split())
+    assert "slowest reward is the bottleneck: the trainer waits 70% of its time for scores" in text
+    assert "1 reward worker scores 100% of what is possible" in text
