@@ -54,7 +54,7 @@ def tickets() -> list[Ticket]:
             prompt_text=f"prompt of ticket {ticket}",
             row=ticket,
             replaces=2 if ticket == 4 else -1,
-            issued_at=BEGIN + 10 * step + (6 if ticket == 4 else 0),
+            issued_at=BEGIN + 10 * step + (3 if ticket == 4 else 0),
         )
         for ticket, step in STEPS.items()
     ]

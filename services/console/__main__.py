@@ -9,7 +9,7 @@ import typer
 from common.errors import ConfigError, TidemillError
 from services.console.archive_commands import archive
 from services.console.dead_commands import app as dead
-from services.console.lineage_commands import step, trace
+from services.console.lineage_commands import step, timeline, trace
 from services.console.plan_commands import plan
 from services.console.replay_commands import app as replay
 from services.console.replay_commands import diff
@@ -180,6 +180,7 @@ app.command(epilog="Example: tidemill archive arith-20260131-120000 --check")(ar
 app.command(epilog="Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20")(rescore)
 app.command(epilog="Examples: tidemill trace 412  ·  tidemill trace 412.3 arith-1")(trace)
 app.command(epilog="Example: tidemill step 412 arith-1 --full")(step)
+app.command(epilog="Example: tidemill timeline --from-step 40 --to-step 45 -o trace.json")(timeline)
 
 app.add_typer(
     replay,

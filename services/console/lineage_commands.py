@@ -58,3 +58,26 @@ def step(
     from services.console.streams import View
 
     show_step(View(run_id, runs_dir, as_json, full), number)
+
+
+def timeline(
+    first: Annotated[
+        int, typer.Option("--from-step", metavar="A", min=0, help="The first step.", show_default=False)
+    ],
+    last: Annotated[
+        int, typer.Option("--to-step", metavar="B", min=0, help="The last step.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = Path(
+        "trace.json"
+    ),
+    run_id: Run = None,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Write a stretch of a run as a Chrome trace: every sample from its queue to its training.
+
+    Open the file at https://ui.perfetto.dev or in chrome://tracing.
+    """
+    from services.console.streams import View
+    from services.console.timeline.command import write_timeline
+
+    write_timeline(View(run_id, runs_dir), first, last, output)

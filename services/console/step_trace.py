@@ -11,7 +11,7 @@ import numpy as np
 
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
-from common.messages import Commit, Score, Ticket, Trajectory, TrajectoryKey, WeightManifest
+from common.messages import Commit, Lane, Score, Ticket, Trajectory, TrajectoryKey, Try, WeightManifest
 from common.streams import Entry, entry_id_of
 from services.console.message_tree import jsonable, plain_fields
 from services.console.ticket_trace import WHOLE_GROUP, advantages_in
@@ -29,23 +29,29 @@ class SampleFacts:
     versions: tuple[int, int]
     """The oldest and the newest that made a token."""
     worker: str
-    issued_at: float
     started_at: float
     finished_at: float
+    issued_at: float = 0.0
     scorer: str = ""
     scored_at: float = 0.0
     latency_s: float = 0.0
     attempts: int = 0
+    tries: tuple[Try, ...] = ()
     reward: float | None = None
+    error: str = ""
+
+    @property
+    def asked_at(self) -> float:
+        """When the reward began, 0 where there is none."""
+        return self.scored_at - self.latency_s if self.scored_at else 0.0
 
     def stages_s(self, trained_at: float) -> dict[str, float]:
         """Seconds in each stage, as far as both its ends are known."""
-        asked_at = self.scored_at - self.latency_s if self.scored_at else 0.0
         ends = (
             ("queued", self.issued_at, self.started_at),
             ("generated", self.started_at, self.finished_at),
-            ("waited for reward", self.finished_at, asked_at),
-            ("scored", asked_at, self.scored_at),
+            ("waited for reward", self.finished_at, self.asked_at),
+            ("scored", self.asked_at, self.scored_at),
             ("waited for training", self.scored_at, trained_at),
         )
         return {name: max(0.0, last - first) for name, first, last in ends if first and last}
@@ -176,48 +182,65 @@ async def trace_step(history: History, step: int) -> StepTrace:
 
 
 async def samples_of(history: History, tickets: tuple[int, ...]) -> dict[TrajectoryKey, SampleFacts]:
-    """The samples of these tickets, the first entry of each, by key."""
-    wanted = set(tickets)
-    if not wanted:
+    """The samples of these tickets, by key."""
+    if not tickets:
         return {}
-    near = Selection(tickets=(min(wanted), max(wanted)))
+    wanted = set(tickets)
+    found = await read_samples(history, Selection(tickets=(min(wanted), max(wanted))))
+    return {key: sample for key, sample in found.items() if key[0] in wanted}
+
+
+async def read_samples(
+    history: History, near: Selection, lane: Lane = Lane.TRAIN
+) -> dict[TrajectoryKey, SampleFacts]:
+    """The selected trajectories with their tickets and scores, the first entry of each, by key."""
+    suffix = ":eval" if lane is Lane.EVAL else ""
+    made: dict[TrajectoryKey, SampleFacts] = {}
+    async for record in history.scan(StreamName("trajectories" + suffix), near):
+        if isinstance(record, Entry) and isinstance(record.message, Trajectory):
+            made.setdefault(record.message.key, _generated(record.message))
+    if not made:
+        return {}
+    of_them = Selection(tickets=(min(made)[0], max(made)[0]))
     issued: dict[int, float] = {}
-    async for record in history.scan(StreamName.PROMPTS, near):
+    async for record in history.scan(StreamName("prompts" + suffix), of_them):
         if isinstance(record, Entry) and isinstance(record.message, Ticket):
             issued[record.message.ticket] = record.message.issued_at
     scores: dict[TrajectoryKey, Score] = {}
-    async for record in history.scan(StreamName.SCORES, near):
+    async for record in history.scan(StreamName("scores" + suffix), of_them):
         if isinstance(record, Entry) and isinstance(record.message, Score):
             scores.setdefault(record.message.key, record.message)
-    samples: dict[TrajectoryKey, SampleFacts] = {}
-    async for record in history.scan(StreamName.TRAJECTORIES, near):
-        made = record.message if isinstance(record, Entry) else None
-        if isinstance(made, Trajectory) and made.ticket in wanted and made.key not in samples:
-            samples[made.key] = _facts(made, scores.get(made.key), issued.get(made.ticket, 0.0))
-    return samples
+    return {
+        key: _scored(replace(sample, issued_at=issued.get(key[0], 0.0)), scores.get(key))
+        for key, sample in made.items()
+    }
 
 
-def _facts(made: Trajectory, score: Score | None, issued_at: float) -> SampleFacts:
+def _generated(made: Trajectory) -> SampleFacts:
     versions = [version for version, _ in made.spans]
-    facts = SampleFacts(
+    return SampleFacts(
         key=made.key,
         num_prompt_tokens=len(made.prompt_ids),
         num_tokens=made.num_tokens,
         versions=(min(versions), max(versions)),
         worker=made.worker,
-        issued_at=issued_at,
         started_at=made.started_at,
         finished_at=made.finished_at,
     )
+
+
+def _scored(sample: SampleFacts, score: Score | None) -> SampleFacts:
     if score is None:
-        return facts
+        return sample
     return replace(
-        facts,
+        sample,
         scorer=score.worker,
         scored_at=score.scored_at,
         latency_s=score.latency_s,
         attempts=score.attempts,
+        tries=score.tries,
         reward=score.value,
+        error=score.error,
     )
 
 

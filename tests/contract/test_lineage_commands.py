@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
@@ -19,6 +18,7 @@ from common.streams import append_numbered
 from services.console.__main__ import app
 from services.console.step_trace import STAGES
 from tests.histories import DIGESTS, commits, write_small_run
+from tests.traces import problems_of
 from tests.trajectories import make_trajectory
 
 HOSTILE = "[bold red]\x1b[2J\u202e"
@@ -44,11 +44,12 @@ def tidemill(
 
     asyncio.run(write())
 
-    def tidemill(command: str, *arguments: str, **options: Any) -> Result:
-        line = [command, *arguments, "--runs-dir", str(tmp_path)]
-        return CliRunner().invoke(app, line, **({"catch_exceptions": False} | options))
+    def tidemill(command: str, *arguments: str) -> Result:
+        place = 0 if command == "timeline" else 1  # the run comes after the ticket or the step
+        line = [command, *arguments[:place], keys.run_id, *arguments[place:], "--runs-dir", str(tmp_path)]
+        return CliRunner().invoke(app, line, catch_exceptions=False)
 
-    yield lambda command, what, *more, **options: tidemill(command, what, keys.run_id, *more, **options)
+    yield tidemill
     structlog.reset_defaults()  # the commands turn logging off
 
 
@@ -138,7 +139,7 @@ class TestStep:
         shown = tidemill("step", "1").output
         for expected in ("version 1 → 2", "wait groups", "60%", DIGESTS[2], "zero_variance: 1 group (2)"):
             assert expected in shown
-        assert "4.1, 10.5 s after the step began: queued 1.0 s, generated 3.0 s" in shown
+        assert "4.1, 7.5 s after the step began: queued 1.0 s, generated 3.0 s" in shown
         assert "failed_score: 1 sample (1.1)" in tidemill("step", "0").output
 
     def test_a_group_whose_advantages_go_against_its_rewards_is_pointed_at(
@@ -161,3 +162,30 @@ class TestStep:
     def test_a_step_that_is_not_there_is_a_plain_error(self, tidemill):
         with pytest.raises(ConfigError, match="no commit of step 7: it has steps 0 to 1, counted from 0"):
             tidemill("step", "7")
+
+
+class TestTimeline:
+    def test_the_file_keeps_the_rules_of_its_format(self, tidemill, tmp_path):
+        file = tmp_path / "trace.json"
+        shown = tidemill("timeline", "--from-step", "0", "--to-step", "1", "-o", str(file)).output
+        assert "trace.json: steps 0 to 1" in shown and "ui.perfetto.dev" in shown
+        tree = json.loads(file.read_text())
+        assert problems_of(tree["traceEvents"]) == []
+        names = {event["name"] for event in tree["traceEvents"] if event["ph"] == "X"}
+        assert {"step 0", "step 1", "4.1", "ticket 3"} <= names
+        assert "7.0" in names, "what was under way is drawn too, though no step has trained on it"
+
+    def test_a_stretch_begins_with_the_first_of_its_own_tickets(self, tidemill, tmp_path):
+        file = tmp_path / "trace.json"
+        tidemill("timeline", "--from-step", "1", "--to-step", "9", "-o", str(file))
+        names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+        assert "step 1" in names and "step 0" not in names and "0.0" not in names
+
+    def test_mistakes_are_answered_in_plain_words(self, tidemill, tmp_path):
+        for first, last, file, words in (
+            ("5", "9", "a.json", "has no commit of steps 5 to 9"),
+            ("1", "0", "a.json", "--from-step 1 is after --to-step 0"),
+            ("0", "1", "nowhere/a.json", "in a folder that exists"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                tidemill("timeline", "--from-step", first, "--to-step", last, "-o", str(tmp_path / file))
