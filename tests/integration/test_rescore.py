@@ -75,6 +75,8 @@ def test_another_reward_is_held_against_the_recorded_one_and_the_run_is_as_it_wa
     assert report["cost"]["trajectories"] == NUM_TICKETS * GROUP_SIZE
     assert json.loads((runs / report["sandbox"] / "rescore.json").read_text()) == report
     assert fingerprint(runs / "base") == before
+    shown = tidemill(runs, "streams", "show", "scores", "5.0", "--run", report["sandbox"], "--json")
+    assert shown.returncode == 0 and '"value": 10.0' in shown.stdout, shown.stdout + shown.stderr
 
 
 def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Path) -> None:

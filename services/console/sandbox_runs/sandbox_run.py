@@ -20,6 +20,7 @@ from common.messages import Lane
 from common.presence import GONE_AFTER_S, Heartbeat, read_heartbeats
 from common.run_state import publish_config, run_exists, update_state
 from common.streams import ensure_group
+from services.console.archive import archive_rest
 from services.console.guard import Guard
 from services.console.local_redis import LocalRedis
 from services.console.processes import ServiceSpec, service_environment, service_specs
@@ -65,6 +66,9 @@ class SandboxRun:
                     await self._register(kind, source)
                     async with self._workers(guard, url):
                         yield self
+                    if self.config.streams.archive.enabled:
+                        archive = self.config.streams.archive
+                        await archive_rest(self.broker, self.keys, self.folder.path, archive)
                 finally:
                     await self.broker.close()
 
