@@ -117,7 +117,7 @@ def _table(names: tuple[str, str], differences: list[Difference]) -> Table:
         style = "dim" if item.is_rounding else ""
         more = f" (+{item.num_places - 1})" if item.num_places > 1 else ""
         name = f"{item.aspect}{more}{', rounding' if item.is_rounding else ''}"
-        table.add_row(name, _where(item), item.what, _short(item.a), _short(item.b), style=style)
+        table.add_row(name, _where(item), item.what, *_values(item), style=style)
     return table
 
 
@@ -135,6 +135,15 @@ def _print_next(console: Console, names: tuple[str, str], cause: Difference) -> 
     console.print("look closer:", style="dim")
     for line in lines:
         console.print(f"  {line}", soft_wrap=True)
+
+
+def _values(item: Difference) -> tuple[str, str]:
+    if item.aspect is Aspect.WEIGHTS:
+        return str(item.a)[:12], str(item.b)[:12]
+    if isinstance(item.a, float) and isinstance(item.b, float):
+        short = f"{item.a:.7g}", f"{item.b:.7g}"
+        return short if short[0] != short[1] else (repr(item.a), repr(item.b))
+    return _short(item.a), _short(item.b)
 
 
 def _short(value: Any) -> str:

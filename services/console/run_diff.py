@@ -11,7 +11,7 @@ are noted, and the search goes on. Weights that have drifted apart by rounding s
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -33,6 +33,9 @@ from common.streams import Entry
 
 CLOCKS = ("_s", "idle_share", "wait_share")
 """Endings of metrics that tell of time: they are never the same twice."""
+
+GAPS = ("logprob_gap/", "rollout_kl")
+"""Beginnings of metrics that are differences themselves: rounding is most of them where all is well."""
 
 
 class Aspect(StrEnum):
@@ -197,10 +200,16 @@ async def _step(
         for ticket in sorted(records_a.keys() & records_b.keys()):
             note(compare_groups(a.step, records_a[ticket], records_b[ticket], tolerance))
     note(compare_commits(a, b, tolerance))
+    if Aspect.WEIGHTS in found:
+        # Whatever moved the weights is told of above; where nothing is, it was the update itself.
+        others = [item for aspect, item in found.items() if aspect is not Aspect.WEIGHTS]
+        is_rounding = bool(others or result.earlier or result.unread_steps) and all(
+            item.is_rounding for item in others
+        )
+        found[Aspect.WEIGHTS] = replace(found[Aspect.WEIGHTS], is_rounding=is_rounding)
     for aspect in Aspect:
         if aspect in found:
-            item = found[aspect]
-            yield Difference(**(asdict(item) | {"num_places": places[aspect]}))
+            yield replace(found[aspect], num_places=places[aspect])
 
 
 def _prompts(step: int, a: dict[int, Ticket], b: dict[int, Ticket]) -> Iterator[Difference]:
@@ -287,7 +296,7 @@ def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Differen
         one, other = a.metrics[name], b.metrics[name]
         if not name.endswith(CLOCKS) and one != other and not (math.isnan(one) and math.isnan(other)):
             yield Difference(
-                Aspect.METRICS, step, name, one, other, is_rounding=_is_close(one, other, tolerance)
+                Aspect.METRICS, step, name, one, other, is_rounding=_is_near(name, one, other, tolerance)
             )
     if a.digest != b.digest:
         yield Difference(Aspect.WEIGHTS, step, "digest", a.digest, b.digest, is_rounding=True)
@@ -336,6 +345,11 @@ def _advantages(
             yield Difference(
                 Aspect.ADVANTAGES, step, f"sample {place}", one, other, ticket, is_rounding=is_rounding
             )
+
+
+def _is_near(metric: str, one: float, other: float, tolerance: float) -> bool:
+    is_gap = metric.startswith(GAPS)
+    return abs(one - other) <= tolerance if is_gap else _is_close(one, other, tolerance)
 
 
 def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
