@@ -12,8 +12,8 @@ from rich.text import Text
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""
 FEW_DIGITS = 9
-FAR = 10
-"""Steps of replaying after which a hint at closer checkpoints is worth its line."""
+FAR_STEPS = 10
+"""Replayed on the way to a step: from here on a hint at closer checkpoints is worth its line."""
 
 
 class ReplayProgress:
@@ -124,6 +124,12 @@ def _remarks(result: dict[str, Any], shows_all: bool) -> list[str]:
         lines.append("other samples are left out of their groups than were then; --json lists both")
     if (first_step := result["first_difference"]) is not None and first_step < result["step"]:
         lines.append(f"the weights differ since step {first_step}: look at that step first")
+    if (num_steps := result["step"] - result["from_version"]) >= FAR_STEPS:
+        start = f"version {result['from_version']}" if result["from_version"] else "the starting model"
+        lines.append(
+            f"[dim]{num_steps} steps before it were trained again, from {start}: the nearest checkpoint; "
+            "trainer.keep_checkpoints keeps more of them (docs/debugging.md says what they cost)[/]"
+        )
     if weights := result.get("weights"):
         lines.append("weights, against those on the disk: " + _words(weights))
     if changed := result.get("what_if"):

@@ -16,8 +16,9 @@ from common.streams import append, trim_before
 from services.trainer.policy_loading import open_policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.replay.comparison import compare_step
+from services.trainer.replay.request import changed_config, check_committed
 from services.trainer.replay.session import ReplayedStep, Session
-from services.trainer.replay.what_if import WhatIf, changed_config
+from services.trainer.replay.what_if import WhatIf
 from tests.training import answering, make_score
 from tests.whole_trainer import run
 
@@ -123,7 +124,7 @@ async def test_a_step_that_the_run_never_made_is_refused(make, broker, keys):
     async with answering(broker, keys):
         await run(context)
     with pytest.raises(ConfigError, match=r"no commit of step 7: its commits end with step 1"):
-        await replayed(context, 7)
+        await check_committed(History(keys.run_id, None, broker), [1, 7])
 
 
 async def test_nothing_of_the_run_is_written(make, broker, keys):

@@ -1,5 +1,6 @@
 """What a finished run did can be computed again bit by bit, and a planted bug is found in three commands."""
 
+import asyncio
 import json
 import os
 import random
@@ -43,7 +44,7 @@ async def train(run: PreloadedRun) -> None:
 
 
 @pytest.fixture(scope="module")
-async def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]:
+def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]:
     """A finished run of the arith example whose streams are in the archive alone: its Redis is gone."""
     runs = tmp_path_factory.mktemp("runs")
     config = load_config(
@@ -59,6 +60,10 @@ async def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Co
             "streams.trim=false",
         ],
     )
+    return runs, asyncio.run(train_and_archive(runs, config))
+
+
+async def train_and_archive(runs: Path, config: RunConfig) -> list[Commit]:
     async with PreloadedRun(runs, config, "arith") as run:
         await train(run)
         with writing(run.run_dir):
@@ -66,10 +71,10 @@ async def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Co
                 await archive_stream(
                     run.broker, run.keys, run.run_dir, stream, segment_bytes=100_000, is_last=True
                 )
-        return runs, await commits_of(run.broker, run.keys)
+        return await commits_of(run.broker, run.keys)
 
 
-async def test_twenty_random_steps_come_out_bit_by_bit_from_the_archive(arith: Any) -> None:
+def test_twenty_random_steps_come_out_bit_by_bit_from_the_archive(arith: Any) -> None:
     runs, commits = arith
     steps = random.Random(7).sample(range(STEPS), 20)
     done = tidemill(runs, "replay", "step", ",".join(map(str, steps)), "arith", "--json")
@@ -83,18 +88,17 @@ async def test_twenty_random_steps_come_out_bit_by_bit_from_the_archive(arith: A
         assert all(replayed[name] == commit.metrics[name] for name in FIELDS)
 
 
-async def test_the_example_of_the_documentation_computes_the_recorded_loss(
-    arith: Any, tmp_path: Path
-) -> None:
+def test_the_batch_in_a_notebook_gives_the_recorded_loss(arith: Any, tmp_path: Path) -> None:
     runs, commits = arith
     file = tmp_path / "step5.pt"
     words = ("replay", "step", "5", "arith", "--to-torch", str(file), "--with-weights")
-    done = tidemill(runs, *words)
+    done = tidemill(runs, *words, "--set", "trainer.optimizer.lr=1e-3")
     assert done.returncode == 0, done.stderr
     assert "bit-identical" in done.stdout and file.name in done.stdout
+    assert "with the change: trainer.optimizer.lr: 0.0002 -> 0.001" in done.stdout
     text = (REPO / "docs/debugging.md").read_text()
     [snippet] = re.findall(r"```python\n(.*?torch\.load.*?)```", text, flags=re.DOTALL)
-    assert len(snippet.strip().splitlines()) <= 14
+    assert len(snippet.strip().splitlines()) <= 16
     names: dict[str, Any] = {}
     exec(snippet.replace('"step.pt"', repr(str(file))), names)
     assert names["loss"].item() == pytest.approx(commits[5].metrics["loss"], rel=1e-4)
@@ -106,16 +110,14 @@ async def test_the_example_of_the_documentation_computes_the_recorded_loss(
     assert set(batch["token_versions"].unique().tolist()) <= {-1, 4, 5}
 
 
-async def test_a_change_is_shown_beside_what_was(arith: Any) -> None:
+def test_mistakes_are_answered_before_anything_is_loaded(arith: Any) -> None:
     runs, _ = arith
-    done = tidemill(runs, "replay", "step", "19", "arith", "--set", "trainer.optimizer.lr=1e-3")
-    assert done.returncode == 0, done.stderr
-    assert "with the change" in done.stdout and "cosine" in done.stdout
-    assert "trainer.optimizer.lr: 0.0002 -> 0.001" in done.stdout
     wrong = tidemill(runs, "replay", "step", "19", "arith", "--set", "rollout.sampling.top_p=0.5")
     assert wrong.returncode == 2 and "what was collected" in wrong.stderr
     missing = tidemill(runs, "replay", "step", "99", "arith")
     assert missing.returncode == 2 and f"its commits end with step {STEPS - 1}" in missing.stderr
+    none = tidemill(runs, "replay", "step", "first", "arith")
+    assert none.returncode == 2 and "names no steps" in none.stderr
 
 
 BUG = """
@@ -136,9 +138,10 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path: Path) -> No
         tmp_path,
         trainer__max_staleness=0,
         trainer__start_early=False,
-        rollout__simulated={"tokens": 8, "length_spread": 0.5, "vocab_size": 32},
     )
-    with EmbeddedRedis(tmp_path / "redis") as server:
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    try:
         async with PreloadedRun(tmp_path, config, "good", server.url) as good:
             await train(good)
             ticket = await buggy_ticket(History("good", None, good.broker), config)
@@ -160,6 +163,8 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path: Path) -> No
         trace = tidemill(tmp_path, "trace", match[1], "bad", url=server.url)
         assert trace.returncode == 0, trace.stderr
         assert re.search(r"reward +-1 ", trace.stdout) and str(ticket.ground_truth) in trace.stdout
+    finally:
+        server.stop()
 
 
 async def buggy_ticket(history: History, config: RunConfig) -> Ticket:

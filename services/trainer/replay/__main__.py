@@ -22,6 +22,7 @@ from common.history import History
 from common.logs import LEVEL_VARIABLE, configure_logs
 from common.redis_client import URL_VARIABLE
 from common.run_state import read_config
+from services.trainer.replay.request import changed_config, check_committed
 
 
 def main() -> int:
@@ -55,10 +56,15 @@ async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:
     try:
         history = History(options.run, options.run_dir, broker)
         config = await _config(options.run_dir, history)
+        steps = [int(part) for part in options.steps.split(",")]
+        changed = changed_config(config, options.set) if options.set else None
+        if options.with_weights and config.trainer.num_ranks > 1:
+            raise ConfigError("--with-weights works for runs that train on one rank only.")
+        await check_committed(history, steps)
         from services.trainer.replay.steps import StepReplay
 
-        work = StepReplay(history, config, options, lambda event: _print(lines, event))
-        return await work.run([int(part) for part in options.steps.split(",")])
+        work = StepReplay(history, config, changed, options, lambda event: _print(lines, event))
+        return await work.run(steps)
     finally:
         if broker is not None:
             await broker.close()

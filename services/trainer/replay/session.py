@@ -15,7 +15,7 @@ from typing import Any
 
 from common.activity import Activity
 from common.config import RunConfig
-from common.errors import ConfigError, TidemillError
+from common.errors import TidemillError
 from common.history import GroupCursor, History, MissingRecordsError, RecordedGroup, Selection, StreamName
 from common.messages import Commit
 from common.streams import Entry, entry_id_of
@@ -66,7 +66,7 @@ class Session:
         self.history, self.config, self.run_dir = history, config, run_dir
         self.policy, self.thread, self.say = policy, thread, say
         self.runner = StepRunner(Surroundings(config), policy, thread, Judge(config))
-        self.version = 0
+        self.version, self.from_version = 0, 0
         self.first_difference: int | None = None
         """The first step, of those replayed since the last restored checkpoint, with another digest."""
         self._cursor: GroupCursor | None = None
@@ -77,12 +77,10 @@ class Session:
         """Each wanted step, ascending. `before` is called when the policy stands right before one.
 
         Raises:
-            ConfigError: the run has not committed such a step.
             TidemillError: its streams do not hold what it was trained on, or the config has changed.
         """
         async with AsyncExitStack() as stack:
             for step in sorted(set(wanted)):
-                await self._check_committed(step)
                 await self._restore(step, stack)
                 async for commit in self._commits(self.version, step):
                     if commit.step == step and before is not None:
@@ -90,17 +88,6 @@ class Session:
                     replayed = await self._train(commit)
                     if commit.step == step:
                         yield replayed
-
-    async def _check_committed(self, step: int) -> None:
-        if await self.history.commit(step) is not None:
-            return
-        last = -1
-        async for record in self.history.scan(StreamName.COMMITS, newest_first=True):
-            if isinstance(record, Entry) and isinstance(record.message, Commit):
-                last = record.message.step
-                break
-        has = f"its commits end with step {last}" if last >= 0 else "it has no commits"
-        raise ConfigError(f"run {self.history.run_id} has no commit of step {step}: {has}.")
 
     async def _restore(self, step: int, stack: AsyncExitStack) -> None:
         """Take the newest checkpoint up to `step`, where that is nearer than what the policy holds."""
@@ -111,7 +98,8 @@ class Session:
                 self.say({"kind": "start", "version": 0, "step": step})
             return
         await self.thread.call(self.policy.load_state, found.folder)
-        self.version, self.first_difference = found.state.version, None
+        self.version = self.from_version = found.state.version
+        self.first_difference = None
         self._cursor = await stack.enter_async_context(self._open_cursor(found))
         self.say({"kind": "start", "version": self.version, "step": step})
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 
 from common.config import RunConfig
-from common.errors import ConfigError
 from common.history import History
 from services.trainer.policy import Policy, PolicyState
 from services.trainer.policy_loading import open_policy
@@ -14,7 +13,7 @@ from services.trainer.replay.comparison import compare_step
 from services.trainer.replay.session import ReplayedStep, Say, Session
 from services.trainer.replay.torch_dump import write_dump
 from services.trainer.replay.weights import copied_state
-from services.trainer.replay.what_if import WhatIf, changed_config
+from services.trainer.replay.what_if import WhatIf
 from services.trainer.replay_check import weight_difference
 from services.trainer.sharded_policy import ShardedPolicy
 
@@ -22,20 +21,17 @@ from services.trainer.sharded_policy import ShardedPolicy
 class StepReplay:
     """Replays steps and says what came out, event by event."""
 
-    def __init__(self, history: History, config: RunConfig, options: argparse.Namespace, say: Say) -> None:
-        """`options` are those of the command line.
-
-        Raises:
-            ConfigError: a change cannot be replayed.
-        """
+    def __init__(
+        self,
+        history: History,
+        config: RunConfig,
+        changed: RunConfig | None,
+        options: argparse.Namespace,
+        say: Say,
+    ) -> None:
+        """`changed` is the config of a what-if; `options` are those of the command line."""
         self.history, self.config, self.options, self.say = history, config, options, say
         self.thread = PolicyThread()
-        changed = changed_config(config, options.set) if options.set else None
-        if config.trainer.num_ranks > 1 and (changed or options.with_weights):
-            raise ConfigError(
-                f"the run trains on {config.trainer.num_ranks} ranks: it can be replayed with as many, but "
-                "neither --set nor --with-weights work there."
-            )
         self.what_if = WhatIf(config, changed, self.thread) if changed else None
         self._start: PolicyState | None = None
 
@@ -61,7 +57,8 @@ class StepReplay:
         async for replayed in session.steps(steps, before):
             result = compare_step(replayed)
             is_equal = is_equal and result["equal"]
-            result |= {"first_difference": session.first_difference}
+            result["first_difference"] = session.first_difference
+            result["from_version"] = session.from_version
             if not result["digest"]["equal"]:
                 result["weights"] = await self.thread.call(
                     weight_difference, policy, self.options.run_dir, replayed.commit

@@ -1,8 +1,7 @@
 """One step with another config: the same start, the same records, and what would have come out.
 
-A change may touch what the trainer makes of its groups, never what was collected: `changed_config` refuses
-the others with the reason. Each step starts from the recorded weights and moments; the change is not carried
-on.
+A change may touch what the trainer makes of its groups, never what was collected (`request.py`). Each step
+starts from the recorded weights and moments; the change is not carried on.
 """
 
 from collections.abc import Mapping
@@ -11,9 +10,8 @@ from typing import Any
 import torch
 
 from common.config import RunConfig
-from common.config.changes import FIXED, changed_fields
-from common.config.loading import override_config
-from common.errors import ConfigError, TidemillError
+from common.config.changes import changed_fields
+from common.errors import TidemillError
 from common.history import RecordedGroup
 from common.messages import Commit
 from services.trainer.judgement import CompleteGroup, Judge, Refusal, TrainableGroup
@@ -25,34 +23,8 @@ from services.trainer.replay.session import Surroundings, complete_groups, metri
 from services.trainer.replay.weights import copied_state, weight_distance
 from services.trainer.step import StepRunner
 
-OTHER_PARAMETERS = {
-    "trainer.lora": "other parameters would be trained than those of the run's checkpoints",
-    "trainer.algorithm.value.head": "other parameters would be trained than those of the run's checkpoints",
-    "trainer.num_ranks": "a what-if is computed in one process",
-}
 RECOMPOSED = ("trainer.micro_batch_tokens", "trainer.mini_batches")
 """Fields that the recorded composition follows from."""
-
-
-def changed_config(config: RunConfig, overrides: list[str]) -> RunConfig:
-    """The config with the overrides.
-
-    Raises:
-        ConfigError: a field is bad, or a change would have led to other records.
-    """
-    changed = override_config(config, overrides)
-    refused = FIXED | OTHER_PARAMETERS
-    for change in changed_fields(config, changed):
-        reason = next((why for name, why in refused.items() if _is_in(change.field, name)), "")
-        if not change.field.startswith("trainer."):
-            reason = "what was collected would have been something else"
-        if reason:
-            raise ConfigError(f"--set {change.field}: a step cannot be replayed with that: {reason}.")
-    return changed
-
-
-def _is_in(field: str, section: str) -> bool:
-    return field == section or field.startswith(section + ".")
 
 
 class WhatIf:
