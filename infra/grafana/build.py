@@ -24,7 +24,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from grafana_foundation_sdk.models.text import TextMode
 
 from infra.grafana.panels import Board, Panel
-from infra.grafana.runbook import RUNBOOK_TITLE, RUNBOOK_UID, Paragraph, anchor_of
+from infra.grafana.runbook import RUNBOOK_TITLE, RUNBOOK_UID, Paragraph, anchor_of, paragraph_url
 
 TAG = "tidemill"
 PANEL_ROWS = 8
@@ -55,8 +55,9 @@ def build_board(board: Board, others: Sequence[Board], paragraphs: Sequence[Para
     )
     for row in board.rows:
         built.with_row(dashboard.Row(row.title))
+        height = STAT_ROWS if all(panel.kind == "stat" for panel in row.panels) else PANEL_ROWS
         for panel in row.panels:
-            built.with_panel(_panel(panel, panel_ids[anchor_of(panel.runbook)]))
+            built.with_panel(_panel(panel, panel_ids[anchor_of(panel.runbook)]).height(height))
     return _numbered(built.build())
 
 
@@ -66,7 +67,8 @@ def build_runbook(paragraphs: Sequence[Paragraph], boards: Sequence[Board]) -> m
     for board in boards:
         built.link(_link(board.title, f"/d/{board.uid}", board.question))
     for paragraph in paragraphs:
-        panel = text.Panel().title(paragraph.heading).mode(TextMode.MARKDOWN).content(paragraph.body)
+        panel = text.Panel().title(paragraph.heading).mode(TextMode.MARKDOWN)
+        panel.content(paragraph.linked(paragraphs))
         built.with_panel(panel.id(paragraph.panel_id).height(PANEL_ROWS).span(12))
     return built.build()
 
@@ -103,7 +105,7 @@ def _link(title: str, url: str, tooltip: str) -> dashboard.DashboardLink:
 def _panel(panel: Panel, paragraph_id: int) -> PanelBuilder:
     built = _STYLES[panel.kind](panel)
     # One paragraph fills the screen, and leads back to where one came from.
-    runbook = f"/d/{RUNBOOK_UID}?viewPanel=panel-{paragraph_id}"
+    runbook = paragraph_url(paragraph_id)
     built.title(panel.title).description(panel.description).unit(panel.unit).datasource(DATASOURCE)
     built.span(panel.span).links(
         [_link(f"Runbook: {panel.runbook}", runbook, "What to do").target_blank(True)]
@@ -139,7 +141,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
     built = timeseries.Panel().legend(legend).tooltip(tooltip.sort(common_model.SortOrder.DESCENDING))
     built.line_width(2).fill_opacity(8).show_points(common_model.VisibilityMode.NEVER)
     # A worker that restarts leaves a gap of a scrape or two; a longer one is shown as one.
-    built.span_nulls(60_000.0).height(PANEL_ROWS)
+    built.span_nulls(60_000.0)
     if panel.thresholds:
         built.thresholds_style(
             common.GraphThresholdsStyleConfig().mode(common_model.GraphThresholdsStyleMode.DASHED)
@@ -153,17 +155,17 @@ def _stacked(panel: Panel) -> timeseries.Panel:
 
 
 def _stat(panel: Panel) -> stat.Panel:
-    built = stat.Panel().height(STAT_ROWS).color_mode(common_model.BigValueColorMode.VALUE)
+    built = stat.Panel().color_mode(common_model.BigValueColorMode.VALUE)
     return built.reduce_options(_last()).graph_mode(common_model.BigValueGraphMode.NONE)
 
 
 def _bars(panel: Panel) -> bargauge.Panel:
-    built = bargauge.Panel().height(PANEL_ROWS).orientation(common_model.VizOrientation.HORIZONTAL)
+    built = bargauge.Panel().orientation(common_model.VizOrientation.HORIZONTAL)
     return built.reduce_options(_last()).min(0.0)
 
 
 def _table(panel: Panel) -> table.Panel:
-    return table.Panel().height(PANEL_ROWS)
+    return table.Panel()
 
 
 def _last() -> common.ReduceDataOptions:

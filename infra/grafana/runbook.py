@@ -4,6 +4,7 @@ Headings become anchors as GitHub makes them, so one name serves the file, the a
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ SECTIONS = ("Dashboards", "Alerts: what to do")
 """Sections of docs/operations.md; each heading below one of them begins a paragraph."""
 
 _HEADING = re.compile(r"^(#+) +(.+?) *$")
+_LINK = re.compile(r"\[([^]]+)\]\((#[^)]+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,21 @@ class Paragraph:
     def anchor(self) -> str:
         """The part of the address after `#`."""
         return anchor_of(self.heading)
+
+    def linked(self, others: Sequence["Paragraph"]) -> str:
+        """The text with links to paragraphs leading to their panels; other links would lead nowhere."""
+        urls = {f"#{other.anchor}": paragraph_url(other.panel_id) for other in others}
+
+        def replaced(link: re.Match[str]) -> str:
+            url = urls.get(link[2])
+            return f"[{link[1]}]({url})" if url else f"{link[1]} (docs/operations.md)"
+
+        return _LINK.sub(replaced, self.body)
+
+
+def paragraph_url(panel_id: int) -> str:
+    """Where Grafana shows one paragraph, and it alone."""
+    return f"/d/{RUNBOOK_UID}?viewPanel=panel-{panel_id}"
 
 
 def anchor_of(heading: str) -> str:

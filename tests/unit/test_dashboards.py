@@ -72,6 +72,17 @@ def test_every_panel_links_to_its_paragraph_of_the_runbook(board: Board) -> None
         assert titles[number] == panel.runbook
 
 
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_panels_lie_side_by_side_and_inside_the_page(board: Board) -> None:
+    built: dict[str, Any] = json.loads((DASHBOARDS / f"{board.name}.json").read_text())
+    taken: set[tuple[int, int]] = set()
+    for item in built["panels"]:
+        x, y, width, height = (item["gridPos"][side] for side in "xywh")
+        cells = {(column, line) for column in range(x, x + width) for line in range(y, y + height)}
+        assert x + width <= 24 and not cells & taken, item["title"]
+        taken |= cells
+
+
 def test_dashboards_link_to_each_other() -> None:
     for board in BOARDS:
         built: dict[str, Any] = json.loads((DASHBOARDS / f"{board.name}.json").read_text())

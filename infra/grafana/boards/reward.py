@@ -168,6 +168,7 @@ REMOTE = Row(
             "Uneven: one replica is slow or has just come back.",
             "Replicas down",
             (Query(total("tidemill_replica_in_flight", "reward, replica"), "{{reward}} {{replica}}"),),
+            span=12,
         ),
         Panel(
             "Failovers and hedges",
@@ -182,6 +183,7 @@ REMOTE = Row(
                     "{{reward}} hedges, {{winner}} won",
                 ),
             ),
+            span=12,
         ),
         Panel(
             "Tokens",
