@@ -20,6 +20,8 @@ from common.redis_client import make_blocking_client
 from services.jobs.measured_worker import MeasuredWorker
 
 NICENESS = 10
+BEAT_S = 5
+"""A busy worker says so this often: who asked for a job knows by it that it is not lost."""
 PAUSE_S = 1.0
 
 
@@ -34,7 +36,13 @@ def main(run_id: str, *options: str) -> int:
         os.nice(NICENESS)
     while True:
         name = f"{run_id}-jobs-{secrets.token_hex(4)}"
-        worker = MeasuredWorker([queue], name=name, connection=connection, serializer=JSONSerializer)
+        worker = MeasuredWorker(
+            [queue],
+            name=name,
+            connection=connection,
+            serializer=JSONSerializer,
+            job_monitoring_interval=BEAT_S,
+        )
         try:
             worker.work(logging_level="WARNING", burst="--burst" in options)
             return 0

@@ -35,6 +35,8 @@ PATIENCE_S = 120.0
 """How long a request may wait for a worker that is busy, or away."""
 URGENT_PATIENCE_S = 3.0
 """The same, while memory runs low."""
+LOST_S = 30.0
+"""A worker that works speaks every few seconds; one that is silent for this long is dead."""
 JOB_TIMEOUT_S = 3600
 NO_WORKER = (
     "no worker archives this run, so the trainer has it done in a process of its own; start one with "
@@ -97,13 +99,19 @@ class ArchiveJobs:
         """Whether a worker did it. Redis is asked on a thread, and an error of it means no."""
         try:
             job = await asyncio.to_thread(self._enqueue, until, is_urgent)
-            since = time.monotonic()
+            since = spoke_at = time.monotonic()
+            last_seen = ("", "")
             while True:
                 await asyncio.sleep(POLL_S)
                 await self.on_progress()
-                state = await asyncio.to_thread(_state, job)
+                seen = await asyncio.to_thread(_state, job)
+                if seen != last_seen:
+                    last_seen, spoke_at = seen, time.monotonic()
+                state, _ = seen
                 if state in (DONE, LOST):
                     return state == DONE
+                if state == WORKING and time.monotonic() - spoke_at > LOST_S:
+                    return False
                 patience_s = URGENT_PATIENCE_S if is_urgent or self._is_urgent else PATIENCE_S
                 if state == WAITING and time.monotonic() - since > patience_s:
                     await asyncio.to_thread(_withdraw, job)
@@ -153,15 +161,16 @@ class ArchiveJobs:
             log.error("archiving failed; nothing is lost, and Redis keeps what is not archived", code=code)
 
 
-def _state(job: "Job") -> str:
-    """What became of a job."""
+def _state(job: "Job") -> tuple[str, str]:
+    """What became of a job, and the last sign of life of who works on it."""
     from rq.exceptions import NoSuchJobError
 
     try:
-        status: Any = job.get_status(refresh=True)
+        job.refresh()  # type: ignore[no-untyped-call]
     except NoSuchJobError:
-        return LOST
-    return _STATES.get(str(getattr(status, "value", status)), LOST)
+        return LOST, ""
+    status: Any = job.get_status(refresh=False)
+    return _STATES.get(str(getattr(status, "value", status)), LOST), str(job.last_heartbeat)
 
 
 def _withdraw(job: "Job") -> None:

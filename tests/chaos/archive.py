@@ -93,6 +93,10 @@ class Archive:
         """Committed steps, as far as has been seen."""
         return max((commit.version for commit in self.commits.entries.values()), default=0)
 
+    def by_key(self) -> dict[str, StreamCopy[Any]]:
+        """All copies by the keys of their streams."""
+        return {copy.key: copy for copy in self._copies()}
+
     async def follow(self) -> None:
         """Copy for ever."""
         while True:

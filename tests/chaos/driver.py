@@ -12,6 +12,7 @@ from common.config import RunConfig
 from common.streams import id_order, last_id
 from services.trainer.policy import Policy
 from tests.chaos.archive import Archive
+from tests.chaos.archiver import ArchiverKiller, disagreements
 from tests.chaos.faults import KILLS, Fault, Kind
 from tests.chaos.fleet import Fleet
 from tests.chaos.recovery import Event, RecoveryWatch
@@ -40,6 +41,9 @@ class Outcome:
     replay: ReplayResult
     wall_s: float
     num_lost_entries: int
+    disagreements: list[str]
+    """Entries in which the streams and what was archived of them differ."""
+    num_archiver_kills: int
 
     @property
     def num_kills(self) -> int:
@@ -49,7 +53,7 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         """Whether history is whole, and every version is what undisturbed training makes."""
-        return self.verdict.is_clean and self.replay.matches
+        return self.verdict.is_clean and self.replay.matches and not self.disagreements
 
 
 class Driver:
@@ -61,6 +65,7 @@ class Driver:
         self.archive = Archive(fleet.broker, fleet.keys)
         self.watch = RecoveryWatch(self.archive, fleet.keys)
         self.checkpoints = CheckpointCopies(fleet.run_dir, fleet.folder / "checkpoint-copies")
+        self.archiver = ArchiverKiller(fleet, random.Random(seed))
         self.num_done = 0
         self._started = time.time()
 
@@ -69,6 +74,7 @@ class Driver:
         background = [
             asyncio.create_task(self._observe(), name="observer"),
             asyncio.create_task(self._torment(), name="tormentor"),
+            asyncio.create_task(self.archiver.run(), name="tormentor of archivers"),
         ]
         try:
             version, since = 0, time.monotonic()
@@ -176,6 +182,7 @@ async def torment(
             for name in sorted(fleet.members):
                 tell(f"--- {name}\n{fleet.log_of(name)[-2000:]}")
             raise
+        differing = await disagreements(fleet, driver.archive)
     wall_s = time.monotonic() - started
     archive = driver.archive
     verdict = judge(archive, config.trainer.group_size, config.trainer.max_staleness)
@@ -184,4 +191,5 @@ async def torment(
     lost = sum(
         len(copy.lost) for copy in (archive.tickets, archive.trajectories, archive.scores, archive.commits)
     )
-    return Outcome(seed, driver.watch, verdict, replayed, wall_s, lost)
+    num_kills = driver.archiver.num_kills
+    return Outcome(seed, driver.watch, verdict, replayed, wall_s, lost, differing, num_kills)

@@ -75,6 +75,8 @@ def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "dead": sum(outcome.verdict.dead for outcome in outcomes),
         "digests_match": all(outcome.replay.matches for outcome in outcomes),
         "digests_compared": sum(outcome.replay.num_compared for outcome in outcomes),
+        "archive_disagreements": sum(len(outcome.disagreements) for outcome in outcomes),
+        "archiver_kills": sum(outcome.num_archiver_kills for outcome in outcomes),
         "recovery_s": summary([outcome.watch for outcome in outcomes]),
     }
 

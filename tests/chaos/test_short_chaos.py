@@ -28,6 +28,7 @@ async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing
         trainer__checkpoint_every=3,
         streams__lease_s=1.5,
         streams__trim=True,
+        streams__archive={"enabled": True, "segment_mb": 0.004},
     )
     faults = plan(SEED, NUM_KILLS, STEPS, longest_delay_s=1.0)
     outcome = await torment(tmp_path, config, faults, SEED, SimulatedPolicy, print)
@@ -37,4 +38,6 @@ async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing
     assert outcome.verdict.steps == STEPS
     assert outcome.verdict.is_clean, outcome.verdict
     assert outcome.replay.matches, outcome.replay
+    assert outcome.num_archiver_kills > 0
+    assert not outcome.disagreements
     assert Kind.REDIS.value in summary([outcome.watch])

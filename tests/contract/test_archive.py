@@ -9,16 +9,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.archive import stream_folder
+from common.archive.archiver import check, retain
 from common.archive.columns import records_of
 from common.archive.manifest import MANIFEST_FILE, Manifest
 from common.archive.writer import sweep, writing
 from common.broker import Broker
+from common.config import ArchiveConfig
 from common.embedded import EmbeddedRedis
 from common.errors import ArchiveError
 from common.files import LockedError
-from common.history import History
+from common.history import History, StreamName
 from common.keys import Keys
-from common.streams import Entry, Garbled, decoded, trim_before
+from common.messages import Commit
+from common.streams import Entry, Garbled, append_numbered, decoded, trim_before
 from tests.archives import STREAM, archive, fill, ids_listed, raw, run_folder, scanned
 from tests.runs import REPO
 
@@ -157,3 +160,63 @@ async def test_a_torn_line_of_the_manifest_is_not_read_and_goes(
     assert ids_listed(sweep(folder)) == ids_listed(before)[:-1]
     await archive(broker, keys, run_dir)
     assert ids_listed(Manifest.load(folder)) == ids_listed(before)
+
+
+class TestRetention:
+    """What is beyond the run's limits goes, the oldest first, and is never archived again."""
+
+    @pytest.fixture
+    async def run_dir(self, broker: Broker, keys: Keys, tmp_path: Path) -> Path:
+        run_dir = run_folder(tmp_path, keys)
+        await fill(broker, keys.trajectories(), range(30))
+        await archive(broker, keys, run_dir)
+        return run_dir
+
+    async def test_by_size(self, broker: Broker, keys: Keys, run_dir: Path) -> None:
+        before = Manifest.load(stream_folder(run_dir, STREAM))
+        limit = sum(segment.num_bytes for segment in before.segments[2:])
+        with writing(run_dir):
+            small = ArchiveConfig().model_copy(update={"keep_gb": limit / 2**30})  # below what a user may say
+            assert retain(run_dir, small) == 2
+        after = Manifest.load(stream_folder(run_dir, STREAM))
+        assert after.segments == before.segments[2:] and after.last_id == before.last_id
+        assert after.removed.entries == sum(segment.entries for segment in before.segments[:2])
+        assert len(list(after.folder.glob("*.parquet"))) == len(after.segments)
+        assert await archive(broker, keys, run_dir) == 0, "what Redis still has is not archived again"
+        history = History(keys.run_id, run_dir, None)
+        assert (await scanned(history))[0].entry_id == after.segments[0].first_id
+        (summary,) = await history.summary([STREAM])
+        assert summary.removed_entries == after.removed.entries
+
+    async def test_by_age(self, broker: Broker, keys: Keys, run_dir: Path) -> None:
+        folder = stream_folder(run_dir, STREAM)
+        with writing(run_dir):
+            assert retain(run_dir, ArchiveConfig(keep_days=1e5)) == 0
+            # Completions of these trajectories were finished in 1970.
+            assert retain(run_dir, ArchiveConfig(keep_days=1.0)) > 0
+        assert not Manifest.load(folder).segments
+        await fill(broker, keys.trajectories(), range(30, 32))
+        assert await archive(broker, keys, run_dir) == 6
+        assert Manifest.load(folder).segments[0].bounds["ticket"] == (30, 31)
+
+    async def test_commits_and_weights_stay(self, broker: Broker, keys: Keys, tmp_path: Path) -> None:
+        run_dir = run_folder(tmp_path, keys)
+        commit = Commit(step=0, version=1, mini_batches=(), groups=(0,), finished_at=1.0)
+        await append_numbered(broker, keys.commits, [(0, commit)])
+        await archive(broker, keys, run_dir, StreamName.COMMITS)
+        with writing(run_dir):
+            assert retain(run_dir, ArchiveConfig(keep_days=1.0, keep_gb=0.001)) == 0
+
+
+async def test_a_check_finds_what_is_missing_or_damaged(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+    run_dir = run_folder(tmp_path, keys)
+    await fill(broker, keys.trajectories(), range(30))
+    await archive(broker, keys, run_dir)
+    assert check(run_dir) == []
+    manifest = Manifest.load(stream_folder(run_dir, STREAM))
+    missing, damaged = (manifest.path(segment) for segment in manifest.segments[:2])
+    missing.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    found = {damage.path: damage.reason for damage in check(run_dir)}
+    assert found.keys() == {missing, damaged}
+    assert "not there" in found[missing] and "bytes" in found[damaged]

@@ -1,0 +1,90 @@
+"""Kills of the archiver at any moment of its work, and whether archive and streams agree afterwards."""
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import psutil
+
+from common.archive.archiver import archive_run
+from common.history import History, StreamName
+from common.streams import Entry
+from tests.chaos.archive import Archive, StreamCopy
+from tests.chaos.fleet import Fleet
+from tests.waiting import wait_until
+
+ROLE = "jobs"
+POLL_S = 0.02
+STUCK_S = 300.0
+LONGEST_DELAY_S = 0.6
+"""About what a job takes: its imports, some segments."""
+
+
+class ArchiverKiller:
+    """Kills every other job half-way, sometimes with its worker."""
+
+    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+        self.fleet, self.rng = fleet, rng
+        self.num_kills = 0
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            job = await self._next_job()
+            await asyncio.sleep(self.rng.uniform(0, LONGEST_DELAY_S))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                job.kill()
+                self.num_kills += 1
+                if self.rng.random() < 0.5:
+                    for name in self.fleet.running(ROLE):
+                        self.fleet.kill(name)
+            await self._until_done(await self._next_job())
+
+    async def _next_job(self) -> psutil.Process:
+        """RQ does each job in a child of its worker."""
+        while True:
+            for name in self.fleet.running(ROLE):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for child in psutil.Process(self.fleet.members[name].process.pid).children():
+                        return child
+            await asyncio.sleep(POLL_S)
+
+    async def _until_done(self, job: psutil.Process) -> None:
+        def is_done() -> bool:
+            return not job.is_running() or job.status() == psutil.STATUS_ZOMBIE
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            await wait_until(is_done, STUCK_S)
+
+
+async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:
+    """What the archive has otherwise than the streams had; they have been archived to their ends then."""
+    config = fleet.config.streams.archive
+    if not config.enabled:
+        return []
+    await archive_run(fleet.broker, fleet.keys, fleet.run_dir, config, is_last=True, patience_s=60.0)
+    history = History(fleet.keys.run_id, fleet.run_dir, None)
+    found: list[str] = []
+    for stream in StreamName:
+        copy = copies.by_key().get(stream.key(fleet.keys))
+        if copy is not None:
+            found += await _differences(history, stream, copy)
+    return found
+
+
+async def _differences(history: History, stream: StreamName, copy: StreamCopy[Any]) -> list[str]:
+    archived: dict[str, Any] = {}
+    found = []
+    async for record in history.scan(stream):
+        if record.entry_id in archived:
+            found.append(f"{stream} {record.entry_id}: archived twice")
+        archived[record.entry_id] = record.message if isinstance(record, Entry) else None
+    for entry_id, message in copy.entries.items():
+        if entry_id not in archived:
+            found.append(f"{stream} {entry_id}: not archived")
+        elif archived[entry_id] != message and copy.lost.get(entry_id) != archived[entry_id]:
+            found.append(f"{stream} {entry_id}: archived with another message")
+    # What Redis has lost with its tail may have been archived before: it is history all the same.
+    unknown = archived.keys() - copy.entries.keys() - copy.lost.keys() - set(copy.garbled)
+    return found + [f"{stream} {entry_id}: no stream had it" for entry_id in sorted(unknown)]
