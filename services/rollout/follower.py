@@ -6,6 +6,7 @@ when the engine holds version `v` or a newer one, which is what keeps tickets fr
 
 import asyncio
 import time
+from pathlib import Path
 
 import structlog
 
@@ -16,6 +17,7 @@ from common.service import ServiceContext
 from common.streams import Entry, OffsetReader, id_before, read_newest
 from common.weight_files import verified_files
 from services.rollout.engine import Engine
+from services.rollout.weight_download import weight_download
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +32,7 @@ class WeightFollower:
 
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
         self.context, self.engine = context, engine
+        self._download = weight_download(context.keys.run_id)
         self._arrived = asyncio.Condition()
         self.num_waiting = 0
         """Groups that wait for a version to arrive."""
@@ -56,6 +59,12 @@ class WeightFollower:
         finally:
             self.num_waiting -= 1
 
+    def _files_of(self, manifest: WeightManifest) -> list[Path]:
+        """The version's files, checked: from the run's folder, or downloaded."""
+        if self._download is not None:
+            return self._download.files(manifest)
+        return verified_files(self.context.run_dir, manifest)
+
     def _is_news(self, manifest: WeightManifest) -> bool:
         """A newer version, or the same one with other bytes: a crash can make the trainer redo a step."""
         if manifest.version == self.engine.version:
@@ -65,7 +74,7 @@ class WeightFollower:
     async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
         """Verify and load one version; a torn one is tried again unless a newer one is there."""
         try:
-            files = await asyncio.to_thread(verified_files, self.context.run_dir, manifest)
+            files = await asyncio.to_thread(self._files_of, manifest)
             update = await self.engine.load(manifest.version, files)
         except WeightsError as error:
             metrics.WEIGHT_FAILURES.inc()

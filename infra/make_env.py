@@ -1,0 +1,97 @@
+"""Writes what docker-compose.yml needs: `.env` with all secrets, and the users of Redis.
+
+    python infra/make_env.py                                     # on the head, in the root of the repository
+    python infra/make_env.py --node 10.0.0.5 rollout reward      # prints the .env of another node
+
+Settings and secrets that are there already are kept, so that it can be run again. A node is given the
+passwords of the services it runs, and no others. Needs nothing but Python.
+"""
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+ENV, EXAMPLE = ".env", ".env.example"
+TOKENS = ("TIDEMILL_WEIGHTS_TOKEN", "GRAFANA_PASSWORD")
+TOKEN_BYTES = 24
+COPIED = ("TIDEMILL_RUN_ID", "TIDEMILL_DATA", "TIDEMILL_TAG", "TIDEMILL_IMAGES")
+"""What a node takes over from the head."""
+SECRETS_OF = {
+    "rollout": ("ROLLOUT_PASSWORD", "TIDEMILL_WEIGHTS_TOKEN"),
+    "reward": ("REWARD_PASSWORD",),
+    "reward-model": ("REWARD_PASSWORD",),
+    "sandbox": ("SANDBOX_PASSWORD",),
+}
+"""By profile."""
+
+
+def main() -> None:
+    """Write the head's files, or print a node's."""
+    parser = argparse.ArgumentParser(description="Make .env for docker-compose.yml.")
+    add = parser.add_argument
+    add("--folder", type=Path, default=REPO, help="where .env and secrets/ are (default: the repository)")
+    add("--node", metavar="HEAD", help="print the .env of a node that reaches the head at this address")
+    add("profiles", nargs="*", metavar="PROFILE", help=f"with --node: {', '.join(SECRETS_OF)}")
+    options = parser.parse_args()
+    if unknown := set(options.profiles) - set(SECRETS_OF):
+        parser.error(f"unknown profiles: {', '.join(sorted(unknown))}; a node has {', '.join(SECRETS_OF)}")
+    if bool(options.node) != bool(options.profiles):
+        parser.error("--node HEAD and the profiles of the node belong together")
+    if options.node:
+        print(node_settings(options.folder, options.node, options.profiles))
+    else:
+        write_head(options.folder)
+
+
+def write_head(folder: Path) -> None:
+    """Write .env and secrets/, keeping every value that is there."""
+    path = folder / ENV
+    text = (path if path.exists() else REPO / EXAMPLE).read_text(encoding="utf-8")
+    known = read_settings(text)
+    users = Path(known.get("TIDEMILL_SECRETS") or "./secrets")
+    users = users if users.is_absolute() else folder / users
+    make_users = REPO / "infra" / "redis" / "make_users.py"
+    subprocess.run([sys.executable, str(make_users), str(users)], check=True)
+    found = read_settings((users / "passwords.env").read_text(encoding="utf-8"))
+    found |= {name: known.get(name) or secrets.token_urlsafe(TOKEN_BYTES) for name in TOKENS}
+    wanted = set(read_settings((REPO / EXAMPLE).read_text(encoding="utf-8")))
+    path.touch(0o600)
+    os.chmod(path, 0o600)  # before the content, and for a file that was there
+    path.write_text(filled(text, {name: found[name] for name in found if name in wanted}), encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
+    """The .env of another node."""
+    known = read_settings((folder / ENV).read_text(encoding="utf-8"))
+    lines = [f"{name}={known[name]}" for name in COPIED if name in known]
+    lines.append(f"TIDEMILL_REDIS_URL=redis://{head}:{known.get('REDIS_PORT', '6379')}/0")
+    if "rollout" in profiles:
+        lines.append(f"TIDEMILL_WEIGHTS_URL=http://{head}:{known.get('WEIGHTS_PORT', '8200')}")
+    lines += ["TIDEMILL_NETWORK_MODE=host", "TIDEMILL_METRICS_PORT=0"]
+    names = dict.fromkeys(name for profile in profiles for name in SECRETS_OF[profile])
+    return "\n".join([*lines, *(f"{name}={known[name]}" for name in names)])
+
+
+def read_settings(text: str) -> dict[str, str]:
+    """Name and value of every line that has both."""
+    lines = (line.strip() for line in text.splitlines())
+    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
+    return {name: value for name, _, value in pairs}
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    """The text with these values; what it does not name yet is appended."""
+    lines, left = [], dict(values)
+    for line in text.splitlines():
+        name = line.partition("=")[0]
+        lines.append(f"{name}={left.pop(name)}" if name in left else line)
+    return "\n".join([*lines, *(f"{name}={value}" for name, value in left.items())]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

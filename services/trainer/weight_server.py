@@ -1,0 +1,113 @@
+"""`python -m services.trainer.weight_server`: weights over HTTP, for rollout workers without a shared folder.
+
+Serves nothing but the files that a version's manifest names, to whoever has the token:
+
+    GET /runs/{run_id}/weights/{folder}/{file}      Authorization: Bearer TIDEMILL_WEIGHTS_TOKEN
+
+It only reads, and needs neither torch nor Redis. What it sends is checked by who downloads it.
+"""
+
+import argparse
+import hmac
+import os
+import re
+import sys
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from common.errors import ConfigError, TidemillError
+from common.keys import Keys
+from common.logs import configure_logs
+from common.messages import WeightManifest
+from common.service import runs_dir
+from common.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, WEIGHTS_TOKEN_VARIABLE
+
+MIN_TOKEN_CHARS = 16
+FOLDER = re.compile(r"v[0-9]{8}")
+
+
+class WeightApp:
+    """The HTTP side; `runs` is the folder of all runs."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self.runs = runs_dir()
+
+    def routes(self) -> list[Route]:
+        """All there is."""
+        return [
+            Route("/healthz", self._healthz),
+            Route("/runs/{run_id}/weights/{folder}/{name}", self._file),
+        ]
+
+    async def _healthz(self, _: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def _file(self, request: Request) -> Response:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self._token):
+            return PlainTextResponse(f"the token is wrong: see {WEIGHTS_TOKEN_VARIABLE}\n", 401)
+        found = await run_in_threadpool(self._find, **request.path_params)
+        return found or PlainTextResponse("no such version, or no such file in it\n", 404)
+
+    def _find(self, run_id: str, folder: str, name: str) -> Response | None:
+        """The file, if run, version and manifest have it. A version that is being pruned is not there."""
+        try:
+            run = self.runs / Keys(run_id).run_id
+        except TidemillError:
+            return None
+        if not FOLDER.fullmatch(folder):
+            return None
+        version = run / WEIGHTS_FOLDER / folder
+        try:
+            manifest = WeightManifest.model_validate_json((version / MANIFEST_FILE).read_bytes())
+            path = version / next(file.name for file in manifest.files if file.name == name)
+            return FileResponse(path, stat_result=path.stat(), media_type="application/octet-stream")
+        except (OSError, ValidationError, StopIteration):
+            return None
+
+
+def main() -> int:
+    """Serve until SIGTERM; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer.weight_server",
+        description="Serves the weights below TIDEMILL_RUNS_DIR to rollout workers on other machines.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8200, help="port to listen on (default: %(default)s)")
+    options = parser.parse_args()
+    configure_logs("weights", f"weights:{options.port}")
+    try:
+        app = WeightApp(_token())
+    except TidemillError as error:
+        print(f"tidemill weights: {error}", file=sys.stderr)
+        return error.exit_code
+    uvicorn.run(
+        Starlette(routes=list(app.routes())),
+        host=options.host,
+        port=options.port,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+    )
+    return 0
+
+
+def _token() -> str:
+    token = os.environ.get(WEIGHTS_TOKEN_VARIABLE, "")
+    if len(token) < MIN_TOKEN_CHARS:
+        raise ConfigError(
+            f"{WEIGHTS_TOKEN_VARIABLE} has {len(token)} characters; expected at least {MIN_TOKEN_CHARS}. "
+            "Make one with `openssl rand -base64 24`, and give it to the rollout workers too."
+        )
+    return token
+
+
+if __name__ == "__main__":
+    sys.exit(main())
