@@ -72,7 +72,7 @@ def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
     lines.append(f"TIDEMILL_REDIS_URL=redis://{head}:{known.get('REDIS_PORT', '6379')}/0")
     if "rollout" in profiles:
         lines.append(f"TIDEMILL_WEIGHTS_URL=http://{head}:{known.get('WEIGHTS_PORT', '8200')}")
-    lines += ["TIDEMILL_NETWORK_MODE=host", "TIDEMILL_METRICS_PORT=0"]
+    lines += ["COMPOSE_FILE=docker-compose.yml:infra/compose/node.yml", "TIDEMILL_METRICS_PORT=0"]
     names = dict.fromkeys(name for profile in profiles for name in SECRETS_OF[profile])
     return "\n".join([*lines, *(f"{name}={known[name]}" for name in names)])
 

@@ -145,6 +145,22 @@ def status(
     show_status(run_id, as_json, runs_dir)
 
 
+@app.command(epilog="Example: tidemill report arith-1 --json")
+def report(
+    run_id: RunId = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Say what a finished run came to, from its commits: where `tidemill up` has not seen it to its end.
+
+    Writes summary.json and reward.png into the run's folder. Exits with 1 if anything was lost, trained
+    twice, or not as the config expects it.
+    """
+    from services.console.late_report import show_report
+
+    raise typer.Exit(show_report(run_id, as_json, runs_dir))
+
+
 @app.command(epilog="Example: tidemill top arith-20260131-120000")
 def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
     """Watch a run live, from this machine or another, without touching it. Ctrl-C ends the watching only."""

@@ -8,6 +8,7 @@ lost and nothing trained twice:
 * a trajectory is duplicated when it was trained more than once, in one step or in several.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -57,7 +58,7 @@ class RunSummary:
     """Trajectories issued that no commit accounts for."""
     duplicated_in_training: int = 0
     wall_s: float = 0.0
-    """Time `tidemill up` has run, over all its starts."""
+    """Time `tidemill up` has run, over all its starts; without it, the time from first step to last."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Trajectories left out, by reason."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -113,12 +114,16 @@ class Tally:
         self.max_staleness = 0
         self.tokens, self.seconds = 0.0, 0.0
         self.trainer_idle_share: float | None = None
+        self.started_at, self.finished_at = math.inf, 0.0
+        """When the first step began and the last one ended."""
 
     def add(self, commit: Commit) -> None:
         """Account for one commit."""
         keys = commit.trained_keys
         self.trained.update(keys)
         self.steps.add(commit.step)
+        self.started_at = min(self.started_at, commit.started_at)
+        self.finished_at = max(self.finished_at, commit.finished_at)
         accounted = set(keys)
         for ticket, index, reason in commit.dropped:
             if index == WHOLE_GROUP:
@@ -142,6 +147,8 @@ class Tally:
         summary.dropped = dict(self.dropped)
         summary.max_staleness_seen = self.max_staleness
         summary.reward_curve = [round(reward, 6) for reward in self.rewards]
+        if self.steps and not summary.wall_s:
+            summary.wall_s = round(self.finished_at - self.started_at, 3)
         if self.rewards:
             summary.reward_first, summary.reward_last = self.rewards[0], self.rewards[-1]
         if self.seconds:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import httpx
 import structlog
 
+from common.advertised import advertised_host
 from common.config import NamedRewardConfig
 from common.config.remote import LocalReplicasConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
@@ -26,7 +27,6 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 0.25
 STARTING, SERVING = "wait:server", "serve"
-ANYWHERE = ("0.0.0.0", "::")
 
 VLLM_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -59,8 +59,7 @@ class ServedReplica:
 
     def __init__(self, context: ServiceContext, reward: str, routing: RoutingConfig, port: int) -> None:
         host = context.options.host
-        reached_at = socket.gethostname() if host in ANYWHERE else host
-        self.origin = f"http://{reached_at}:{port}"
+        self.origin = f"http://{advertised_host(host)}:{port}"
         self.url = f"{self.origin}/v1"
         self._context, self._routing = context, routing
         self._registry = ReplicaRegistry(context.broker, context.keys, reward, routing.replica_ttl_s)
