@@ -180,6 +180,16 @@ async def assert_nothing_lost(broker: Broker, keys: Keys, num_tickets: int) -> l
     return commits
 
 
+def assert_trained_once(commits: list[Commit], groups: int) -> None:
+    """Every ticket was trained or replaced for a reason, and no trajectory trained twice."""
+    trained = [key for commit in commits for key in commit.trained_keys]
+    assert len(trained) == len(set(trained)), "a trajectory was trained twice"
+    ends = [ticket for commit in commits for ticket in commit.groups]
+    ends += [ticket for commit in commits for ticket, index, _ in commit.dropped if index < 0]
+    assert sorted(ends) == list(range(len(ends))), "a ticket is without an end, or has two"
+    assert [len(commit.groups) for commit in commits] == [groups] * len(commits)
+
+
 async def replayed_digests(broker: Broker, keys: Keys, config: RunConfig, policy: Policy) -> list[str]:
     """Train all commits once more, undisturbed, from a fresh policy on what the streams hold now."""
     runner = StepRunner(make_context(broker, keys, config), policy, PolicyThread(), Judge(config))

@@ -14,6 +14,8 @@ from services.console.evidence import ROLES, WAIT_TICKETS, WAIT_TRAJECTORIES, Ev
 
 TRAINER, ROLLOUT, REWARD, REDIS = "trainer", "rollout", "reward", "redis"
 WEIGHTS, CHECKPOINT, EVALUATION, DISK = "weights", "checkpoint", "evaluation", "disk"
+IDLE_SHARE = 0.25
+"""Where stages overlap, a trainer that waits more than this is not the one that the others wait for."""
 CLEAR_SHARE = 0.4
 """A stage with less than this part of a step does not stand out."""
 LITTLE_USE = 0.5
@@ -70,14 +72,14 @@ def find_bottleneck(evidence: Evidence) -> Verdict | None:
     blame = _blame(evidence)
     if not blame:
         return None
-    stage = next(iter(blame))
+    stage = _slowest(evidence, blame)
     more = {
         role: step_s
         for role in (ROLLOUT, REWARD)
         if (step_s := _step_with_one_more(evidence, blame, role)) is not None
     }
     text, advice = _reasons(evidence, stage), _advice(evidence, stage, more)
-    if blame[stage] < CLEAR_SHARE:
+    if blame[stage] < (IDLE_SHARE if evidence.max_staleness else CLEAR_SHARE):
         parts = ", ".join(f"{name} {part:.0%}" for name, part in list(blame.items())[:3])
         text = f"no stage stands out: of a step's time, {parts}. The largest: {text}"
     return Verdict(stage, blame, text, advice, more, evidence)
@@ -95,6 +97,15 @@ def _blame(evidence: Evidence) -> dict[str, float]:
     if total <= 0:
         return {}
     return {stage: part / total for stage, part in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def _slowest(evidence: Evidence, blame: dict[str, float]) -> str:
+    """The largest part of a step; of stages that overlap, never a trainer that waits for another one."""
+    waits = sum(evidence.waits(TRAINER).values())
+    others = [stage for stage in blame if stage != TRAINER]
+    if evidence.max_staleness and waits > IDLE_SHARE and others:
+        return others[0]
+    return next(iter(blame))
 
 
 def _passed_on(evidence: Evidence, state: str) -> dict[str, float]:

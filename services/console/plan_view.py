@@ -12,6 +12,7 @@ from services.console.sizing import (
     HEAD_ROOM,
     Workers,
     disk_bytes,
+    least_step,
     limit_of_scores,
     records_held,
     redis_bytes,
@@ -96,10 +97,10 @@ def _needs(plan: "Plan") -> list[tuple[str, str]]:
 
 def _rollout(plan: "Plan") -> str:
     times, needed = plan.times, plan.needed.rollout
-    trainer_s = times.trainer_s + times.redis_s
+    least_s = least_step(plan.config, times)
     return (
         f"{_workers(needed)}: {times.completions:,.0f} completions x {times.completion_tokens:,.0f} tokens / "
-        f"({times.rollout_tokens_per_s:,.0f} tok/s x {short(trainer_s)} s of the trainer)"
+        f"({times.rollout_tokens_per_s:,.0f} tok/s x {short(least_s)} s that a step takes anyhow)"
     )
 
 
@@ -108,7 +109,7 @@ def _reward(plan: "Plan") -> str:
     other_s = slowest_other(config, times, now)
     return (
         f"{_workers(plan.needed.reward)}: {times.completions:,.0f} scores / ({short(times.scores_per_s)} "
-        f"scores/s x {short(time_for_scores(config, times, now))} s), where the slowest other stage takes "
+        f"scores/s x {short(time_for_scores(config, times, now))} s), where the slowest other takes "
         f"{short(other_s)} s, less {HEAD_ROOM:.0%} head room and the tail of scores (mean "
         f"{short(times.score_s)} s, 95 % below {short(times.score_p95_s)} s)"
     )

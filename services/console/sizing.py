@@ -85,9 +85,17 @@ def step_time(config: RunConfig, times: StageTimes, workers: Workers) -> StepTim
 
 
 def needed_rollout(config: RunConfig, times: StageTimes) -> int:
-    """Rollout workers with which generation takes no longer than the trainer."""
-    alone_s = step_time(config, times, Workers(1, 1)).rollout_s
-    return _ceiling(_over(alone_s, times.trainer_s + times.redis_s))
+    """Rollout workers with which generation takes no longer than a step does for other reasons."""
+    alone = step_time(config, times, Workers(1, 1))
+    return _ceiling(_over(alone.rollout_s, least_step(config, times)))
+
+
+def least_step(config: RunConfig, times: StageTimes) -> float:
+    """What a step takes however many workers there are: the trainer's time, or the way of a ticket."""
+    trainer_s = times.trainer_s + times.redis_s
+    if config.trainer.max_staleness == 0:
+        return trainer_s  # its way is what the workers shorten
+    return max(trainer_s, step_time(config, times, Workers(1, 1)).way_s)
 
 
 def needed_reward(config: RunConfig, times: StageTimes, rollout: int) -> int:
@@ -104,10 +112,9 @@ def time_for_scores(config: RunConfig, times: StageTimes, rollout: int) -> float
 
 
 def slowest_other(config: RunConfig, times: StageTimes, rollout: int) -> float:
-    """What a step takes of the slowest stage that is not reward."""
-    return max(
-        times.trainer_s + times.redis_s, step_time(config, times, Workers(max(1, rollout), 1)).rollout_s
-    )
+    """What a step takes for the slowest stage that is not reward, and for what no worker can shorten."""
+    rollout_s = step_time(config, times, Workers(max(1, rollout), 1)).rollout_s
+    return max(least_step(config, times), rollout_s)
 
 
 def limit_of_scores(config: RunConfig, times: StageTimes) -> tuple[str, float]:

@@ -10,10 +10,9 @@ import pytest
 import redis
 
 from common.keys import RUNS
-from common.messages import Commit
 from tests.runs import ServiceRun, simulated_config
 from tests.servers import RedisServer, SentinelPair, newest_server
-from tests.training import assert_nothing_lost, commits_of, num_commits
+from tests.training import assert_nothing_lost, assert_trained_once, commits_of, num_commits
 from tests.waiting import wait_until
 
 GROUPS = 4
@@ -58,16 +57,6 @@ async def test_a_run_survives_the_failover_of_a_sentinel_pair(tmp_path: Path) ->
             assert_trained_once(commits, GROUPS)
             for role in ("rollout", "reward"):
                 assert await run.stop(role) == 0, run.log_of(role)
-
-
-def assert_trained_once(commits: list[Commit], groups: int) -> None:
-    """Every ticket was trained or replaced for a reason, and no trajectory trained twice."""
-    trained = [key for commit in commits for key in commit.trained_keys]
-    assert len(trained) == len(set(trained)), "a trajectory was trained twice"
-    ends = [ticket for commit in commits for ticket in commit.groups]
-    ends += [ticket for commit in commits for ticket, index, _ in commit.dropped if index < 0]
-    assert sorted(ends) == list(range(len(ends))), "a ticket is without an end, or has two"
-    assert [len(commit.groups) for commit in commits] == [groups] * len(commits)
 
 
 async def test_two_runs_on_one_redis_never_touch_each_other(tmp_path: Path) -> None:

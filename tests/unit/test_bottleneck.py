@@ -64,6 +64,12 @@ def test_a_trainer_that_works_is_the_bottleneck_itself() -> None:
     )
 
 
+def test_a_trainer_that_waits_for_another_stage_is_not_what_the_run_waits_for() -> None:
+    trainer = {"train": 0.55, "wait:scores": 0.45}
+    assert verdict(trainer, {"generate": 0.2}, {"score": 1.0}, score_use=1.0).stage == "reward"
+    assert verdict(trainer, {"generate": 0.2}, {"score": 1.0}, max_staleness=0).stage == "trainer"
+
+
 def test_a_role_without_a_living_worker_is_said() -> None:
     found = verdict({"wait:scores": 1.0}, num_workers={"trainer": 1, "rollout": 1, "reward": 0})
     assert "no reward worker is alive" in found.text

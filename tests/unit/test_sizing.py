@@ -61,20 +61,22 @@ def test_where_no_stage_is_slow_the_way_of_a_ticket_is_the_bound() -> None:
     assert step_time(config_of(staleness=3), TIMES, Workers(8, 16)).slowest == "trainer"
 
 
-def test_rollout_workers_keep_up_with_the_trainer() -> None:
-    assert needed_rollout(config_of(), TIMES) == 4  # 40 s alone, over 10 s
+def test_rollout_workers_keep_up_with_the_trainer_and_no_faster_than_tickets_come() -> None:
+    assert needed_rollout(config_of(staleness=3), TIMES) == 4  # 40 s alone, over the trainer's 10 s
+    assert needed_rollout(config_of(staleness=1), TIMES) == 3  # over the 15 s of a ticket's way
 
 
 def test_reward_workers_keep_up_with_the_slowest_other_stage_with_head_room_for_the_tail() -> None:
     # Of rollout's 20 s, 80 %, less (14 - 10) / 2 s: 14 s for 50 s of work.
     assert needed_reward(config_of(), TIMES, rollout=2) == 4
-    # Of the trainer's 10 s: 6 s.
-    assert needed_reward(config_of(), TIMES, rollout=8) == 9
+    # Of the trainer's 10 s, less 4 / 4 s: 7 s.
+    assert needed_reward(config_of(staleness=3), TIMES, rollout=8) == 8
 
 
 def test_a_long_tail_leaves_at_least_a_quarter_of_the_time() -> None:
     slow = assumed_times("reward=1s,reward_p95=100s,rollout=1000tok/s,trainer=10s,at_once=2", config_of())
-    assert needed_reward(config_of(), slow, rollout=100) == 4  # 20 scores of 2 a second, in 2.5 s
+    assert needed_reward(config_of(staleness=99), slow, rollout=100) == 2  # 10 s in 8 s less 0.99 s
+    assert needed_reward(config_of(staleness=9), slow, rollout=100) == 4  # in a quarter of 11 s
 
 
 def test_limits_of_a_judge_say_when_workers_cannot_help() -> None:
