@@ -23,7 +23,7 @@ from services.console.web.watched_run import WatchedRun
 MAX_OPEN_RUNS = 4
 MAX_LISTED_RUNS = 500
 FIRST_LOOK_S = 3.0
-"""A visitor of a run that was not watched yet waits at most so long for the first look."""
+"""Visitors of a run that was not watched yet wait at most so long for the first look."""
 KNOWN_RUNS_S = 3.0
 
 
@@ -66,8 +66,9 @@ class Catalog:
         run.touch()
         if len(self._open) > MAX_OPEN_RUNS:
             await self._open.pop(next(iter(self._open))).close()
+        patience_s = run.opened_at + FIRST_LOOK_S - time.monotonic()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(run.has_looked.wait(), FIRST_LOOK_S)
+            await asyncio.wait_for(run.has_looked.wait(), max(0.0, patience_s))
         return run
 
     async def close(self) -> None:

@@ -49,6 +49,8 @@ class WatchedRun:
         """Why there is no news, in words; empty while all is well."""
         self.has_looked = asyncio.Event()
         """Set when a look has ended, whatever came of it; cleared when the history was let go of."""
+        self.opened_at = 0.0
+        """When it was begun to be read, on the clock of `time.monotonic`."""
         self._is_wanted = asyncio.Event()
         self._asked_at = 0.0
         self._texts: TokenTexts | None = None
@@ -80,7 +82,9 @@ class WatchedRun:
     def touch(self) -> None:
         """Somebody has asked about it."""
         self._asked_at = time.monotonic()
-        self._is_wanted.set()
+        if not self._is_wanted.is_set():
+            self.opened_at = self._asked_at
+            self._is_wanted.set()
 
     async def texts(self) -> TokenTexts:
         """How its tokens read."""
@@ -98,6 +102,7 @@ class WatchedRun:
     async def _watch(self) -> None:
         while True:
             await self._is_wanted.wait()
+            self.opened_at = time.monotonic()
             try:
                 async with AsyncExitStack() as stack:
                     await self._open(stack)
