@@ -65,7 +65,7 @@ async def test_every_page_answers_and_holds_no_markup_of_others(site: httpx.Asyn
 async def test_characters_that_nobody_sees_are_shown(site: httpx.AsyncClient) -> None:
     page = (await site.get("/groups/0")).text
     assert "\u202e" not in page and '<span class="ctl" title="U+202E">U+202E</span>' in page
-    assert "\x1b" not in page and '<span class="ctl" title="U+001B">\u241b</span>' in page
+    assert "\x1b" not in page and '<span class="ctl" title="U+001B">ESC</span>' in page
 
 
 async def test_a_long_completion_comes_in_parts(site: httpx.AsyncClient) -> None:
@@ -114,10 +114,15 @@ async def test_a_group_tells_where_it_came_from_and_where_it_went(site: httpx.As
     assert "/steps/0" in page and "0123456789ab" in page and "Dead letter" in page
 
 
+async def test_advantages_that_fall_where_rewards_rise_are_pointed_at(site: httpx.AsyncClient) -> None:
+    assert "advantages fall where its rewards rise" in (await site.get("/groups/1")).text
+    assert "advantages fall" not in (await site.get("/groups/5")).text
+
+
 async def test_a_step_tells_what_went_in_and_where_the_time_went(site: httpx.AsyncClient) -> None:
     page = (await site.get("/steps/0")).text
     assert "waiting and all else" in page and "25\u202f%" in page
-    assert "Update 0, micro-batch 1: 3 completions of 1 groups" in page
+    assert "Update 0, micro-batch 1: 3 completions of 1 group<" in page
     assert ">1.3</a>" in page and "failed score" in page
 
 

@@ -96,7 +96,7 @@ def test_an_address_says_all_of_a_query_and_no_default() -> None:
 
 def test_unseen_characters_become_marks_and_everything_is_escaped() -> None:
     assert visible("a<b>\x1b&\u202e") == (
-        'a&lt;b&gt;<span class="ctl" title="U+001B">\u241b</span>&amp;'
+        'a&lt;b&gt;<span class="ctl" title="U+001B">ESC</span>&amp;'
         '<span class="ctl" title="U+202E">U+202E</span>'
     )
     assert visible("x" * 100, 10) == "x" * 10 + "…"

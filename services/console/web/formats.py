@@ -50,6 +50,11 @@ def duration(seconds: float | None) -> str:
     return f"{hours}\u202fh {minutes:02d}\u202fmin"
 
 
+def counted(value: int, noun: str) -> str:
+    """So many of something."""
+    return f"{number(value)} {noun}{'' if value == 1 else 's'}"
+
+
 def span(first: float | None, last: float | None) -> str:
     """One number, or from the first to the last."""
     return number(first) if first == last else f"{number(first)}–{number(last)}"

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from common.history import History, Selection, StreamName
 from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
 from common.streams import Entry, Garbled, entry_id_of, id_order
+from services.console.ticket_trace import advantages_in
 from services.console.web.group_row import WHOLE_GROUP, EntryId, GroupRow, Window
 
 MAX_LETTERS = 50
@@ -42,6 +45,16 @@ class GroupView:
     def prompt_source(self) -> Ticket | Trajectory | None:
         """A message that has the prompt."""
         return self.ticket or next((s.trajectory for s in self.samples if s.trajectory), None)
+
+    @property
+    def is_reversed(self) -> bool:
+        """Whether advantages fall where rewards rise, which no algorithm of ours does."""
+        pairs = [
+            (sample.score.value, sample.advantage)
+            for sample in self.samples
+            if sample.score and sample.score.value is not None and sample.advantage is not None
+        ]
+        return len(pairs) > 1 and bool(np.cov(np.array(pairs).T)[0, 1] < 0)
 
     @property
     def components(self) -> list[str]:
@@ -130,9 +143,7 @@ def _samples(
     places: dict[int, list[tuple[int, int]]] = {}
     if commit is not None:
         left_out = {i: why for t, i, why in commit.dropped if t == row.ticket and i != WHOLE_GROUP}
-        # A commit lists the advantages of the samples that it used, by index.
-        used = [index for index in range(row.group_size or len(indices)) if index not in left_out]
-        advantages = dict(zip(used, commit.advantages.get(str(row.ticket), []), strict=False))
+        advantages = advantages_in(commit, row.ticket)
         for mini, batches in enumerate(commit.mini_batches):
             for micro, keys in enumerate(batches):
                 for ticket, index in keys:

@@ -37,6 +37,7 @@ class Templates:
             percent=formats.percent,
             moment=formats.moment,
             duration=formats.duration,
+            counted=formats.counted,
             visible=visible,
             words=words,
         )

@@ -14,12 +14,49 @@ UNSEEN = re.compile(
 """Controls but tab and line feed, marks of direction, spaces without width, tags, halves of characters."""
 
 
+NAMES = (
+    "NUL",
+    "SOH",
+    "STX",
+    "ETX",
+    "EOT",
+    "ENQ",
+    "ACK",
+    "BEL",
+    "BS",
+    "HT",
+    "LF",
+    "VT",
+    "FF",
+    "CR",
+    "SO",
+    "SI",
+    "DLE",
+    "DC1",
+    "DC2",
+    "DC3",
+    "DC4",
+    "NAK",
+    "SYN",
+    "ETB",
+    "CAN",
+    "EM",
+    "SUB",
+    "ESC",
+    "FS",
+    "GS",
+    "RS",
+    "US",
+)
+"""Of the control characters of ASCII, by code."""
+
+
 def mark_of(character: str) -> str:
     """How an unseen character is shown."""
     code = ord(character)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 0x7F else f"U+{code:04X}"
+    if code < len(NAMES):
+        return NAMES[code]
+    return "DEL" if code == 0x7F else f"U+{code:04X}"
 
 
 def visible(text: object, limit: int = 0) -> Markup:

@@ -45,6 +45,7 @@ const sight = new IntersectionObserver((entries) => {
 let shape = remembered("shape", ["tokens", "text"]);
 grade();
 choose(remembered("colour", COLOURS));
+document.body.dataset.shape = shape;
 const chosen = document.querySelector(`input[name=shape][value=${shape}]`);
 if (chosen) chosen.checked = true;
 boxes.forEach((_, element) => sight.observe(element));
@@ -53,6 +54,7 @@ document.getElementById("colours")?.addEventListener("change", (event) => choose
 document.getElementById("shapes")?.addEventListener("change", (event) => {
   shape = event.target.value;
   remember("shape", shape);
+  document.body.dataset.shape = shape;
   boxes.forEach((box, element) => { box.close(); sight.unobserve(element); sight.observe(element); });
 });
 document.addEventListener("keydown", (event) => {

@@ -2,10 +2,13 @@
 
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
 
+const NAMES = ("NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC " +
+  "FS GS RS US").split(" ");
+
 export function markOf(character) {
   const code = character.codePointAt(0);
-  if (code < 0x20) return String.fromCharCode(0x2400 + code);
-  return code === 0x7f ? "␡" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+  if (code < NAMES.length) return NAMES[code];
+  return code === 0x7f ? "DEL" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
 export function appendVisible(element, text) {
@@ -22,5 +25,5 @@ export function appendVisible(element, text) {
 }
 
 export function visibleText(text) {
-  return text.replace(UNSEEN, markOf).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  return text.replace(UNSEEN, (character) => `[${markOf(character)}]`).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
