@@ -1,12 +1,17 @@
-"""What Redis knows about a run besides its streams: the resolved config, and a small state for people."""
+"""What Redis knows about a run besides its streams: the resolved config, and a small state for people.
+
+Who only looks at streams needs no config, which takes a quarter of a second to import: it is imported late.
+"""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.broker import Broker
-from common.config import RunConfig, changed_fields, parse_config
 from common.errors import ConfigError
 from common.keys import RUNS, Keys
+
+if TYPE_CHECKING:
+    from common.config import RunConfig
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 
@@ -15,18 +20,20 @@ class UnknownRunError(ConfigError):
     """This Redis has no such run, or not yet."""
 
 
-async def publish_config(broker: Broker, keys: Keys, config: RunConfig) -> None:
+async def publish_config(broker: Broker, keys: Keys, config: "RunConfig") -> None:
     """Make the resolved config known, so that a worker needs only the address and the run id."""
     await broker.execute("SET", keys.config, config.model_dump_json())
     await broker.execute("SADD", RUNS, keys.run_id)
 
 
-async def read_config(broker: Broker, keys: Keys) -> RunConfig:
+async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
     """The run's config.
 
     Raises:
         UnknownRunError: this Redis does not know the run; the message lists the runs it knows.
     """
+    from common.config import parse_config
+
     raw = await broker.execute("GET", keys.config)
     if raw is None:
         known = await known_runs(broker)
@@ -38,7 +45,7 @@ async def read_config(broker: Broker, keys: Keys) -> RunConfig:
     return parse_config(json.loads(raw), f"the config of run {keys.run_id} in Redis")
 
 
-async def register_config(broker: Broker, keys: Keys, config: RunConfig) -> RunConfig:
+async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "RunConfig":
     """Publish the config of a run that Redis does not know yet; where it does, the two must be the same.
 
     Safe against another process that does so at the same time. Returns the run's config.
@@ -46,6 +53,8 @@ async def register_config(broker: Broker, keys: Keys, config: RunConfig) -> RunC
     Raises:
         ConfigError: the run was started with another config.
     """
+    from common.config import changed_fields
+
     config = config.model_copy(update={"run_id": keys.run_id})
     if await broker.execute("SET", keys.config, config.model_dump_json(), "NX"):
         await broker.execute("SADD", RUNS, keys.run_id)

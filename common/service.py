@@ -31,11 +31,11 @@ from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
 from common.logs import configure_logs
 from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
+from common.run_paths import runs_dir
 from common.run_state import UnknownRunError, has_finished, read_config, register_config
 
 log = structlog.get_logger(__name__)
 
-RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 METRICS_HOST_VARIABLE = "TIDEMILL_METRICS_HOST"
 RUN_WAIT_VARIABLE = "TIDEMILL_RUN_WAIT_S"
 """Seconds for which a service waits for its run to appear in Redis: containers start in any order."""
@@ -145,11 +145,6 @@ def run_service(
             raise
         print(f"tidemill {role}: {cause}", file=sys.stderr)
         return cause.exit_code
-
-
-def runs_dir() -> Path:
-    """The folder of all runs on this machine."""
-    return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
 
 
 def _parser(role: str, module: str, describe: str) -> argparse.ArgumentParser:

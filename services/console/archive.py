@@ -18,7 +18,7 @@ from common.config import ArchiveConfig
 from common.errors import ConfigError, OutageError, UnreachableError
 from common.history.selection import StreamName
 from common.keys import Keys
-from services.console.report import nearest
+from services.console.run_folder import nearest
 
 PATIENCE_S = 60.0
 """How long an archiver that is at work is waited for."""

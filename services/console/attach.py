@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from common.broker import Broker
 from common.errors import BrokerError, ConfigError, TidemillError
-from common.redis_client import URL_VARIABLE
 from services.console.console_log import log_nothing
 from services.console.offline import read_folder
 from services.console.render import dashboard
-from services.console.report import nearest, print_report, read_report
+from services.console.report import print_report, read_report
+from services.console.run_connection import connect
 from services.console.run_folder import RunFolder, find_run, folder_of_runs
 from services.console.snapshot import RunSnapshot, SnapshotReader
 from services.console.views import PATIENCE_S
@@ -101,30 +100,6 @@ async def _watch(folder: RunFolder, console: Console) -> None:
                 await asyncio.sleep(REFRESH_S if done else 0.0)
     finally:
         await broker.close()
-
-
-async def connect(folder: RunFolder) -> Broker:
-    """Connect to the Redis of a run, or say why there is none to connect to.
-
-    Raises:
-        TidemillError: its Redis is not known, or does not answer.
-    """
-    url = folder.address()
-    if url is None:
-        state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"run {folder.run_id}: no Redis to ask ({nearest(folder.path)}: {state}). Set {URL_VARIABLE} to "
-            "the run's server, or start the run with `tidemill up`."
-        )
-    try:
-        return await Broker.connect(url)
-    except BrokerError as error:
-        if not folder.address_file.exists():
-            raise
-        raise BrokerError(
-            f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
-            f"Continue the run with `tidemill up CONFIG --run-id {folder.run_id} --resume`. ({error})"
-        ) from None
 
 
 def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:

@@ -19,12 +19,12 @@ from common.errors import ConfigError
 from common.keys import Keys
 from common.run_state import read_config
 from common.streams import remove_entries
-from services.console.attach import connect
 from services.console.console_log import log_nothing
 from services.console.fates import Fates
 from services.console.letter_view import as_tree, list_table, print_letter, sample_name
 from services.console.letters import EVERY_LETTER, Letter, LetterFilter, read_letters
 from services.console.requeue import Requeuer, Verdict
+from services.console.run_connection import connect
 from services.console.run_folder import find_run, folder_of_runs
 from services.console.shown_text import printable
 

@@ -17,8 +17,7 @@ from common.config import RunConfig, load_config
 from common.errors import ConfigError, TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
-from services.console.report import nearest
-from services.console.run_folder import RunFolder, find_run, folder_of_runs
+from services.console.run_folder import RunFolder, find_run, folder_of_runs, nearest
 
 FUNCTION = "services.jobs.export.export"
 """By name: services never import each other."""

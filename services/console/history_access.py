@@ -6,39 +6,58 @@ own for as long as we look, and the archive is read beside it or alone.
 """
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.archive import archive_folder
 from common.broker import Broker
-from common.config import RunConfig
 from common.embedded import EmbeddedRedis
 from common.errors import BrokerError, ConfigError, OutageError, TidemillError
 from common.history import History
 from common.redis_client import URL_VARIABLE
-from common.run_state import read_config, run_exists
-from services.console.attach import connect
+from common.run_state import run_exists
 from services.console.console_log import log_nothing
 from services.console.guard import Guard
+from services.console.run_connection import connect
 from services.console.run_folder import RunFolder, find_run, folder_of_runs
+
+if TYPE_CHECKING:
+    from common.config import RunConfig
 
 REDIS_DATA = ("appendonlydir", "appendonly.aof")
 """What a Redis of the run's own leaves behind: since version 7, and before."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunAccess:
     """A run that can be looked at."""
 
     folder: RunFolder
     history: History
-    config: RunConfig | None
-    """None where neither Redis nor the folder has it."""
     source: str
     """Where it is read from, in words."""
     address: str = ""
     """Of the Redis that is read, for processes that we start; empty where only the archive is left."""
+
+    raw_config: bytes | None = None
+    """What Redis has of it."""
+
+    @cached_property
+    def config(self) -> "RunConfig | None":
+        """The run's config, read when it is first asked for; None where neither the folder nor Redis has it.
+
+        Raises:
+            ConfigError: this release does not understand it.
+        """
+        if (kept := self.folder.config()) is not None or self.raw_config is None:
+            return kept
+        from common.config import parse_config
+
+        return parse_config(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
 
     @property
     def run_id(self) -> str:
@@ -59,11 +78,9 @@ async def open_history(run: str | None, runs_dir: Path | None) -> AsyncIterator[
     async with contextlib.AsyncExitStack() as stack:
         broker, source, address = await _find_broker(folder, stack)
         history = History(folder.run_id, folder.path if folder.path.is_dir() else None, broker)
-        config = folder.config()
-        if config is None and broker is not None:
-            config = await read_config(broker, history.keys)
+        raw_config = await broker.execute("GET", history.keys.config) if broker is not None else None
         try:
-            yield RunAccess(folder, history, config, source, address)
+            yield RunAccess(folder, history, source, address, raw_config)
         except OutageError as error:
             raise BrokerError(
                 f"the Redis of run {folder.run_id} went away while it was read: {error}. Try again."

@@ -27,8 +27,8 @@ from services.console.evidence import ROLES
 from services.console.guard import Guard
 from services.console.local_redis import LocalRedis
 from services.console.processes import ServiceSpec, service_environment
-from services.console.report import nearest, print_report, write_report
-from services.console.run_folder import RunFolder
+from services.console.report import print_report, write_report
+from services.console.run_folder import RunFolder, nearest
 from services.console.snapshot import RunSnapshot, SnapshotReader
 from services.console.summary import failures, summarise, summary_tree
 from services.console.supervisor import Ending, Outcome, Supervisor

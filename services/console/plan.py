@@ -23,8 +23,7 @@ from services.console.console_log import log_nothing
 from services.console.model_folder import inspect_model
 from services.console.offline import read_folder
 from services.console.plan_view import print_plan
-from services.console.report import nearest
-from services.console.run_folder import CONFIG_FILE, RunFolder, find_run, folder_of_runs
+from services.console.run_folder import CONFIG_FILE, RunFolder, find_run, folder_of_runs, nearest
 from services.console.sizing import (
     StepTime,
     Workers,

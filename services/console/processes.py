@@ -17,7 +17,7 @@ from pathlib import Path
 from common.broker import WAIT_VARIABLE
 from common.config import RunConfig
 from common.redis_client import URL_VARIABLE
-from common.service import RUNS_DIR_VARIABLE
+from common.run_paths import RUNS_DIR_VARIABLE
 from services.console.guard import Guard
 from services.console.placement import replica_gpus, rollout_gpus, trainer_gpus
 

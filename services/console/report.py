@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -12,7 +11,7 @@ from rich.text import Text
 from common.files import write_atomically
 from common.plots import plot_learning_curve
 from common.records import METRICS_FILE, read_records
-from services.console.run_folder import PICTURE_FILE, RunFolder
+from services.console.run_folder import PICTURE_FILE, RunFolder, nearest
 
 PERCENT, NUMBER, COUNT, SECONDS = "percent", "number", "count", "seconds"
 
@@ -87,14 +86,6 @@ def spell_line(warning: Mapping[str, Any]) -> str:
     shown = f"{worst:.4g}" if worst is not None else "not a number"
     steps = f"steps {warning.get('since_step', 0) + 1} to {end}, at worst {shown}"
     return f"{warning.get('text')} ({steps}). {warning.get('advice')}"
-
-
-def nearest(path: Path) -> str:
-    """A path as short as it can be from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def _shown(value: Any, form: str) -> str:

@@ -2,19 +2,21 @@
 
 `<runs>/<run_id>/` holds all that a run leaves behind; `<runs>/latest` points at the newest one. While
 `tidemill up` keeps a Redis of its own, `redis.url` holds its address, readable by its owner only.
+Every command begins here, so what only some need (configs, YAML) is imported where it is used.
 """
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import yaml
-
-from common.config import RunConfig, parse_config
 from common.errors import ConfigError
 from common.files import write_atomically
 from common.redis_client import URL_VARIABLE
-from common.service import runs_dir
+from common.run_paths import runs_dir
+
+if TYPE_CHECKING:
+    from common.config import RunConfig
 
 LATEST = "latest"
 RUN_VARIABLE = "TIDEMILL_RUN_ID"
@@ -56,7 +58,7 @@ class RunFolder:
         """Address of the run's own Redis, while it runs."""
         return self.path / "redis.url"
 
-    def create(self, config: RunConfig) -> None:
+    def create(self, config: "RunConfig") -> None:
         """Make the folder, keep the resolved config in it, and let `latest` point at it.
 
         Raises:
@@ -68,16 +70,22 @@ class RunFolder:
             raise ConfigError(
                 f"cannot make the run's folder {self.path}: {error.strerror}. Give another with --runs-dir."
             ) from None
+        import yaml
+
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(self.path / CONFIG_FILE, text)
         self._point_latest_here()
 
-    def config(self) -> RunConfig | None:
+    def config(self) -> "RunConfig | None":
         """The config that the run was last started with; None where the folder does not hold it.
 
         Raises:
             ConfigError: this release does not understand it.
         """
+        import yaml
+
+        from common.config import parse_config
+
         path = self.path / CONFIG_FILE
         try:
             tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -134,3 +142,11 @@ def find_run(given: str | None, runs: Path) -> RunFolder:
             f"no run id was given and {runs / LATEST} does not exist. Give the id of a run, or its folder of "
             f"runs with --runs-dir, or set {RUN_VARIABLE}."
         ) from None
+
+
+def nearest(path: Path) -> str:
+    """A path as short as it can be from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -28,8 +28,7 @@ from common.service import METRICS_HOST_VARIABLE
 from services.console.local_run import LocalRun
 from services.console.preflight import examine
 from services.console.processes import ServiceSpec, exporter_spec, metrics_ports, service_specs
-from services.console.report import nearest
-from services.console.run_folder import CONFIG_FILE, RunFolder, folder_of_runs
+from services.console.run_folder import CONFIG_FILE, RunFolder, folder_of_runs, nearest
 
 
 @dataclass(frozen=True, slots=True)

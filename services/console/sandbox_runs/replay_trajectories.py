@@ -15,7 +15,7 @@ from rich.console import Console
 from common.errors import ConfigError
 from common.messages import ScoreStatus
 from common.redis_client import URL_VARIABLE
-from common.service import RUNS_DIR_VARIABLE
+from common.run_paths import RUNS_DIR_VARIABLE
 from services.console.console_log import log_to_file
 from services.console.history_access import open_history
 from services.console.sandbox_runs.emission import Emission, Flow, Pace

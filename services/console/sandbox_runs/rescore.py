@@ -22,7 +22,7 @@ from common.presence import Heartbeat
 from common.streams import Entry
 from services.console.console_log import log_to_file
 from services.console.history_access import open_history
-from services.console.report import nearest
+from services.console.run_folder import nearest
 from services.console.sandbox_runs.agreement import compare
 from services.console.sandbox_runs.emission import Emission, Flow
 from services.console.sandbox_runs.options import SandboxOptions, require_history

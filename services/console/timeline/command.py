@@ -11,7 +11,7 @@ from rich.text import Text
 from common.errors import ConfigError
 from common.files import aside_file, publish_file
 from services.console.history_access import RunAccess, open_history
-from services.console.report import nearest
+from services.console.run_folder import nearest
 from services.console.streams import View, terminal
 from services.console.timeline.stretch import read_stretch
 from services.console.timeline.timeline import build
