@@ -15,9 +15,9 @@ from common.errors import ConfigError
 from common.files import StorageError
 from common.keys import Keys
 from common.run_state import has_finished, read_config, read_state
-from services.console.attach import connect
 from services.console.console_log import log_nothing
 from services.console.report import print_report, write_report
+from services.console.run_connection import connect
 from services.console.run_folder import RunFolder, find_run, folder_of_runs
 from services.console.summary import RunSummary, failures, summarise, summary_tree
 

@@ -25,7 +25,7 @@ from common.errors import ConfigError, TidemillError
 from common.keys import Keys
 from common.logs import configure_logs
 from common.messages import WeightManifest
-from common.service import runs_dir
+from common.run_paths import runs_dir
 from common.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, WEIGHTS_TOKEN_VARIABLE
 
 MIN_TOKEN_CHARS = 16

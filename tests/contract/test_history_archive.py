@@ -11,7 +11,7 @@ from common.broker import Broker
 from common.history import ALL, History, Selection, StreamName
 from common.keys import Keys
 from common.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
-from common.streams import Entry, append, append_numbered, trim_before
+from common.streams import Entry, append, append_numbered, id_after, trim_before
 from tests.archives import STREAM, archive, fill, raw, run_folder, scanned
 
 SELECTIONS = {
@@ -51,7 +51,7 @@ async def test_every_selection_finds_the_same_wherever_the_entries_are(
         until = entries[int(archived_share * (len(entries) - 1))][0]
         await archive(broker, keys, run_dir, until=until, segment_bytes=900)
         if is_trimmed:
-            await trim_before(broker, key, f"{until}0")
+            await trim_before(broker, key, id_after(until))
     history = History(keys.run_id, run_dir, broker)
     for name, chosen in selections.items():
         assert await scanned(history, STREAM, chosen) == expected[name], name
