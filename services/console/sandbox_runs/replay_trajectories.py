@@ -69,6 +69,7 @@ async def _replay(options: SandboxOptions, pace: Pace, console: Console) -> dict
         async with sandbox.running("replay", source.run_id):
             log_to_file(folder.logs / "console.log")
             _say_how_to_join(console, sandbox)
+            await sandbox.until_ready()
             emission = Emission(sandbox.broker, sandbox.keys, source.history, selection, lane, pace)
             with shown(console, "scored") as progress:
                 flow = await emission.run(progress)

@@ -80,6 +80,7 @@ async def _rescore(options: SandboxOptions, console: Console) -> tuple[Path, dic
         sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
         async with sandbox.running("rescore", source.run_id):
             log_to_file(folder.logs / "console.log")
+            await sandbox.until_ready()
             emission = Emission(sandbox.broker, sandbox.keys, source.history, selection, lane)
             with shown(console, "scored") as progress:
                 flow = await emission.run(progress)

@@ -72,6 +72,14 @@ class SandboxRun:
                 finally:
                     await self.broker.close()
 
+    async def until_ready(self) -> None:
+        """Wait until all workers that it starts are up, so that none of their start counts as work."""
+        names = {spec.name for spec in self.specs if spec.role == "reward"}
+        while True:
+            if names <= {beat.name for beat in await read_heartbeats(self.broker, self.keys)}:
+                return
+            await asyncio.sleep(POLL_S)
+
     async def last_words(self) -> list[Heartbeat]:
         """What the workers say of themselves once everything is scored."""
         asked_at = time.time()

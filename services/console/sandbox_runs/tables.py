@@ -82,13 +82,8 @@ def _failures(failures: dict[str, int]) -> Table:
 
 
 def _farthest(rows: list[list[float]]) -> Table:
-    table = Table(
-        title="moved farthest in rank",
-        title_justify="left",
-        caption="look at one: tidemill trace TICKET.INDEX",
-        caption_justify="left",
-    )
-    for name in ("trajectory", "before", "now"):
+    table = Table(title="farthest in rank; see `tidemill trace`", title_justify="left")
+    for name in ("trajectory", "score before", "score now"):
         table.add_column(name, justify="right")
     for ticket, index, before, now in rows:
         table.add_row(f"{ticket}.{index}", f"{before:.4g}", f"{now:.4g}")
@@ -107,4 +102,4 @@ def _number(value: float | None) -> str:
 
 
 def _quantiles(found: dict[str, float]) -> str:
-    return f"median {found['p50']:.3g} s, 95% {found['p95']:.3g} s, 99% {found['p99']:.3g} s"
+    return f"median {found['p50']:.2g} s, 95% {found['p95']:.2g} s, 99% {found['p99']:.2g} s"
