@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:
     broker = await Broker.connect() if os.environ.get(URL_VARIABLE) else None
     try:
+        if broker is not None:
+            broker.is_stopping = True  # a person is waiting: an outage ends the replay after seconds
         history = History(options.run, options.run_dir, broker)
         config = await _config(options.run_dir, history)
         steps = [int(part) for part in options.steps.split(",")]
