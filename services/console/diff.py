@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import ConfigError
+from services.console.differences import Aspect, Difference
 from services.console.history_access import RunAccess, open_history
-from services.console.run_diff import Aspect, DiffedRun, Difference, RunDiff, diff_runs
+from services.console.run_diff import DiffedRun, RunDiff, diff_runs
 from services.console.run_folder import find_run, folder_of_runs
 
 MAX_WIDTH = 60

@@ -15,7 +15,8 @@ from common.history import GroupCursor, History
 from common.keys import Keys
 from common.messages import Commit, SamplingParams, Score, Ticket, Trajectory
 from common.streams import append, append_numbered, trim_before
-from services.console.run_diff import Aspect, DiffedRun, RunDiff, diff_runs
+from services.console.differences import Aspect
+from services.console.run_diff import DiffedRun, RunDiff, diff_runs
 from tests.training import make_score, trainer_config
 from tests.trajectories import make_trajectory
 
