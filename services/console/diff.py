@@ -12,6 +12,7 @@ from rich.text import Text
 from common.errors import ConfigError
 from services.console.differences import Aspect, Difference
 from services.console.history_access import RunAccess, open_history
+from services.console.message_tree import jsonable
 from services.console.run_diff import DiffedRun, RunDiff, diff_runs
 from services.console.run_folder import find_run, folder_of_runs
 
@@ -44,7 +45,8 @@ def show_diff(
     """
     names, result = asyncio.run(_diff((run_a, runs_dir_a), (run_b, runs_dir_b or runs_dir_a), tolerance))
     if as_json:
-        print(json.dumps({"run_a": names[0], "run_b": names[1], **result.as_dict()}, indent=2, default=str))
+        tree = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
+        print(json.dumps(jsonable(tree), indent=2, allow_nan=False))
     else:
         print_diff(Console(highlight=False), names, result)
     return 1 if result.differences else 0

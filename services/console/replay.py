@@ -19,6 +19,7 @@ from rich.console import Console
 from common.errors import ConfigError, TidemillError
 from common.redis_client import URL_VARIABLE
 from services.console.history_access import RunAccess, open_history
+from services.console.message_tree import jsonable
 from services.console.replay_view import ReplayProgress, print_result
 
 MODULE = "services.trainer.replay"
@@ -53,7 +54,7 @@ def replay_steps(options: ReplayOptions, shows_all: bool, as_json: bool) -> int:
         raise ConfigError("--with-weights goes with --to-torch FILE.")
     results = asyncio.run(_replay(options, steps, as_json))
     if as_json:
-        print(json.dumps([_finite(result) for result in results], indent=2, allow_nan=False))
+        print(json.dumps(jsonable(results), indent=2, allow_nan=False))
     else:
         console = Console(highlight=False)
         for result in results:
@@ -126,12 +127,3 @@ def _last_line(messages: IO[bytes]) -> str:
     messages.seek(0)
     lines = messages.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinities: they become null."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not -float("inf") < value < float("inf") else value

@@ -6,20 +6,21 @@ from typing import Any
 
 import pytest
 
+from common import codec
 from common.broker import Broker
 from common.embedded import EmbeddedRedis
 from common.errors import ConfigError, TidemillError
 from common.history import History
 from common.keys import Keys
 from common.messages import Score, ScoreStatus
-from common.streams import append, trim_before
+from common.streams import append, entry_id_of, trim_before
 from services.trainer.policy_loading import open_policy
 from services.trainer.policy_thread import PolicyThread
 from services.trainer.replay.comparison import compare_step
 from services.trainer.replay.request import changed_config, check_committed
 from services.trainer.replay.session import ReplayedStep, Session
 from services.trainer.replay.what_if import WhatIf
-from tests.training import answering, make_score
+from tests.training import answering, commits_of, make_score
 from tests.whole_trainer import run
 
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.01}}
@@ -221,3 +222,29 @@ def test_paths_of_a_run_are_only_read(tmp_path: Path) -> None:
 
     assert read_checkpoint(tmp_path, 7) is None
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_preset_replaces_the_whole_algorithm(trained):
+    """Every field of a run's config is given; a preset that fills in what is not given would change nothing."""
+    step, changed = await what_if(
+        trained, "trainer.algorithm.preset=dr_grpo", "trainer.algorithm.clip_low=0.1"
+    )
+    fields = {change["field"]: change["after"] for change in changed["changes"]}
+    assert fields["trainer.algorithm.advantage"] == "dr_grpo" and fields["trainer.algorithm.clip_low"] == 0.1
+    assert changed["metrics"]["loss"] != step.metrics["loss"]
+
+
+async def test_a_checkpoint_that_is_not_what_was_committed_is_named(trained, broker, keys):
+    """As after a crash, where the replay on other hardware did not come out bit by bit."""
+    commit = (await commits_of(broker, keys))[1]
+    entry_id = entry_id_of(1)
+    await broker.execute("XDEL", keys.commits, entry_id)
+    others = await broker.execute("XRANGE", keys.commits, "-", "+")
+    await broker.execute("DEL", keys.commits)
+    forged = codec.encode(commit.model_copy(update={"digest": "f" * 32}))
+    entries = sorted([*others, [entry_id.encode(), [part for pair in forged.items() for part in pair]]])
+    for number, fields in entries:
+        await broker.execute("XADD", keys.commits, number, *fields)
+    session = session_of(trained)
+    assert [step.commit.step async for step in session.steps([2])] == [2]
+    assert session.first_difference == 1

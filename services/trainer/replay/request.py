@@ -24,7 +24,7 @@ def changed_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: a field is bad, or a change would have led to other records.
     """
-    changed = override_config(config, overrides)
+    changed = override_config(config, [_of_whole_section(override) for override in overrides])
     refused = FIXED | OTHER_PARAMETERS
     for change in changed_fields(config, changed):
         reason = next((why for name, why in refused.items() if _is_in(change.field, name)), "")
@@ -38,6 +38,13 @@ def changed_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
             "does not work there."
         )
     return changed
+
+
+def _of_whole_section(override: str) -> str:
+    """A preset fills in what is not given, and a run's config gives all: it takes the whole section."""
+    name, _, value = override.partition("=")
+    is_preset = name.strip() == "trainer.algorithm.preset"
+    return f"trainer.algorithm={{preset: {value}}}" if is_preset else override
 
 
 async def check_committed(history: History, steps: Sequence[int]) -> None:

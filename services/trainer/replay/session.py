@@ -99,9 +99,16 @@ class Session:
             return
         await self.thread.call(self.policy.load_state, found.folder)
         self.version = self.from_version = found.state.version
-        self.first_difference = None
+        self.first_difference = await self._difference_of_checkpoint()
         self._cursor = await stack.enter_async_context(self._open_cursor(found))
         self.say({"kind": "start", "version": self.version, "step": step})
+
+    async def _difference_of_checkpoint(self) -> int | None:
+        """The step before the checkpoint, where its weights are not those that the step was committed with: a
+        trainer that had to replay on other hardware goes on from what it has."""
+        commit = await self.history.commit(self.version - 1)
+        is_same = commit is None or await self.thread.call(self.policy.digest) == commit.digest
+        return None if is_same else self.version - 1
 
     def _open_cursor(self, checkpoint: Checkpoint | None) -> GroupCursor:
         """A reader from the start of the streams, or from where the checkpoint needs them."""
