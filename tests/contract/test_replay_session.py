@@ -225,7 +225,7 @@ def test_paths_of_a_run_are_only_read(tmp_path: Path) -> None:
 
 
 async def test_a_preset_replaces_the_whole_algorithm(trained):
-    """Every field of a run's config is given; a preset that fills in what is not given would change nothing."""
+    """A preset fills in what is not given, and of a config of a run everything is."""
     step, changed = await what_if(
         trained, "trainer.algorithm.preset=dr_grpo", "trainer.algorithm.clip_low=0.1"
     )
