@@ -142,10 +142,12 @@ def _run(server: Server, way: str, records: int, *ends: str) -> list[Span]:
     return run_ends(server, records, per_call, *(f"{end}-{kind}" for end in ends))
 
 
-def run_ends(server: Server, records: int, per_call: int, *ends: str) -> list[Span]:
+def run_ends(
+    server: Server, records: int, per_call: int, *ends: str, module: str = "benchmarks.transport_ends"
+) -> list[Span]:
     """Run the ends as processes from a common start; each says how long it took."""
     arguments = [server.url, RUN_ID, str(records), str(per_call)]
-    processes = [_start(end, arguments) for end in ends]
+    processes = [_start(module, end, arguments) for end in ends]
     try:
         for process in processes:
             _line_from(process)  # every end is ready
@@ -160,8 +162,8 @@ def run_ends(server: Server, records: int, per_call: int, *ends: str) -> list[Sp
             process.communicate()
 
 
-def _start(end: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.transport_ends", end, *arguments]
+def _start(module: str, end: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, end, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,0 +1,144 @@
+"""The two ends of `benchmarks.metrics`: those of `benchmarks.transport`, with the metrics of real services.
+
+`on` counts and is scraped, `off` has metrics that do nothing. Everything else is the same, so what differs is
+what metrics cost.
+"""
+
+import asyncio
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from benchmarks.transport_ends import (
+    BLOCK_S,
+    CALLS_IN_FLIGHT,
+    LEASE_S,
+    Stopwatch,
+    score_of,
+    trajectories,
+)
+from common.activity import Activity
+from common.broker import Broker
+from common.http_endpoint import HttpEndpoint
+from common.keys import REWARD_GROUP, Keys
+from common.messages import Lane, Trajectory
+from common.streams import Consumer, Garbled, append
+from services.reward.tally import Tally
+from services.rollout.sample_counts import SampleCounts
+
+SCRAPE_S = 1.0
+"""Between two scrapes of each end: five times as often as infra/prometheus asks."""
+
+
+def silence() -> None:
+    """Metrics that do nothing."""
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    for kind, methods in (
+        (Counter, ("inc",)),
+        (Gauge, ("inc", "dec", "set", "set_function")),
+        (Histogram, ("observe",)),
+    ):
+        for method in methods:
+            setattr(kind, method, nothing)
+    MetricWrapperBase.labels = lambda self, *_, **__: self  # type: ignore[assignment, misc]
+
+
+class Scraper:
+    """Serves /metrics and asks for it, as Prometheus does, until `close`."""
+
+    def __init__(self) -> None:
+        self._endpoint = HttpEndpoint(0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._scrape, daemon=True)
+        self._thread.start()
+
+    def _scrape(self) -> None:
+        url = f"http://127.0.0.1:{self._endpoint.port}/metrics"
+        while not self._over.wait(SCRAPE_S):
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                answer.read()
+
+    def __enter__(self) -> "Scraper":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._endpoint.close()
+
+
+async def write(url: str, run_id: str, records: int, per_call: int, counts: bool) -> None:
+    """As a rollout worker that publishes: with `counts`, each record is counted as a sample is."""
+    broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
+    calls, counters = iter(range(0, records, per_call)), SampleCounts(Lane.TRAIN)
+
+    async def send() -> None:
+        for first in calls:
+            part = batch[first : first + per_call]
+            await append(broker, key, *part)
+            if counts:
+                for record in part:
+                    counters.observe(record)
+
+    watch = Stopwatch()
+    await asyncio.gather(*(send() for _ in range(CALLS_IN_FLIGHT)))
+    watch.stop()
+    await broker.close()
+
+
+async def read(url: str, run_id: str, records: int, per_call: int, counts: bool) -> None:
+    """As a reward worker: with `counts`, each record goes through its tally."""
+    broker, keys = await Broker.connect(url), Keys(run_id)
+    consumer = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=keys.dead
+    )
+    tally, finished, num_done = Tally(Activity("reward")), asyncio.Event(), 0
+
+    async def take() -> None:
+        nonlocal num_done
+        while num_done < records:
+            found = await consumer.fetch(per_call, BLOCK_S)
+            held = [delivery for delivery in found if not isinstance(delivery, Garbled)]
+            if not held:
+                continue
+            results = [(delivery, score_of(delivery.message)) for delivery in held]
+            if counts:
+                for _ in results:
+                    tally.took(Lane.TRAIN)
+                    tally.scored()
+            done = await consumer.complete(results, keys.scores())
+            num_done += sum(done)
+            if counts:
+                for _, score in results:
+                    tally.published(Lane.TRAIN, score)
+                    tally.settled(Lane.TRAIN)
+        finished.set()
+
+    async with consumer:
+        watch = Stopwatch()
+        takers = [asyncio.create_task(take()) for _ in range(CALLS_IN_FLIGHT)]
+        await finished.wait()
+        watch.stop()
+        for taker in takers:
+            taker.cancel()
+        await asyncio.gather(*takers, return_exceptions=True)
+    await broker.close()
+
+
+ENDS: dict[str, Callable[..., Any]] = {"write": write, "read": read}
+
+if __name__ == "__main__":
+    name, url, run_id, num_records, num_per_call = sys.argv[1:]
+    end, kind, state = name.split("-")
+    if state == "off":
+        silence()
+    with Scraper() if state == "on" else nullcontext():
+        asyncio.run(ENDS[end](url, run_id, int(num_records), int(num_per_call), kind == "services"))
