@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 from prometheus_client.metrics import MetricWrapperBase
 
 from benchmarks.transport_ends import (
@@ -25,6 +25,7 @@ from benchmarks.transport_ends import (
 )
 from common.activity import Activity
 from common.broker import Broker
+from common.gathered import Gathered, Histogram
 from common.http_endpoint import HttpEndpoint
 from common.keys import REWARD_GROUP, Keys
 from common.messages import Lane, Trajectory
@@ -44,10 +45,11 @@ def silence() -> None:
     for kind, methods in (
         (Counter, ("inc",)),
         (Gauge, ("inc", "dec", "set", "set_function")),
-        (Histogram, ("observe",)),
+        (Histogram, ("observe", "observe_many")),
     ):
         for method in methods:
             setattr(kind, method, nothing)
+    Gathered.add = nothing  # type: ignore[method-assign]
     MetricWrapperBase.labels = lambda self, *_, **__: self  # type: ignore[assignment, misc]
 
 

@@ -4,7 +4,9 @@ Most belong to the process that exports them. Those in `RUN` describe a whole ru
 exported by one process: `python -m services.console.exporter`.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from common.gathered import Histogram
 
 RUN = CollectorRegistry()
 """Metrics of a run instead of a process."""

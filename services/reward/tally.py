@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
 
 from common import metrics
 from common.activity import Activity
+from common.gathered import Gathered
 from common.messages import Lane, Score, ScoreStatus
 from common.presence import FAILURES, Heartbeat
 
@@ -30,13 +31,7 @@ class Tally:
         self._num_unpublished = 0
         self._statuses: Counter[ScoreStatus] = Counter()
         self._rated_at, self._rated = time.monotonic(), 0
-        # Finding a metric by its labels costs more than counting does.
-        self._published = {
-            (lane, status): metrics.SCORES_PUBLISHED.labels(lane, status)
-            for lane in Lane
-            for status in ScoreStatus
-        }
-        self._seconds = {lane: metrics.SCORE_SECONDS.labels(lane) for lane in Lane}
+        self._gathered = {lane: Gathered(partial(_book, lane)) for lane in Lane}
         for lane in Lane:
             metrics.SCORES_IN_FLIGHT.labels(lane).set_function(partial(self._in_flight.__getitem__, lane))
         activity.enter(IDLE)
@@ -62,8 +57,7 @@ class Tally:
     def published(self, lane: Lane, score: Score) -> None:
         """A score is in the stream."""
         self._statuses[score.status] += 1
-        self._published[lane, score.status].inc()
-        self._seconds[lane].observe(score.latency_s)
+        self._gathered[lane].add((score.status, score.latency_s))
         if score.status is not ScoreStatus.OK:
             self._complain(score)
 
@@ -103,3 +97,11 @@ class Tally:
                 attempts=score.attempts,
                 so_far=count,
             )
+
+
+def _book(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
+    """Count published scores: statuses, and the seconds they took."""
+    statuses, seconds = zip(*scores, strict=True)
+    for status, count in Counter(statuses).items():
+        metrics.SCORES_PUBLISHED.labels(lane, status).inc(count)
+    metrics.SCORE_SECONDS.labels(lane).observe_many(seconds)

@@ -13,10 +13,14 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common.broker import Broker
-from common.config import RunConfig
+from common.config import RewardConfig, RunConfig
 from common.errors import BrokerError
 from common.keys import Keys
 from common.messages import Lane
+from common.run_state import publish_config
+from common.streams import append, append_numbered
+from services.console.exporter.reading import RunReader
+from tests.letters import make_ticket
 from tests.runs import REPO, ServiceRun, simulated_config
 from tests.servers import (
     INFRA,
@@ -29,6 +33,7 @@ from tests.servers import (
     tls_options,
     users_file,
 )
+from tests.trajectories import make_trajectory
 from tests.waiting import wait_until
 
 USERS = ("trainer", "rollout", "reward", "operator", "exporter")
@@ -250,3 +255,32 @@ def test_passwords_are_made_once_and_the_server_gets_their_hashes(tmp_path: Path
             port=server.port, username="reward", password=passwords["REWARD_PASSWORD"], protocol=2
         )
         assert client.ping()
+
+
+async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
+    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_user(monkeypatch, "operator")
+    broker = await Broker.connect(server.url)
+    rewards = {"judge": {"judge": {"template": "x", "model": "m"}}}
+    await publish_config(broker, RUN, users_config(tmp_path).model_copy(update=judged(rewards)))
+    await append(broker, RUN.trajectories(), make_trajectory(0, 0), make_trajectory(0, 1))
+    await append_numbered(broker, RUN.prompts(), [(0, make_ticket(0))])
+    for key, group in ((RUN.trajectories(), "reward"), (RUN.prompts(), "rollout")):
+        admin.xgroup_create(key, group, "0")
+        admin.xreadgroup(group, "c", {key: ">"}, count=1)
+    await broker.close()
+    with_user(monkeypatch, "exporter")
+    exporter = await Broker.connect(server.url)
+    reading = await RunReader(exporter, RUN).read()
+    await exporter.close()
+    assert reading.replicas == {"judge": []}
+    assert {(found.stream, found.lag, found.pending) for found in reading.groups} >= {
+        ("trajectories", 1, 1),
+        ("prompts", 0, 1),
+    }
+    assert refusals(admin) == []
+
+
+def judged(rewards: dict[str, Any]) -> dict[str, Any]:
+    return {"reward": RewardConfig.model_validate({"rewards": rewards})}
