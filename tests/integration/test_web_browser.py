@@ -79,7 +79,7 @@ async def test_hostile_completions_are_shown_and_do_nothing(tmp_path: Path) -> N
             assert "U+202E" in await text_of(page, "#c1 .tokens") and RIGHT_TO_LEFT[-4:] in await text_of(
                 page, "#c1 .tokens"
             )
-            assert "NULESC[31mredBELDELU+0085" in await text_of(page, "#c2 .tokens")
+            assert "NUL ESC[31mredBEL DEL U+0085" in await text_of(page, "#c2 .tokens")
             assert len(await text_of(page, "#c3 .tokens .text")) < len(LONG) / 4
             for _ in range(5):
                 await page.locator("#c3 .tokens[aria-busy]").wait_for(state="detached")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from common.messages import Lane
+from common.messages import Lane, Score, ScoreStatus
 from services.console.web import formats
 from services.console.web.charts import chart_trees
 from services.console.web.group_index import GroupIndex, StepRow
@@ -95,10 +95,10 @@ def test_an_address_says_all_of_a_query_and_no_default() -> None:
 
 
 def test_unseen_characters_become_marks_and_everything_is_escaped() -> None:
-    assert visible("a<b>\x1b&\u202e") == (
-        'a&lt;b&gt;<span class="ctl" title="U+001B">ESC</span>&amp;'
-        '<span class="ctl" title="U+202E">U+202E</span>'
+    assert visible("a<b>\x1b\x7f&\u202e") == (
+        'a&lt;b&gt;<span class="ctl">ESC DEL</span>&amp;<span class="ctl">U+202E</span>'
     )
+    assert visible("y" * 2000, 1000).endswith('y…<span class="hint"> 1,000 more characters</span>')
     assert visible("x" * 100, 10) == "x" * 10 + "…"
     assert visible("line\n\ttab") == "line\n\ttab"
     assert sendable("half \ud800") == "half ?"
@@ -112,6 +112,19 @@ def test_curves_are_thinned_and_keep_their_last_point() -> None:
     assert len(points) <= 100 and points[-1] == [999, 142.714]
     assert trees["evaluation"]["lines"][0]["label"] == "held_out"
     assert set(trees) == {"reward", "loss", "evaluation"}
+
+
+def test_what_is_not_a_number_is_left_out_of_curves() -> None:
+    steps = {
+        step: StepRow(step, {"loss": value}) for step, value in enumerate((1.0, math.nan, math.inf, 2.0))
+    }
+    assert chart_trees(steps, [])[0]["lines"][0]["points"] == [[0, 1.0], [3, 2.0]]
+
+
+def test_a_score_of_an_impossible_index_takes_no_memory() -> None:
+    row = GroupRow(0)
+    row.add_score("1-0", Score(ticket=0, index=1 << 40, status=ScoreStatus.OK, value=1.0))
+    assert row.rewards.count == 0
 
 
 def test_numbers_read_well() -> None:

@@ -1,5 +1,6 @@
 """Which curves the overview draws, and their points, thinned to what a screen can show."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,23 +69,23 @@ def chart_trees(
     return [tree for tree in trees if any(line["points"] for line in tree["lines"])]
 
 
-def _tree(chart: Chart, rows: Iterable[StepRow]) -> dict[str, Any]:
-    lines = [
-        {
-            "label": label,
-            "points": [[row.step, _short(row.metrics[name])] for row in rows if name in row.metrics],
-        }
-        for label, name in chart.lines
-    ]
+def _tree(chart: Chart, rows: Sequence[StepRow]) -> dict[str, Any]:
+    lines = [{"label": label, "points": _points(rows, name)} for label, name in chart.lines]
     shown = [line for line in lines if line["points"]]
     return {"key": chart.key, "title": chart.title, "unit": chart.unit, "x": "step", "lines": shown}
+
+
+def _points(rows: Iterable[StepRow], name: str) -> list[list[float]]:
+    """Finite values only: JSON has no others, and no axis could show them."""
+    found = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
+    return [[step, _short(value)] for step, value in found if math.isfinite(value)]
 
 
 def _evaluation_tree(evaluations: Sequence[Mapping[str, Any]], max_points: int) -> dict[str, Any]:
     lines: dict[str, list[list[float]]] = {}
     for found in evaluations:
         score = found.get("score")
-        if isinstance(score, int | float) and score == score:
+        if isinstance(score, int | float) and math.isfinite(score):
             lines.setdefault(str(found.get("dataset", ""))[:60], []).append(
                 [found.get("version", 0), _short(score)]
             )

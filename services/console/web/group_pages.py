@@ -66,7 +66,7 @@ class GroupPages:
         """One group, its completions side by side."""
         run, row, lane = await self._row(request)
         problem, view = "", GroupView(row, lane, None, [])
-        has_letters = bool(run.snapshot and run.snapshot.num_dead)
+        has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
         try:
             view = await read_group(history_of(run), row, lane, has_letters)
         except TidemillError as error:

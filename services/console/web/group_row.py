@@ -18,6 +18,8 @@ MAX_PART_CHARACTERS = 240
 MAX_KEPT_REWARDS = 32
 """Rewards of single samples that a row keeps, to draw them."""
 MAX_WORKERS = 4
+MAX_GROUP_SIZE = 4096
+"""Of any ticket; a score may name any index."""
 
 WHOLE_GROUP = -1
 STATES = ("issued", "generating", "generated", "scored", "trained", "dropped")
@@ -146,6 +148,8 @@ class GroupRow:
 
     def add_score(self, entry_id: str, score: Score) -> None:
         """One reward."""
+        if score.index >= MAX_GROUP_SIZE:
+            return
         bit = 1 << score.index
         if self._scored & bit:
             return

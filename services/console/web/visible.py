@@ -8,8 +8,8 @@ import re
 from markupsafe import Markup, escape
 
 UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+    "(?:[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f])+"
 )
 """Controls but tab and line feed, marks of direction, spaces without width, tags, halves of characters."""
 
@@ -19,6 +19,8 @@ NAMES = (
     "SYN", "ETB", "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US",
 )  # fmt: skip
 """Of the control characters of ASCII, by code."""
+COUNTED_LIMIT = 600
+"""What is cut off at so many characters or more says how many are left."""
 
 
 def mark_of(character: str) -> str:
@@ -30,21 +32,24 @@ def mark_of(character: str) -> str:
 
 
 def visible(text: object, limit: int = 0) -> Markup:
-    """Escaped text with unseen characters as `<span class="ctl">` marks, cut off at `limit`."""
-    plain = "" if text is None else str(text)
-    cut = limit and len(plain) > limit
+    """Escaped text, cut off at `limit`, unseen characters in `<span class="ctl">`; neighbours share one."""
+    whole = "" if text is None else str(text)
+    shown = whole[:limit] if limit else whole
     parts: list[str] = []
     position = 0
-    plain = plain[:limit] if cut else plain
-    for match in UNSEEN.finditer(plain):
-        parts.append(escape(plain[position : match.start()]))
-        parts.append(
-            Markup('<span class="ctl" title="U+{:04X}">{}</span>').format(ord(match[0]), mark_of(match[0]))
-        )
+    for match in UNSEEN.finditer(shown):
+        marks = " ".join(map(mark_of, match[0]))
+        parts += [
+            escape(shown[position : match.start()]),
+            Markup('<span class="ctl">{}</span>').format(marks),
+        ]
         position = match.end()
-    parts.append(escape(plain[position:]))
-    if cut:
+    parts.append(escape(shown[position:]))
+    if len(shown) < len(whole):
         parts.append("…")
+    if limit >= COUNTED_LIMIT and len(shown) < len(whole):
+        left_out = f" {len(whole) - len(shown):,} more characters"
+        parts.append(Markup('<span class="hint">{}</span>').format(left_out))
     return Markup("").join(parts)
 
 

@@ -1,6 +1,6 @@
 // Text that models wrote: characters that nobody sees become marks. The same set as in visible.py.
 
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]+/gu;
 
 const NAMES = ("NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC " +
   "FS GS RS US").split(" ");
@@ -17,7 +17,7 @@ export function appendVisible(element, text) {
     element.append(text.slice(position, match.index));
     const mark = document.createElement("span");
     mark.className = "ctl";
-    mark.textContent = markOf(match[0]);
+    mark.textContent = [...match[0]].map(markOf).join(" ");
     element.append(mark);
     position = match.index + match[0].length;
   }
@@ -25,5 +25,5 @@ export function appendVisible(element, text) {
 }
 
 export function visibleText(text) {
-  return text.replace(UNSEEN, (character) => `[${markOf(character)}]`).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  return text.replace(UNSEEN, (found) => `[${[...found].map(markOf).join(" ")}]`).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
