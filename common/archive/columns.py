@@ -264,10 +264,22 @@ def _list_array(column: Column, values: list[Any]) -> pa.Array:
 def _values(array: pa.Array, column: Column) -> list[Any]:
     if column.dtype is None:
         return [None if value is None else column.take(value) for value in array.to_pylist()]
-    flat = array.values.to_numpy(zero_copy_only=False)
+    flat = _flat(array.values, column.dtype)
     offsets = array.offsets.to_pylist()
     ends = zip(offsets[:-1], offsets[1:], array.is_valid().to_pylist(), strict=True)
     return [flat[first:last] if is_valid else None for first, last, is_valid in ends]
+
+
+def _flat(values: pa.Array, dtype: Any) -> np.ndarray[Any, Any]:
+    """A view on the numbers of an array without nulls. pyarrow's own way imports pandas where it is."""
+    data = values.buffers()[1]
+    if data is None:
+        return np.zeros(0, dtype=dtype)
+    first, last = values.offset, values.offset + len(values)
+    if dtype is np.bool_:
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), count=last, bitorder="little")
+        return bits[first:].astype(np.bool_)
+    return np.frombuffer(data, dtype, count=last)[first:]
 
 
 def bounds_of(values: Sequence[float | None]) -> tuple[float, float] | None:

@@ -12,6 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -23,6 +24,8 @@ from common.history.selection import TEXTS, Range, Selection, StreamName
 from common.messages import Commit, Message, Trajectory
 from common.streams import Entry, Garbled, id_order
 
+PART_ROWS = 256
+"""Rows made into messages at once."""
 _PLAIN = re.compile(r"[^\\.^$*+?{}\[\]|()]+")
 """Patterns that mean themselves."""
 _TIMES = ("finished_at", "scored_at", "issued_at", "announced_at", "died_at")
@@ -106,9 +109,7 @@ def _select_in(
             for group in reversed(groups) if backwards else groups:
                 if not search.may_match(file.metadata.row_group(group)):
                     continue
-                found = search.records(file, group)
-                if found:
-                    yield found[::-1] if backwards else found
+                yield from search.parts(file, group, backwards)
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError) as error:
@@ -145,8 +146,18 @@ class _Search:
                 statistics[column.path_in_schema] = (known.min, known.max)
         return all(condition.may_match(statistics) for condition in self.conditions)
 
-    def records(self, file: pq.ParquetFile, group: int) -> list[Record]:
-        """The selected entries of a row group."""
+    def parts(self, file: pq.ParquetFile, group: int, backwards: bool) -> Iterator[list[Record]]:
+        """The selected entries of a row group, a few at a time: who wants the first waits for no more."""
+        table = self._rows(file, group)
+        firsts = range(0, 0 if table is None else len(table), PART_ROWS)
+        for first in reversed(firsts) if backwards else firsts:
+            records = records_of(table.slice(first, PART_ROWS), self.message_type)
+            found = [record for record in records if self._is_selected(record)]
+            if found:
+                yield found[::-1] if backwards else found
+
+    def _rows(self, file: pq.ParquetFile, group: int) -> pa.Table | None:
+        """The rows of a row group that may be selected, by their columns."""
         deciding = {name for condition in self.conditions for name in condition.columns} | self.equals.keys()
         rows: pa.Array | None = None
         if deciding:
@@ -155,27 +166,23 @@ class _Search:
         if self.texts and (rows is None or len(rows)):
             rows = self._with_text(file, group, rows)
         if rows is not None and not len(rows):
-            return []
+            return None
         table = file.read_row_group(group)
-        if rows is not None and len(rows) < len(table):
-            table = table.take(rows)
-        return [record for record in records_of(table, self.message_type) if self._is_selected(record)]
+        return table if rows is None or len(rows) == len(table) else table.take(rows)
 
     def _mask(self, table: pa.Table) -> pa.ChunkedArray:
         masks = [condition.mask(table) for condition in self.conditions]
-        masks += [
-            pc.equal(table[name], pa.scalar(value, table[name].type)) for name, value in self.equals.items()
-        ]
-        return pc.fill_null(reduce(pc.and_, masks), False)
+        masks += [pc.equal(table[name], _constant(value)) for name, value in self.equals.items()]
+        return reduce(pc.and_, masks)
 
     def _with_text(self, file: pq.ParquetFile, group: int, rows: pa.Array | None) -> pa.Array:
         """Of these rows, those with the pattern in a text. Null is a text that has no column's form."""
         table = file.read_row_group(group, columns=self.texts)
-        found = reduce(pc.or_, (_matches(table[name], self.selection.pattern) for name in self.texts))
         if rows is not None:
-            inside = pc.is_in(pa.array(range(len(table)), pa.uint64()), value_set=rows.cast(pa.uint64()))
-            found = pc.and_(found, inside)
-        return pc.indices_nonzero(found)
+            table = table.take(rows)
+        found = reduce(pc.or_, (_matches(table[name], self.selection.pattern) for name in self.texts))
+        places = pc.indices_nonzero(found)
+        return places if rows is None else rows.take(places)
 
     def _is_selected(self, record: Record) -> bool:
         if isinstance(record, Garbled):
@@ -186,11 +193,11 @@ class _Search:
 def _matches(texts: pa.ChunkedArray, pattern: str) -> pa.ChunkedArray:
     """Which texts hold the pattern: by Arrow where it means the same there, by Python otherwise."""
     if _PLAIN.fullmatch(pattern):
-        return pc.fill_null(pc.match_substring(texts, pattern), True)
+        return pc.or_kleene(pc.match_substring(texts, pattern), pc.is_null(texts))
     search = re.compile(pattern).search
-    return pa.chunked_array(
-        [[text is None or search(text) is not None for text in texts.to_pylist()]], pa.bool_()
-    )
+    found = [text is None or search(text) is not None for text in texts.to_pylist()]
+    bits = pa.py_buffer(np.packbits(np.array(found, np.bool_), bitorder="little"))
+    return pa.chunked_array([pa.Array.from_buffers(pa.bool_(), len(found), [None, bits])])
 
 
 def _conditions(message_type: type[Message], selection: Selection) -> Iterator[Condition]:
@@ -214,9 +221,25 @@ def _conditions(message_type: type[Message], selection: Selection) -> Iterator[C
             yield Condition(*columns, *wanted)
 
 
+# Scalars are made of buffers: pyarrow's own way imports pandas where there is one, and that takes longer than
+# a lookup.
+
+
 def _scalar(value: float, kind: pa.DataType) -> pa.Scalar:
     """A bound in the column's type, where that can say it: floats lose digits of great integers."""
     if pa.types.is_integer(kind) and float(value).is_integer():
-        least, greatest = (0, 2**64 - 1) if kind == pa.uint64() else (INT64_MIN, INT64_MAX)
-        return pa.scalar(min(max(int(value), least), greatest), kind)
-    return pa.scalar(float(value), pa.float64())
+        is_unsigned = kind == pa.uint64()
+        least, greatest = (0, 2**64 - 1) if is_unsigned else (INT64_MIN, INT64_MAX)
+        whole = min(max(int(value), least), greatest)
+        number = np.array([whole], np.uint64 if is_unsigned else np.int64)
+        return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(number)])[0]
+    number = np.array([value], np.float64)
+    return pa.Array.from_buffers(pa.float64(), 1, [None, pa.py_buffer(number)])[0]
+
+
+def _constant(value: str | int) -> pa.Scalar:
+    if isinstance(value, int):
+        return _scalar(value, pa.int64())
+    data = value.encode()
+    ends = np.array([0, len(data)], np.int32)
+    return pa.StringArray.from_buffers(1, pa.py_buffer(ends), pa.py_buffer(data))[0]

@@ -61,11 +61,31 @@ async def archive_stream(
 
     What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
     """
+    key = stream.key(keys)
+    return await write_segments(
+        run_dir,
+        stream,
+        lambda last_id: _entries(broker, key, last_id, until),
+        segment_bytes=segment_bytes,
+        is_last=is_last,
+        on_segment=on_segment,
+    )
+
+
+async def write_segments(
+    run_dir: Path,
+    stream: StreamName,
+    entries_after: Callable[[str], AsyncIterator[RawEntry]],
+    *,
+    segment_bytes: int,
+    is_last: bool,
+    on_segment: OnSegment = lambda stream, segment: None,
+) -> int:
+    """Archive what comes after the last archived entry, wherever it comes from; returns how many."""
     folder = stream_folder(run_dir, stream)
-    manifest = sweep(folder)
-    key, total = stream.key(keys), 0
+    manifest, total = sweep(folder), 0
     while True:
-        entries = _entries(broker, key, manifest.last_id, until)
+        entries = entries_after(manifest.last_id)
         segment = await _write_segment(folder, stream.message_type, entries, segment_bytes, is_last)
         if segment is None:
             return total
