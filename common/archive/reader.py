@@ -149,7 +149,9 @@ class _Search:
     def parts(self, file: pq.ParquetFile, group: int, backwards: bool) -> Iterator[list[Record]]:
         """The selected entries of a row group, a few at a time: who wants the first waits for no more."""
         table = self._rows(file, group)
-        firsts = range(0, 0 if table is None else len(table), PART_ROWS)
+        if table is None:
+            return
+        firsts = range(0, len(table), PART_ROWS)
         for first in reversed(firsts) if backwards else firsts:
             records = records_of(table.slice(first, PART_ROWS), self.message_type)
             found = [record for record in records if self._is_selected(record)]
