@@ -155,14 +155,17 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path: Path) -> No
         match = re.fullmatch(rf"first difference: step {BUGGY_STEP}, rewards ({ticket.ticket}\.\d+)", line)
         assert match, found.stdout
 
-        step = tidemill(tmp_path, "step", str(BUGGY_STEP), "bad", url=server.url)
+        step = tidemill(tmp_path, "step", str(BUGGY_STEP), "bad", "--json", url=server.url)
         assert step.returncode == 0, step.stderr
-        [row] = [text for text in step.stdout.splitlines() if re.match(rf" *{ticket.ticket} +4 ", text)]
-        assert "-1" in row, "the group's rewards are negative where all others are not"
+        groups = json.loads(step.stdout)["groups"]
+        negative = {g["ticket"] for g in groups if any(s["reward"] < 0.0 for s in g["samples"])}
+        assert negative == {ticket.ticket}, "the step shows whose rewards have the wrong sign"
 
-        trace = tidemill(tmp_path, "trace", match[1], "bad", url=server.url)
+        trace = tidemill(tmp_path, "trace", match[1], "bad", "--json", url=server.url)
         assert trace.returncode == 0, trace.stderr
-        assert re.search(r"reward +-1 ", trace.stdout) and str(ticket.ground_truth) in trace.stdout
+        [sample] = json.loads(trace.stdout)["samples"]
+        assert sample["trajectory"]["ground_truth"] == ticket.ground_truth
+        assert sample["score"]["value"] == -1.0 and len(sample["trajectory"]["text"]) % 2 == 1
     finally:
         server.stop()
 
