@@ -158,7 +158,7 @@ SANDBOX_SECONDS = Histogram(
 SANDBOX_JOBS = Counter("tidemill_sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
 JOB_SECONDS = Histogram(
     "tidemill_job_seconds",
-    "Time of one job of an RQ worker, by its queue and how it ended",
+    "Time of one job of a sandbox's RQ worker, by its queue and how it ended",
     ["queue", "outcome"],
     buckets=_LATENCY_S,
 )

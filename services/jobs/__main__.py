@@ -11,13 +11,13 @@ import sys
 import time
 
 from redis.exceptions import RedisError
+from rq import Worker
 from rq.serializers import JSONSerializer
 
 from common.broker import redis_url
 from common.errors import TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
-from services.jobs.measured_worker import MeasuredWorker
 
 NICENESS = 10
 BEAT_S = 5
@@ -36,7 +36,7 @@ def main(run_id: str, *options: str) -> int:
         os.nice(NICENESS)
     while True:
         name = f"{run_id}-jobs-{secrets.token_hex(4)}"
-        worker = MeasuredWorker(
+        worker = Worker(
             [queue],
             name=name,
             connection=connection,

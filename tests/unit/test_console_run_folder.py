@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from services.console.processes import metrics_ports, service_specs
+from services.console.processes import exporter_spec, metrics_ports, service_specs
 from services.console.run_folder import RunFolder, find_run
 from services.console.up import UpOptions
 from tests.trajectories import make_config
@@ -70,7 +70,16 @@ def test_workers_of_one_machine_take_ports_in_a_row() -> None:
     assert metrics_ports(service_specs(config)) == {"rollout-0": 9100, "rollout-1": 9101}
 
 
+def test_the_exporter_of_a_run_is_a_process_with_a_port_that_must_be_free() -> None:
+    spec = exporter_spec(make_config(run_id="r"), 9109)
+    assert spec.command[1:] == ("-m", "services.console.exporter", "r", "--port", "9109")
+    assert metrics_ports([spec]) == {"exporter": 9109}
+    assert metrics_ports([exporter_spec(make_config(run_id="r"), 0)]) == {}
+
+
 def test_the_command_to_resume_can_be_copied() -> None:
+    with_exporter = UpOptions(Path("c.yaml"), metrics_port=9109)
+    assert with_exporter.command("r", resume=False) == "tidemill up c.yaml --run-id r --metrics-port 9109"
     options = UpOptions(Path("my runs/c.yaml"), ("trainer.steps=3",), runs_dir=Path("out"))
     assert options.command("r-1", resume=True) == (
         "tidemill up 'my runs/c.yaml' --set trainer.steps=3 --run-id r-1 --runs-dir out --resume"

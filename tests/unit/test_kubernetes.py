@@ -172,6 +172,15 @@ def test_pods_run_without_root_or_rights_and_write_to_volumes_only(name: str) ->
     assert "memory" in container["resources"]["limits"]
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_the_user_is_that_of_the_image(name: str) -> None:
+    service_of = {"exporter": "console", "reward-model": "reward/model_server"}
+    dockerfile = REPO / "services" / service_of.get(name, name) / "Dockerfile"
+    (user,) = re.findall(r"^USER (\d+):(\d+)$", dockerfile.read_text(), re.MULTILINE)
+    context = TEMPLATES[name]["spec"]["securityContext"]
+    assert (str(context["runAsUser"]), str(context["runAsGroup"])) == user
+
+
 @pytest.mark.parametrize("name", ["trainer", "rollout", "reward", "reward-model"])
 def test_a_pod_has_the_time_to_drain(name: str) -> None:
     reward: Any = RunConfig.model_fields["reward"].default

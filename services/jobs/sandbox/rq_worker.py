@@ -15,7 +15,7 @@ from common.broker import redis_url
 from common.errors import TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
-from services.jobs.measured_worker import MeasuredWorker
+from services.jobs.sandbox.measured_worker import MeasuredWorker
 
 PR_SET_PDEATHSIG = 1
 BEAT_S = 2
