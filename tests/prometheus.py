@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,7 +20,7 @@ import yaml
 
 from infra.grafana.boards import BOARDS
 from infra.grafana.panels import INTERVAL
-from tests.runs import REPO
+from tests.runs import REPO, ServiceRun
 from tests.servers import free_port
 from tests.waiting import wait_until
 
@@ -115,6 +116,17 @@ def _selected(promql: str) -> list[Any]:
 
     promql_parser.walk(promql_parser.parse(substituted(promql, "1m", "any")), visit)
     return [selector for selector in found if selector.name]
+
+
+def start_exporter(run: ServiceRun) -> str:
+    """Start the run's exporter as a process; gives its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "services.console.exporter", run.keys.run_id, "--port", str(port)]
+    env = os.environ | {"TIDEMILL_REDIS_URL": run.url}
+    with open(run.folder / "exporter.log", "wb") as log:
+        process = subprocess.Popen([*command, "--every", "0.5"], cwd=REPO, env=env, stdout=log, stderr=log)
+    run.processes["exporter"] = process
+    return f"http://127.0.0.1:{port}"
 
 
 class PrometheusServer:

@@ -3,10 +3,8 @@
 Every expression of every panel, rule and alert answers with data, or is listed with the reason why it cannot.
 """
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,11 +24,11 @@ from tests.prometheus import (
     metric_names,
     panel_expressions,
     selectors,
+    start_exporter,
     substituted,
 )
 from tests.reward_models import tiny_classifier
-from tests.runs import REPO, ServiceRun, simulated_config
-from tests.servers import free_port
+from tests.runs import ServiceRun, simulated_config
 from tests.waiting import wait_until
 
 EMPTY = {
@@ -176,14 +174,3 @@ def make_config(folder: Path, judges: tuple[str, ...]) -> RunConfig:
         rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.1},
         streams__trim=True,
     )
-
-
-def start_exporter(run: ServiceRun) -> str:
-    """Start the run's exporter as a process; gives its address."""
-    port = free_port()
-    command = [sys.executable, "-m", "services.console.exporter", run.keys.run_id, "--port", str(port)]
-    env = os.environ | {"TIDEMILL_REDIS_URL": run.url}
-    with open(run.folder / "exporter.log", "wb") as log:
-        process = subprocess.Popen([*command, "--every", "0.5"], cwd=REPO, env=env, stdout=log, stderr=log)
-    run.processes["exporter"] = process
-    return f"http://127.0.0.1:{port}"

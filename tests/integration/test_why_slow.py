@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.prometheus import (
+    PROMETHEUS,
+    PrometheusServer,
+    panel_expressions,
+    start_exporter,
+    substituted,
+)
 from tests.runs import REPO, ServiceRun, simulated_config
 from tests.servers import RedisServer, newest_server
 from tests.slow_redis import DistantRedis
@@ -50,14 +57,30 @@ async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None
             for role in ("rollout", "reward", "trainer"):
                 run.variables[role] = {"TIDEMILL_REDIS_URL": far.url}
                 run.start(role)
+            exporter = start_exporter(run) if PROMETHEUS else ""
             await wait_until(lambda: has_steps(run), 120)
-            status, plan = await asyncio.gather(
+            status, plan, shown = await asyncio.gather(
                 asyncio.to_thread(tidemill, run, "status", "test"),
                 asyncio.to_thread(tidemill, run, "plan", str(file), "--run", "test"),
+                shown_bottleneck(tmp_path, exporter),
             )
             assert status["bottleneck"]["stage"] == stage, status["bottleneck"]
             assert status["bottleneck"]["text"].lower().startswith(f"{stage} is the bottleneck")
             assert plan["bottleneck"] == stage, plan
+            assert shown == (stage if PROMETHEUS else "")
+
+
+async def shown_bottleneck(folder: Path, exporter: str) -> str:
+    """What the dashboard Pipeline says after some seconds; empty where there is no Prometheus to ask."""
+    if not PROMETHEUS:
+        return ""
+    # Started late, so that nothing of the run's own start is in its rates.
+    async with PrometheusServer(folder, exporter) as prometheus:
+        looked = "sum(count_over_time(tidemill:bottleneck[1m])) >= 6"
+        await wait_until(lambda: prometheus.query(looked), 90, "six evaluations of the rules")
+        panel = next(item for item in panel_expressions() if item.place.startswith("pipeline: Bottleneck"))
+        found = await prometheus.query(substituted(panel.promql, "20s", "test"))
+        return " and ".join(str(series["metric"]["stage"]) for series in found)
 
 
 async def has_steps(run: ServiceRun) -> bool:
