@@ -4,12 +4,15 @@
 a manifest that lists them. Nothing here imports pyarrow before it is needed: import the submodules you use.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 ARCHIVE_FOLDER = "archive"
 """Below a run's folder."""
 LOCK_FILE = ".lock"
 """Held by whoever writes: one process at a time."""
+WHOLE_FILE = ".whole"
+"""There while the run is over and the archive has all that it wrote: then its Redis need not be read."""
 
 
 def archive_folder(run_dir: Path) -> Path:
@@ -20,3 +23,18 @@ def archive_folder(run_dir: Path) -> Path:
 def stream_folder(run_dir: Path, stream: str) -> Path:
     """Where the segments of one stream are, such as `archive/scores-eval` of `scores:eval`."""
     return archive_folder(run_dir) / stream.replace(":", "-")
+
+
+def is_whole(run_dir: Path) -> bool:
+    """Whether the archive has all that the run wrote."""
+    return (archive_folder(run_dir) / WHOLE_FILE).exists()
+
+
+def mark_whole(run_dir: Path, is_whole: bool) -> None:
+    """Say so when the rest of a run that is over was archived, and no longer when the run goes on."""
+    mark = archive_folder(run_dir) / WHOLE_FILE
+    if is_whole:
+        with suppress(OSError):  # without it, readers look into what Redis left as well
+            mark.touch()
+    else:
+        mark.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from common.archive import archive_folder, stream_folder
+from common.archive import archive_folder, is_whole, mark_whole, stream_folder
 from common.archive.manifest import Manifest
 from common.broker import Broker
 from common.config import ArchiveConfig
@@ -55,6 +55,8 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
 
     async def work() -> Path:
         async with open_history(run_id, runs_dir) as access:
+            if access.history.broker is None and is_whole(access.folder.path):
+                return access.folder.path
             if access.history.broker is None:
                 raise ConfigError(
                     f"the Redis of run {access.run_id} is gone: what its archive holds is all there is. "
@@ -63,6 +65,8 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
             config = access.config.streams.archive if access.config else ArchiveConfig()
             broker, keys = access.history.broker, access.history.keys
             await archive_rest(broker, keys, access.folder.path, config)
+            if access.is_over:
+                mark_whole(access.folder.path, True)
             return access.folder.path
 
     run_dir = asyncio.run(work())

@@ -1,8 +1,8 @@
 """Opens the history of a run for whoever wants to look at it, wherever it is kept now.
 
 Guarantees: looking changes nothing of the run, and leaves no process behind. Asked first is the Redis that
-the run uses. Where it is gone, the data that the run's own Redis left in the folder is served by one of our
-own for as long as we look, and the archive is read beside it or alone.
+the run uses. Where it is gone, the archive is read alone if it has everything; else the data that the run's
+own Redis left in the folder is served by one of ours for as long as we look.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.archive import archive_folder
+from common.archive import archive_folder, is_whole
 from common.broker import Broker
 from common.embedded import EmbeddedRedis
 from common.errors import BrokerError, ConfigError, OutageError, TidemillError
@@ -28,6 +28,8 @@ from services.console.run_folder import RunFolder, find_run, folder_of_runs
 if TYPE_CHECKING:
     from common.config import RunConfig
 
+LIVE = "Redis"
+"""The source of a run whose Redis answers."""
 REDIS_DATA = ("appendonlydir", "appendonly.aof")
 """What a Redis of the run's own leaves behind: since version 7, and before."""
 
@@ -58,6 +60,11 @@ class RunAccess:
         from common.config import parse_config
 
         return parse_config(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody writes any more."""
+        return self.source != LIVE
 
     @property
     def run_id(self) -> str:
@@ -97,11 +104,11 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
         stack.push_async_callback(broker.close)
         broker.is_stopping = True  # a person is waiting: an outage ends the command after seconds
         if await run_exists(broker, History(folder.run_id, None, broker).keys):
-            return broker, "Redis", folder.address() or ""
+            return broker, LIVE, folder.address() or ""
         problem = ConfigError(f"the Redis that is asked for run {folder.run_id} does not know it.")
     except TidemillError as error:
         problem = error
-    if any((folder.redis_data / name).exists() for name in REDIS_DATA):
+    if not is_whole(folder.path) and any((folder.redis_data / name).exists() for name in REDIS_DATA):
         try:
             broker, address = await _serve_left_data(folder, stack)
             return broker, f"the data in {folder.redis_data}", address

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 from rich.console import Console
 
+from common.archive import mark_whole
 from common.broker import Broker, redis_url
 from common.config import RunConfig
 from common.errors import TidemillError
@@ -74,6 +75,7 @@ class LocalRun:
     async def go(self) -> int:
         """Start everything, see the run to its end, report."""
         self.folder.create(self.config)
+        mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
         with Guard() as guard, self._signals():
             async with self._redis(guard) as url, self._connection(url) as broker:
@@ -158,6 +160,7 @@ class LocalRun:
         self._archiving = asyncio.create_task(work, name="archive")
         try:
             await self._archiving
+            mark_whole(self.folder.path, True)
         except asyncio.CancelledError:
             self._view.event(f"not archived to the end; `tidemill archive {self.keys.run_id}` does the rest")
         except TidemillError as error:

@@ -71,7 +71,7 @@ def show_tail(view: View, stream: str, options: SelectionOptions, limit: int, fo
 
     async def look() -> None:
         async with open_history(view.run, view.runs_dir) as access:
-            if follows and access.source != "Redis":
+            if follows and access.is_over:
                 raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
             selection = options.selection()
             records: list[Record] = []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from common.archive import mark_whole
 from common.broker import Broker
 from common.embedded import EmbeddedRedis
 from common.errors import ConfigError
@@ -13,6 +14,7 @@ from common.run_state import publish_config
 from common.streams import append
 from services.console.history_access import open_history
 from services.console.run_folder import RunFolder
+from tests.archives import archive
 from tests.trajectories import make_config, make_trajectory
 
 
@@ -59,6 +61,24 @@ async def test_a_finished_run_is_read_from_the_data_of_its_redis_and_nothing_sta
         assert await num_trajectories("one", tmp_path) == 1
     server.start()  # it refuses while another process serves the data
     server.stop()
+
+
+async def test_where_the_archive_has_everything_no_redis_is_started(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "one")
+    server = EmbeddedRedis(folder.redis_data)
+    server.start()
+    broker = await Broker.connect(server.url)
+    await write_run(broker, folder)
+    await archive(broker, Keys("one"), folder.path)
+    await append(broker, Keys("one").trajectories(), make_trajectory(4))
+    await broker.close()
+    server.stop()
+    assert await num_trajectories("one", tmp_path) == 2, "the archive lacks what came after it"
+    mark_whole(folder.path, True)
+    async with open_history("one", tmp_path) as access:
+        assert access.history.broker is None and access.is_over
+    mark_whole(folder.path, False)  # the run goes on
+    assert await num_trajectories("one", tmp_path) == 2
 
 
 async def test_a_redis_that_does_not_know_the_run_is_no_answer(
