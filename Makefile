@@ -16,6 +16,7 @@ ENGINE ?= transformers
 # Tests wait more than they compute. Files stay whole, and the long ones come first, as they are named.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 V ?=
+IMAGE_TAG ?= 0.1.0-cpu
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
@@ -23,7 +24,7 @@ BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
 VLLM := $(VENV)/.vllm.stamp
 
-.PHONY: help demo demo-judge test gpu-test check bench bench-name chaos clean distclean
+.PHONY: help demo demo-judge test gpu-test check bench bench-name chaos compose-test images-cpu clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -64,6 +65,19 @@ bench-name:
 
 chaos: $(BASE) ## kill -9 the processes of a whole run, and prove that nothing was lost (ARGS="--seeds 5")
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+compose-test: $(BASE) ## the whole stack on a real Docker engine: scaling, kills, two nodes (needs root and Docker)
+	$(BIN)/python -m tests.compose $(ARGS)
+
+images-cpu: ## build the CPU images with Docker (IMAGE_ARGS="--build-arg PIP_FIND_LINKS=...")
+	docker build -t tidemill-cpu:$(IMAGE_TAG) -f infra/images/cpu.Dockerfile $(IMAGE_ARGS) .
+	for name in trainer rollout; do \
+		docker build -t tidemill/$$name:$(IMAGE_TAG) -f services/$$name/Dockerfile \
+			--build-arg BASE_IMAGE=tidemill-cpu:$(IMAGE_TAG) $(IMAGE_ARGS) . || exit; done
+	docker build -t tidemill/reward-model:$(IMAGE_TAG) -f services/reward/model_server/Dockerfile \
+		--build-arg BASE_IMAGE=tidemill-cpu:$(IMAGE_TAG) $(IMAGE_ARGS) .
+	for name in reward console; do \
+		docker build -t tidemill/$$name:$(IMAGE_TAG) -f services/$$name/Dockerfile $(IMAGE_ARGS) . || exit; done
 
 clean: ## remove caches and build leftovers; keeps .venv/ and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
