@@ -24,7 +24,6 @@ SECRETS_OF = {
     "rollout": ("ROLLOUT_PASSWORD", "TIDEMILL_WEIGHTS_TOKEN"),
     "reward": ("REWARD_PASSWORD",),
     "reward-model": ("REWARD_PASSWORD",),
-    "sandbox": ("SANDBOX_PASSWORD",),
 }
 """By profile."""
 

@@ -1,6 +1,8 @@
 """Every service works under a Redis user of its own, which may do what the service needs and nothing else."""
 
+import asyncio
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from common.archive import ARCHIVE_FOLDER
 from common.broker import Broker
 from common.config import RewardConfig, RunConfig
 from common.errors import BrokerError
@@ -36,7 +39,7 @@ from tests.servers import (
 from tests.trajectories import make_trajectory
 from tests.waiting import wait_until
 
-USERS = ("trainer", "rollout", "reward", "operator", "exporter")
+USERS = ("trainer", "rollout", "reward", "jobs", "operator", "exporter")
 SERVICES = ("trainer", "rollout", "reward")
 PASSWORDS = {user: f"{user}-s3cret" for user in (*USERS, "admin", "replica", "sentinel")}
 
@@ -99,20 +102,47 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
                     "TIDEMILL_REDIS_PASSWORD": PASSWORDS[role],
                 }
                 run.start(role)
+            start_worker_of_jobs(run)
             admin.xadd(run.keys.trajectories(), {"p": b"poison"})
             await wait_until(lambda: admin.xlen(run.keys.commits) > 0, 120)
             shown = command_lines([process.pid for process in run.processes.values()])
             run.kill("rollout")
             run.start("rollout", "second-rollout")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
-            for name in ("second-rollout", "reward"):
+            for name in ("second-rollout", "reward", "jobs"):
                 assert await run.stop(name) == 0, run.log_of(name)
+            archive = await asyncio.to_thread(archive_the_rest, run)
+        assert archive.returncode == 0, archive.stderr
         assert refusals(admin) == [], "a service has used a command or key that its user lacks"
         assert admin.xlen(run.keys.commits) == config.trainer.steps
         assert admin.xlen(run.keys.dead) > 0
         assert "services.trainer" in shown
+        assert list((run.run_dir / ARCHIVE_FOLDER).rglob("*.parquet"))
         assert secrets_in(shown) == secrets_in(everything_in(admin)) == set()
     assert leaky_files(tmp_path) == []
+
+
+def start_worker_of_jobs(run: ServiceRun) -> None:
+    """Under its own user."""
+    with open(run.folder / "jobs.log", "ab") as log:
+        run.processes["jobs"] = subprocess.Popen(
+            [sys.executable, "-m", "services.jobs", run.keys.run_id],
+            cwd=REPO,
+            env=as_jobs(run),
+            stdout=log,
+            stderr=log,
+        )
+
+
+def archive_the_rest(run: ServiceRun) -> "subprocess.CompletedProcess[str]":
+    """What such a worker does for the trainer."""
+    command = [sys.executable, "-m", "services.jobs.archive", run.keys.run_id, str(run.run_dir), "--rest"]
+    return subprocess.run(command, cwd=REPO, env=as_jobs(run), capture_output=True, text=True, timeout=120)
+
+
+def as_jobs(run: ServiceRun) -> dict[str, str]:
+    user = {"TIDEMILL_REDIS_USERNAME": "jobs", "TIDEMILL_REDIS_PASSWORD": PASSWORDS["jobs"]}
+    return os.environ | {"TIDEMILL_REDIS_URL": run.url} | user
 
 
 def leaky_files(folder: Path) -> list[str]:
@@ -142,6 +172,7 @@ def users_config(folder: Path) -> RunConfig:
         data__eval={"held": str(evaluation)},
         streams__trim=True,
         streams__lease_s=1.0,
+        streams__archive={"enabled": True},
     )
 
 

@@ -126,7 +126,7 @@ def test_every_service_of_ours_has_a_redis_user_of_its_own() -> None:
     assert users == {
         "trainer": "trainer",
         "weights": None,
-        "jobs": "sandbox",
+        "jobs": "jobs",
         "rollout": "rollout",
         "reward": "reward",
         "reward-model": "reward",
