@@ -26,6 +26,7 @@ from services.trainer.trimming import Trimmer
 from tests.archives import STREAM, fill, raw, scanned
 from tests.conftest import SERVERS
 from tests.runs import REPO
+from tests.servers import RedisServer, newest_server, server_version, users_file
 from tests.training import answering, make_context, trainer_config
 from tests.waiting import wait_until
 
@@ -142,3 +143,40 @@ async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
         found = [record.entry_id for record in await scanned(history, StreamName(name))]
         assert set(ids) <= set(found) and len(found) == len(set(found)), name
     assert await length(broker, keys.trajectories()) < len(seen[StreamName.TRAJECTORIES])
+
+
+@pytest.mark.skipif(
+    not newest_server() or server_version(newest_server()) < (7, 0),
+    reason="permissions on reading and writing a key need Redis 7",
+)
+async def test_trainer_and_archiver_need_no_more_than_their_users_may(
+    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    passwords = {user: f"{user}-s3cret" for user in ("admin", "trainer", "jobs", "rollout")}
+    with RedisServer(tmp_path / "redis", "--aclfile", str(users_file(tmp_path, passwords))) as server:
+
+        def log_in(user: str) -> None:
+            monkeypatch.setenv("TIDEMILL_REDIS_URL", server.url)
+            monkeypatch.setenv("TIDEMILL_REDIS_USERNAME", user)
+            monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", passwords[user])
+
+        log_in("admin")
+        admin = await Broker.connect()
+        await fill(admin, keys.trajectories(), range(60))
+        config = trainer_config(streams__archive={"enabled": True, "segment_mb": 0.02})
+        await publish_config(admin, keys, config)
+        entries = await raw(admin, keys.trajectories())
+        log_in("jobs")
+        with jobs_worker(keys):
+            log_in("trainer")
+            broker = await Broker.connect()
+            context = make_context(broker, keys, config, tmp_path / keys.run_id)
+            trimmer = Trimmer(context)
+            monkeypatch.setattr(archive_jobs, "PATIENCE_S", 600.0)
+            await trimmer.let_go({STREAM: f"{entries[-1][0]}9"})
+            await wait_until(lambda: archived(context).entries > 0, 60)
+            await trimmer.close()
+        assert await trimmer.trim() > 0
+        assert "no worker archives" not in capfd.readouterr().out
+        await broker.close()
+        await admin.close()
