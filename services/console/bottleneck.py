@@ -63,6 +63,7 @@ class Verdict:
             "shares": {role: dict(shares) for role, shares in self.evidence.shares.items()},
             "step_s": self.evidence.step_s,
             "step_with_one_more_s": self.step_with_one_more_s,
+            "score_use": self.evidence.score_use,
             "redis_command_s": self.evidence.redis_s,
         }
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.activity import WAIT
 from common.presence import Heartbeat
@@ -60,18 +61,20 @@ def gather_evidence(
     *,
     max_staleness: int,
     since_commit_s: float = 0.0,
-    remembered: Mapping[str, Shares] | None = None,
+    remembered: Mapping[str, Any] | None = None,
 ) -> Evidence:
     """Evidence from the metrics of the steps (without those of the warm-up) and from the living processes.
 
-    `since_commit_s` is how long ago the last step was committed. `remembered` are shares of roles that cannot
-    be asked any more.
+    `since_commit_s` is how long ago the last step was committed. `remembered` is the verdict on a run whose
+    workers cannot be asked any more, as plain values: their shares of time, and `score_use`.
     """
     alive = [beat for beat in workers if beat.is_alive]
     recent = list(steps)[-RATE_STEPS:]
     step_s = _sum(recent, "step_time_s") / len(recent) if recent else None
     shares = _shares_of_steps(recent, step_s)
-    shares |= {role: known for role, known in (remembered or {}).items() if known}
+    remembered = remembered or {}
+    known = remembered.get("shares") or {}
+    shares |= {role: known[role] for role in ("rollout", "reward") if known.get(role)}
     asked = _shares_of_processes(alive)
     is_stalled = since_commit_s > max(STALLED_S, STALLED_STEPS * (step_s or 0.0))
     # A step may be far longer than the minute of which a process tells.
@@ -85,7 +88,7 @@ def gather_evidence(
         shares,
         num_workers,
         bool(alive),
-        _score_use(recent, alive),
+        remembered.get("score_use") if not alive else _score_use(recent, alive),
         max(redis_ms) / 1000 if redis_ms else None,
         step_s,
         max_staleness,

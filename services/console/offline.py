@@ -30,14 +30,13 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         {**record, "dataset": record.get("set", "")} for record in records if record["kind"] == EVALUATION
     ]
     state = {"status": "stopped", "evaluations": evaluations}
-    verdict = (read_report(folder) or {}).get("bottleneck") or {}
     snapshot = RunSnapshot(
         folder.run_id,
         config.trainer.steps,
         config.trainer.max_staleness,
         state=state,
         points=points,
-        remembered={role: verdict.get("shares", {}).get(role, {}) for role in ("rollout", "reward")},
+        remembered=(read_report(folder) or {}).get("bottleneck") or {},
     )
     return snapshot, _words(folder, config)
 

@@ -17,7 +17,7 @@ from common.presence import Heartbeat, read_heartbeats
 from common.run_state import read_config, read_state
 from common.streams import Entry, OffsetReader, entry_id_of, group_status, last_id, length, read_newest
 from services.console.bottleneck import Verdict, find_bottleneck
-from services.console.evidence import RATE_STEPS, Evidence, Shares, gather_evidence
+from services.console.evidence import RATE_STEPS, Evidence, gather_evidence
 
 MAX_POINTS = 256
 """Steps kept for curves and rates. Who attaches to a long run reads only these."""
@@ -56,8 +56,8 @@ class RunSnapshot:
     queues: list[QueueDepth] = field(default_factory=list)
     workers: list[Heartbeat] = field(default_factory=list)
     num_dead: int = 0
-    remembered: Mapping[str, Shares] = field(default_factory=dict)
-    """Where the time of roles went that cannot be asked any more."""
+    remembered: Mapping[str, Any] = field(default_factory=dict)
+    """The last verdict on a run whose workers cannot be asked any more, as plain values."""
 
     @property
     def version(self) -> int:

@@ -13,7 +13,7 @@ from common.messages import Score, Trajectory
 
 BYTES_OF_A_TOKEN = 4
 """Of an id, and of a logprob."""
-ENTRY_BYTES = 400
+ENTRY_BYTES = 500
 """Of a trajectory and its score besides ids, logprobs and text: field names, times, Redis's own."""
 
 

@@ -134,3 +134,10 @@ def test_reward_workers_are_busy_as_far_as_they_use_what_they_can_do_at_once() -
     evidence = gather_evidence([STEP], workers, max_staleness=1)
     assert evidence.busy("reward") == pytest.approx(8 * 2.0 / (8 * 4.0))
     assert evidence.redis_s == pytest.approx(0.003)
+
+
+def test_what_the_workers_said_last_is_remembered_when_they_are_gone() -> None:
+    verdict = {"shares": {"rollout": {"wait:redis": 0.5, "generate": 0.1}, "reward": {}}, "score_use": 0.4}
+    evidence = gather_evidence([STEP], [], max_staleness=1, remembered=verdict)
+    assert evidence.share("rollout", "wait:redis") == 0.5
+    assert (evidence.busy("reward"), evidence.share("reward", "score")) == (0.4, 1.0)
