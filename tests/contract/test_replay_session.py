@@ -248,3 +248,17 @@ async def test_a_checkpoint_that_is_not_what_was_committed_is_named(trained, bro
     session = session_of(trained)
     assert [step.commit.step async for step in session.steps([2])] == [2]
     assert session.first_difference == 1
+
+
+async def test_more_updates_and_another_loss_can_be_tried(trained):
+    step, changed = await what_if(trained, "trainer.mini_batches=2", "trainer.algorithm.preset=gspo")
+    assert changed["metrics"]["mini_batches"] == 2.0 and changed["digest"] != step.digest
+
+
+async def test_delays_in_place_of_a_model_replay_as_well(make, broker, keys):
+    context = make(steps=3)
+    async with answering(broker, keys):
+        await run(context)
+    step, changed = await what_if(context, "trainer.algorithm.advantage=dr_grpo")
+    assert step.digest == step.commit.digest != changed["digest"]
+    assert changed["distance"] is None, "there are no weights"
