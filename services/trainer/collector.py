@@ -169,6 +169,7 @@ class Collector:
             worker=self.context.name,
         )
         await append(self.context.broker, self.context.keys.dead, letter)
+        metrics.DEAD_LETTERS.labels(letter.origin).inc()
 
     async def _replace_dead(self, step: int) -> None:
         for ticket, (letter_id, error) in list(self.intake.dead.items()):

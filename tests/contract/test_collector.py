@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from common.broker import Broker
 from common.keys import Keys
@@ -122,6 +123,7 @@ async def test_a_group_that_dies_while_it_is_taken_is_trained_and_not_replaced_t
 
 
 async def test_a_violation_of_the_staleness_bound_is_dead_lettered_and_replaced(make, broker, keys):
+    before = REGISTRY.get_sample_value("tidemill_dead_letters_total", {"stream": "trajectories"}) or 0.0
     collector = make(max_staleness=1)
     await collector.scheduler.admit(0)
     for ticket in range(4):
@@ -137,6 +139,7 @@ async def test_a_violation_of_the_staleness_bound_is_dead_lettered_and_replaced(
     assert (found.origin, found.ticket) == ("trajectories", 4)
     assert "version 0 at step 2, max_staleness 1" in found.error
     assert collector.dropped == [(4, -1, "stale")]
+    assert REGISTRY.get_sample_value("tidemill_dead_letters_total", {"stream": "trajectories"}) == before + 1
     tickets = await messages(broker, keys.prompts(), Ticket)
     assert [(t.step, t.min_version) for t in tickets if t.replaces == 4] == [(2, 1)]
 
