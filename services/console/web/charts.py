@@ -41,8 +41,8 @@ CHARTS = (
     Chart("staleness", "Staleness, steps", (("mean", "staleness/mean"), ("most", "staleness/max"))),
     Chart(
         "idle",
-        "Idle and waiting",
-        (("trainer idle", "trainer_idle_share"), ("waiting", "time/wait_share")),
+        "Idle shares",
+        (("trainer", "trainer_idle_share"), ("rollout", "idle/rollout"), ("reward", "idle/reward")),
         "share",
     ),
     Chart(
@@ -56,7 +56,18 @@ CHARTS = (
         "share",
     ),
     Chart("time", "Step time, seconds", (("step", "step_time_s"), ("training", "time/train_s"))),
+    Chart(
+        "latency",
+        "A completion's way, seconds",
+        (
+            ("generation", "stages/generation_s"),
+            ("wait for reward", "stages/reward_queue_s"),
+            ("score", "stages/score_s"),
+        ),
+    ),
 )
+IDLE_PREFIX = "idle/"
+"""Of the roles whose commits tell how busy their workers were, not how idle."""
 
 
 def chart_trees(
@@ -77,8 +88,17 @@ def _tree(chart: Chart, rows: Sequence[StepRow]) -> dict[str, Any]:
 
 def _points(rows: Iterable[StepRow], name: str) -> list[list[float]]:
     """Finite values only: JSON has no others, and no axis could show them."""
-    found = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
-    return [[step, _short(value)] for step, value in found if math.isfinite(value)]
+    found = [(row.step, _value(row.metrics, name)) for row in rows]
+    return [[step, _short(value)] for step, value in found if value is not None and math.isfinite(value)]
+
+
+def _value(metrics: Mapping[str, float], name: str) -> float | None:
+    if not name.startswith(IDLE_PREFIX):
+        return metrics.get(name)
+    role = name.removeprefix(IDLE_PREFIX)
+    capacity_s = metrics.get(f"stages/{role}_workers", 0.0) * metrics.get("step_time_s", 0.0)
+    busy_s = metrics.get(f"stages/{role}_busy_s")
+    return max(0.0, 1.0 - busy_s / capacity_s) if busy_s is not None and capacity_s > 0 else None
 
 
 def _evaluation_tree(evaluations: Sequence[Mapping[str, Any]], max_points: int) -> dict[str, Any]:

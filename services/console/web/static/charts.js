@@ -76,8 +76,13 @@ export class Chart {
       make("text", { x: this.x(tick), y: HEIGHT - 4, "text-anchor": "middle" }, this.svg).textContent = tick.toLocaleString("en");
     }
     this.tree.lines.forEach((line, i) => {
+      if (line.points.length === 1) {
+        const [[x, y]] = line.points;
+        make("circle", { class: `dot s${i % 4}`, cx: this.x(x), cy: this.y(y), r: 3 }, this.svg);
+        return;
+      }
       const path = line.points.map(([x, y], n) => `${n ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
-      make("path", { class: `line s${i % 4}`, d: line.points.length > 1 ? path : `${path}h.01` , "stroke-linecap": "round" }, this.svg);
+      make("path", { class: `line s${i % 4}`, d: path }, this.svg);
     });
     this.cursor = make("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" }, this.svg);
   }
