@@ -100,6 +100,14 @@ async def test_groups_are_filtered_sorted_and_addressed(site: httpx.AsyncClient)
     assert "reward must be a number" in (await site.get("/groups?reward=high")).text
 
 
+async def test_what_a_visitor_typed_comes_back_as_text(site: httpx.AsyncClient) -> None:
+    typed = '"><script>window.hacked = 3</script>'
+    for path in ("/groups", "/dead"):
+        page = await site.get(path, params={"text": typed, "worker": typed, "step": typed, "sort": typed})
+        assert page.status_code == 200 and "<script>window" not in page.text, path
+        assert "&#34;&gt;&lt;script&gt;" in page.text, path
+
+
 async def test_a_group_tells_where_it_came_from_and_where_it_went(site: httpx.AsyncClient) -> None:
     page = (await site.get("/groups/1")).text
     for words in (
