@@ -134,8 +134,7 @@ class Broker:
     async def execute(self, *command: Any) -> Any:
         """Run one command."""
         if "BLOCK" not in command:
-            with self.round_trips.one():
-                return await self._patiently(lambda: self.redis.execute_command(*command))
+            return await self._timed(lambda: self.redis.execute_command(*command))
         begun = time.monotonic()
         reply = await self._patiently(lambda: self.redis.execute_command(*command))
         if reply:
@@ -157,8 +156,7 @@ class Broker:
                     raise reply
             return replies
 
-        with self.round_trips.one():
-            return await self._patiently(send)
+        return await self._timed(send)
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run one of the Lua scripts in `common/lua`."""
@@ -178,8 +176,7 @@ class Broker:
                     raise redis_errors.ResponseError(match[1]) from None
                 raise
 
-        with self.round_trips.one():
-            return await self._patiently(send)
+        return await self._timed(send)
 
     async def info(self, section: str) -> dict[str, str]:
         """One section of the server's INFO."""
@@ -188,6 +185,14 @@ class Broker:
     async def close(self) -> None:
         """Close all connections."""
         await self.redis.aclose()
+
+    async def _timed(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Like `_patiently`, and its time counts as waiting for Redis."""
+        begun = self.round_trips.begin()
+        try:
+            return await self._patiently(send)
+        finally:
+            self.round_trips.end(begun)
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
         """Repeat `send` while its error is one that passes.

@@ -6,8 +6,6 @@ only as much as a command that does not block takes at present, and only where i
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 
 from common import metrics
@@ -37,22 +35,22 @@ class RoundTrips:
             return self._total_s
         return self._total_s + time.monotonic() - max(self._since, self._covered_until)
 
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """A command that does not block is under way for the length of the block."""
+    def begin(self) -> float:
+        """A command that does not block is under way, until `end` is given what this returns."""
         begun = time.monotonic()
         if not self._num_under_way:
             self._since = begun
         self._num_under_way += 1
-        try:
-            yield
-        finally:
-            now = time.monotonic()
-            self._num_under_way -= 1
-            if not self._num_under_way:
-                self._cover(self._since, now)
-            self._recent.append(now - begun)
-            metrics.REDIS_SECONDS.observe(now - begun)
+        return begun
+
+    def end(self, begun: float) -> None:
+        """It was answered, or it failed."""
+        now = time.monotonic()
+        self._num_under_way -= 1
+        if not self._num_under_way:
+            self._cover(self._since, now)
+        self._recent.append(now - begun)
+        metrics.REDIS_SECONDS.observe(now - begun)
 
     def brought_news(self, begun: float) -> None:
         """A command that blocks, and began at `begun` (time.monotonic), has an answer that is not empty."""

@@ -1,5 +1,8 @@
 """What counts as waiting for Redis, on a clock that only the test moves."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from common import activity, round_trips
@@ -16,11 +19,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@contextmanager
+def a_command(trips: RoundTrips) -> Iterator[None]:
+    begun = trips.begin()
+    try:
+        yield
+    finally:
+        trips.end(begun)
+
+
 def test_commands_that_overlap_are_counted_once(clock: Clock) -> None:
     trips = RoundTrips()
-    with trips.one():
+    with a_command(trips):
         clock.now += 1
-        with trips.one():
+        with a_command(trips):
             clock.now += 2
         assert trips.total_s() == 3
         clock.now += 1
@@ -30,7 +42,7 @@ def test_commands_that_overlap_are_counted_once(clock: Clock) -> None:
 
 def test_a_command_that_failed_took_its_time_all_the_same(clock: Clock) -> None:
     trips = RoundTrips()
-    with pytest.raises(OSError), trips.one():
+    with pytest.raises(OSError), a_command(trips):
         clock.now += 3
         raise OSError
     assert trips.total_s() == 3
@@ -38,7 +50,7 @@ def test_a_command_that_failed_took_its_time_all_the_same(clock: Clock) -> None:
 
 def test_a_command_that_blocks_counts_as_much_as_one_that_does_not(clock: Clock) -> None:
     trips = RoundTrips()
-    with trips.one():
+    with a_command(trips):
         clock.now += 0.25
     begun = clock.now
     clock.now += 20
@@ -52,7 +64,7 @@ def test_a_command_that_blocks_counts_as_much_as_one_that_does_not(clock: Clock)
 def test_one_outage_is_not_what_a_command_takes_at_present(clock: Clock) -> None:
     trips = RoundTrips()
     for seconds in (0.001, 30, 0.003):
-        with trips.one():
+        with a_command(trips):
             clock.now += seconds
     assert trips.present_s == pytest.approx(0.003)
 
@@ -62,7 +74,7 @@ def test_who_has_nothing_to_do_while_a_command_is_under_way_waits_for_redis(cloc
     trips = RoundTrips()
     service = Activity("trainer", state, trips.total_s)
     clock.now += 4
-    with trips.one():
+    with a_command(trips):
         clock.now += 6
     assert service.totals() == {WAIT_REDIS: 6, state: 4}
 
@@ -70,7 +82,7 @@ def test_who_has_nothing_to_do_while_a_command_is_under_way_waits_for_redis(cloc
 def test_who_works_while_a_command_is_under_way_does_not_wait(clock: Clock) -> None:
     trips = RoundTrips()
     service = Activity("trainer", "train", trips.total_s)
-    with trips.one():
+    with a_command(trips):
         clock.now += 5
         service.enter("wait:scores")
         clock.now += 2
