@@ -1,11 +1,9 @@
 """`tidemill rescore` and `tidemill replay trajectories`. Wiring only."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-from common.messages import Lane
 
 RunId = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
 Into = Annotated[
@@ -40,7 +38,7 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", min=0, help="Reward workers to start. Without it: as the run's config says."),
 ]
-LaneOption = Annotated[Lane, typer.Option("--lane", help="Training or evaluation.")]
+LaneOption = Annotated[Literal["train", "eval"], typer.Option("--lane", help="Training or evaluation.")]
 RedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -75,7 +73,7 @@ def rescore(
     into: Into = None,
     overrides: Overrides = None,
     workers: Workers = None,
-    lane: LaneOption = Lane.TRAIN,
+    lane: LaneOption = "train",
     redis: RedisUrl = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = None,
@@ -86,10 +84,11 @@ def rescore(
     a scores stream of their own, in a sandbox run. The report has agreement, rank correlation, the groups
     that would have had another best completion, and what it cost.
     """
+    from common.messages import Lane
     from services.console.sandbox_runs.options import SandboxOptions
     from services.console.sandbox_runs.rescore import rescore as rescore_run
 
-    given = (into, reward, config, tuple(overrides or ()), workers, lane, redis, runs_dir)
+    given = (into, reward, config, tuple(overrides or ()), workers, Lane(lane), redis, runs_dir)
     rescore_run(SandboxOptions(run_id, first, last, *given), as_json)
 
 
@@ -116,7 +115,7 @@ def trajectories(
     max_backlog: Annotated[
         int, typer.Option("--max-backlog", min=1, max=1_000_000, help="Most that wait for a score at once.")
     ] = 4096,
-    lane: LaneOption = Lane.TRAIN,
+    lane: LaneOption = "train",
     redis: RedisUrl = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = None,
@@ -126,8 +125,9 @@ def trajectories(
     They enter a sandbox run at the pace at which they were recorded, or faster, and real reward workers score
     them; with --workers 0 the workers are yours to start. The run they come from is only read.
     """
+    from common.messages import Lane
     from services.console.sandbox_runs.options import SandboxOptions
     from services.console.sandbox_runs.replay_trajectories import replay_trajectories
 
-    given = (into, reward, config, tuple(overrides or ()), workers, lane, redis, runs_dir)
+    given = (into, reward, config, tuple(overrides or ()), workers, Lane(lane), redis, runs_dir)
     replay_trajectories(SandboxOptions(run_id, first, last, *given), speed, max_backlog, as_json)
