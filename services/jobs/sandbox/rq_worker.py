@@ -9,8 +9,6 @@ import secrets
 import signal
 import sys
 
-from rq.serializers import JSONSerializer
-
 from common.broker import redis_url
 from common.errors import TidemillError
 from common.keys import Keys
@@ -37,7 +35,6 @@ def main(run_id: str, name: str) -> int:
         [Keys(run_id).sandbox_queue],
         name=f"{run_id}-{name}-{secrets.token_hex(4)}",
         connection=connection,
-        serializer=JSONSerializer,
         job_monitoring_interval=BEAT_S,
         maintenance_interval=MAINTENANCE_S,
         worker_ttl=WORKER_TTL_S,

@@ -1,8 +1,7 @@
 """`--to-torch FILE`: the exact batch of a step as plain tensors, for a notebook.
 
 Rows are samples in the order of training, padded on the right; what belongs to a token stands at that
-token's place, and is zero elsewhere. `torch.load(file, weights_only=True)` reads it; docs/debugging.md has an
-example.
+token's place, and is zero elsewhere. torch reads it with `weights_only=True`; docs/debugging.md shows how.
 
 Shape legend: B samples, T tokens of the longest prompt plus completion.
 """
