@@ -28,6 +28,8 @@ QUEUE_WORDS = {
     "prompts:eval": ("eval groups to generate", "generating"),
     "trajectories:eval": ("eval to score", "scoring"),
 }
+JOB_WORDS = {"sandbox": "code", "jobs": "archive"}
+"""What RQ's queues are for."""
 
 
 def dashboard(
@@ -173,12 +175,21 @@ def _flow(snapshot: RunSnapshot) -> Table:
     held_entries = sum(queue.length for queue in snapshot.queues)
     table.add_row("entries in the streams", f"{held_entries:,}")
     table.add_row("dead letters", Text(f"{snapshot.num_dead:,}", "bold red" if snapshot.num_dead else ""))
+    for queue_name, states in snapshot.jobs.items():
+        table.add_row(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", _job_text(states))
     for name, count in sorted(_reward_failures(snapshot).items()):
         table.add_row(f"failed: {name}", Text(f"{count:,.0f}", "red"))
     for role in ("trainer", "rollout"):
         idle = snapshot.idle_share(role)
         table.add_row(f"{role} idle", f"{idle:.0%}" if idle is not None else NOTHING)
     return table
+
+
+def _job_text(states: Mapping[str, int]) -> Text:
+    """What waits, is being done, and has failed."""
+    words = {"queued": "waiting", "started": "busy", "failed": "failed"}
+    said = [f"{states[state]:,} {word}" for state, word in words.items() if state in states]
+    return Text(", ".join(said), "bold red" if "failed" in states else "")
 
 
 def _reward_failures(snapshot: RunSnapshot) -> dict[str, float]:

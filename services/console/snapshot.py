@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.broker import Broker
+from common.errors import BrokerError
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import Commit, Lane
 from common.presence import Heartbeat, read_heartbeats
@@ -18,6 +19,7 @@ from common.run_state import read_config, read_state
 from common.streams import Entry, OffsetReader, entry_id_of, group_status, last_id, length, read_newest
 from services.console.bottleneck import Verdict, find_bottleneck
 from services.console.evidence import RATE_STEPS, Evidence, gather_evidence
+from services.console.job_queues import job_counts
 
 MAX_POINTS = 256
 """Steps kept for curves and rates. Who attaches to a long run reads only these."""
@@ -56,6 +58,8 @@ class RunSnapshot:
     queues: list[QueueDepth] = field(default_factory=list)
     workers: list[Heartbeat] = field(default_factory=list)
     num_dead: int = 0
+    jobs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Jobs of RQ by queue and by how far they are; only those queues that hold any."""
     remembered: Mapping[str, Any] = field(default_factory=dict)
     """The last verdict on a run whose workers cannot be asked any more, as plain values."""
 
@@ -149,6 +153,7 @@ class RunSnapshot:
             "idle": {role: self.idle_share(role) for role in ("trainer", "rollout", "reward")},
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,
+            "jobs": self.jobs,
             "workers": [asdict(beat) | {"is_alive": beat.is_alive} for beat in self.workers],
         }
 
@@ -196,7 +201,19 @@ class SnapshotReader:
             queues=queues,
             workers=await read_heartbeats(self.broker, keys),
             num_dead=await length(self.broker, keys.dead),
+            jobs=await self._jobs(),
         )
+
+    async def _jobs(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        try:
+            counts = await job_counts(self.broker, self.keys)
+        except BrokerError:
+            return {}  # this user may not look at them
+        for (queue, state), count in counts.items():
+            if count:
+                found.setdefault(queue, {})[state] = count
+        return found
 
     async def _follow_commits(self) -> None:
         if self._commits is None:

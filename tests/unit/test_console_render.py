@@ -187,3 +187,10 @@ def test_the_dashboard_names_the_slowest_stage_and_what_to_do() -> None:
     text = " ".join(shown(dashboard(snapshot(workers=workers))).split())
     assert "slowest reward is the bottleneck: the trainer waits 70% of its time for scores" in text
     assert "1 reward worker scores 100% of what is possible" in text
+
+
+def test_jobs_that_wait_or_failed_are_shown() -> None:
+    jobs = {"sandbox": {"queued": 1200}, "jobs": {"started": 1, "failed": 2}}
+    text = shown(dashboard(snapshot(1, jobs=jobs)))
+    assert "jobs, code" in text and "1,200 waiting" in text
+    assert "jobs, archive" in text and "1 busy, 2 failed" in text

@@ -7,12 +7,13 @@ from common.broker import Broker
 from common.config import RunConfig
 from common.history import StreamName
 from common.history.selection import time_of
-from common.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import Commit, Message
 from common.presence import Heartbeat, read_heartbeats
 from common.replica_registry import ReplicaRegistry
 from common.run_state import UnknownRunError, read_config, read_state
 from common.streams import Backlog, Entry, Garbled, backlog, last_id, length, read_newest
+from services.console.job_queues import job_counts
 
 GROUPS = {
     StreamName.PROMPTS: ROLLOUT_GROUP,
@@ -78,7 +79,7 @@ class RunReader:
             groups=[await self._group(stream, group) for stream, group in GROUPS.items()],
             workers=await read_heartbeats(self.broker, self.keys),
             replicas=await self._replicas(config),
-            jobs=await self._jobs(),
+            jobs=await job_counts(self.broker, self.keys),
             status=str(state.get("status", STARTING)),
             version=max(self._version, int(state.get("version", 0))),
             steps=config.trainer.steps if config else 0,
@@ -127,14 +128,6 @@ class RunReader:
                 registry = ReplicaRegistry(self.broker, self.keys, name, reward.routing.replica_ttl_s)
                 found[name] = await registry.urls()
         return found
-
-    async def _jobs(self) -> dict[tuple[str, str], int]:
-        counts = {}
-        for name, queue in (("sandbox", self.keys.sandbox_queue), ("jobs", self.keys.jobs_queue)):
-            for state, key in RQ_STATES.items():
-                command = "LLEN" if state == "queued" else "ZCARD"
-                counts[name, state] = int(await self.broker.execute(command, key.format(queue)))
-        return counts
 
 
 def _age_s(entry: Entry[Message] | Garbled | None) -> float:
