@@ -178,6 +178,12 @@ class PrometheusServer:
         found: list[dict[str, Any]] = data["result"] if data["resultType"] == "vector" else [data]
         return [item for item in found if item.get("value", [0, "0"])[1] != "NaN"]
 
+    async def alerts(self) -> dict[str, dict[str, str]]:
+        """Annotations of the alerts that fire, by name."""
+        answer = await asyncio.to_thread(self._get, "/api/v1/alerts")
+        firing = [alert for alert in answer["data"]["alerts"] if alert["state"] == "firing"]
+        return {alert["labels"]["alertname"]: alert["annotations"] for alert in firing}
+
     async def _is_ready(self) -> bool:
         try:
             await asyncio.to_thread(urllib.request.urlopen, f"{self.url}/-/ready", timeout=5)

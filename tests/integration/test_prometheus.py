@@ -87,6 +87,12 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
             assert not await prometheus.query(wanted[place]), f"{place} has data: it needs no reason"
         for alert in ALERTS:
             await prometheus.query(alert.expr)
+        fired = await prometheus.alerts()
+        assert set(fired) == {"TidemillDeadLetters"}, fired
+        assert fired["TidemillDeadLetters"] == {
+            "summary": "1 messages of run test are dead letters",
+            "runbook_url": "docs/operations.md#dead-letters-waiting",
+        }
 
 
 def promised(run_id: str) -> dict[str, str]:
