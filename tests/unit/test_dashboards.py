@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,20 @@ def test_every_metric_that_is_shown_exists() -> None:
         if name.startswith("tidemill") and name not in recorded and family(name) not in exported_families()
     }
     assert unknown == set()
+
+
+def test_every_metric_of_vllm_that_is_shown_is_one_of_the_installed_vllm() -> None:
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(spec.origin).parent / "v1" / "metrics" / "loggers.py").read_text()
+    shown = {family(name) for name in used_names() if name.startswith("vllm:")}
+    assert {name for name in shown if not is_named_in(source, name)} == set()
+
+
+def is_named_in(source: str, name: str) -> bool:
+    """Whether a metric is declared; a counter's declaration leaves `_total` out."""
+    return any(f'"{declared}"' in source for declared in (name, name.removesuffix("_total")))
 
 
 @pytest.mark.parametrize("expression", expressions(), ids=lambda expression: expression.place)
