@@ -5,6 +5,7 @@ the run uses. Where it is gone, the archive is read alone if it has everything; 
 own Redis left in the folder is served by one of ours for as long as we look.
 """
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -133,11 +134,14 @@ async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) 
     server = EmbeddedRedis(folder.redis_data)
     guard = stack.enter_context(Guard())
     guard.remove_at_end(server.socket.parent)
-    server.start()  # not on a thread, which could not be cancelled: nothing else happens here meanwhile
+    stack.callback(server.stop)
+    starting = asyncio.ensure_future(asyncio.to_thread(server.start))
+    # A thread cannot be cancelled: who goes away meanwhile waits for it, or its server would be left running.
+    stack.push_async_callback(asyncio.wait, [starting])
+    await asyncio.shield(starting)
     pid = server.pid or 0
     guard.watch(pid, "redis")
     stack.callback(guard.forget, pid)
-    stack.callback(server.stop)
     broker = await Broker.connect(server.url)
     stack.push_async_callback(broker.close)
     broker.is_stopping = True

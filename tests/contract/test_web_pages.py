@@ -13,8 +13,12 @@ from common.streams import append, append_numbered
 from services.console.web.access import CONTENT_POLICY, Access
 from services.console.web.app import create_app
 from services.console.web.catalog import Catalog
+from tests.conftest import SERVERS
 from tests.waiting import wait_until
 from tests.web_runs import SCRIPT, completion, make_ticket, write_folder, write_run
+
+# What differs between servers is hidden by `History`, and tested there.
+pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
 
 @pytest.fixture

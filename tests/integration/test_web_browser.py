@@ -6,20 +6,27 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page
 
+from common.broker import Broker
+from common.embedded import EmbeddedRedis
 from common.keys import Keys
 from common.messages import Score, ScoreStatus
 from common.run_state import publish_config
 from common.streams import append, append_numbered
 from tests.browsers import browsing, chromium, serving
-from tests.models import tiny_model
-from tests.runs import ServiceRun, simulated_config
+from tests.conftest import SERVERS
+from tests.runs import REPO, ServiceRun, simulated_config
 from tests.web_runs import LONG, RIGHT_TO_LEFT, completion, make_ticket, write_folder, write_run
 
 NUM_GROUPS, NUM_SCORED = 50_000, 970
 MOST_ELEMENTS = 8_000
 """Of a page: a browser lays out so many in a fraction of a second."""
 
-pytestmark = pytest.mark.usefixtures("browser_is_there")
+MODEL = REPO / "examples" / "arith" / "model"
+
+pytestmark = [
+    pytest.mark.usefixtures("browser_is_there"),
+    pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True),
+]
 
 
 @pytest.fixture
@@ -39,11 +46,13 @@ async def text_of(page: Page, selector: str) -> str:
     return await page.locator(selector).first.inner_text()
 
 
-async def test_a_live_run_is_followed_without_loading_again(tmp_path: Path) -> None:
+async def test_a_live_run_is_followed_without_loading_again(
+    tmp_path: Path, redis_server: EmbeddedRedis, keys: Keys
+) -> None:
     config = simulated_config(tmp_path, trainer__steps=6)
     async with (
-        ServiceRun(tmp_path, config) as run,
-        serving(tmp_path, run.url, "test") as base,
+        ServiceRun(tmp_path, config, keys.run_id, redis_server.url) as run,
+        serving(tmp_path, run.url, keys.run_id) as base,
         browsing() as page,
     ):
         await page.goto(f"http://{base}")
@@ -65,97 +74,86 @@ async def test_a_live_run_is_followed_without_loading_again(tmp_path: Path) -> N
         await page.locator(".tokens .t").first.wait_for()
 
 
-async def test_hostile_completions_are_shown_and_do_nothing(tmp_path: Path) -> None:
-    keys = Keys("hostile")
-    async with ServiceRun(tmp_path / "redis", simulated_config(_made(tmp_path / "redis"))) as run:
-        model = tiny_model(tmp_path / "model")
-        await write_run(run.broker, keys, write_folder(tmp_path, keys, model))
-        async with serving(tmp_path, run.url, "hostile") as base, browsing() as page:
-            await settled(page, f"http://{base}/groups/0")
-            await page.locator("#c3 .tokens .t").first.wait_for()
-            await page.get_by_label("text as recorded").check()
-            await page.locator("#c3 button").wait_for()
-            assert "<script>window.hacked" in await text_of(page, "#c0 .tokens")
-            assert "U+202E" in await text_of(page, "#c1 .tokens") and RIGHT_TO_LEFT[-4:] in await text_of(
-                page, "#c1 .tokens"
-            )
-            assert "NUL ESC[31mredBEL DEL U+0085" in await text_of(page, "#c2 .tokens")
-            assert len(await text_of(page, "#c3 .tokens .text")) < len(LONG) / 4
-            for _ in range(5):
-                await page.locator("#c3 .tokens[aria-busy]").wait_for(state="detached")
-                await page.locator("#c3 button").click()
-            await page.locator("#c3 button").wait_for(state="detached")
-            assert len(await text_of(page, "#c3 .tokens .text")) == len(LONG)
-            for path in ("", "/groups", "/groups/1", "/steps/0", "/dead", "/eval-groups/0"):
-                await page.goto(f"http://{base}{path}")
-                assert await page.evaluate("window.hacked") is None, path
-                assert await page.locator("script:not([src]), img[onerror]").count() == 0, path
+async def test_hostile_completions_are_shown_and_do_nothing(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL))
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
+        await settled(page, f"http://{base}/groups/0")
+        await page.locator("#c3 .tokens .t").first.wait_for()
+        await page.get_by_label("text as recorded").check()
+        await page.locator("#c3 button").wait_for()
+        assert "<script>window.hacked" in await text_of(page, "#c0 .tokens")
+        assert "U+202E" in await text_of(page, "#c1 .tokens") and RIGHT_TO_LEFT[-4:] in await text_of(
+            page, "#c1 .tokens"
+        )
+        assert "NUL ESC[31mredBEL DEL U+0085" in await text_of(page, "#c2 .tokens")
+        assert len(await text_of(page, "#c3 .tokens .text")) < len(LONG) / 4
+        for _ in range(5):
+            await page.locator("#c3 .tokens[aria-busy]").wait_for(state="detached")
+            await page.locator("#c3 button").click()
+        await page.locator("#c3 button").wait_for(state="detached")
+        assert len(await text_of(page, "#c3 .tokens .text")) == len(LONG)
+        for path in ("", "/groups", "/groups/1", "/steps/0", "/dead", "/eval-groups/0"):
+            await page.goto(f"http://{base}{path}")
+            assert await page.evaluate("window.hacked") is None, path
+            assert await page.locator("script:not([src]), img[onerror]").count() == 0, path
 
 
-async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(tmp_path: Path) -> None:
-    keys = Keys("many")
-    async with ServiceRun(tmp_path / "redis", simulated_config(_made(tmp_path / "redis"))) as run:
-        await publish_config(run.broker, keys, write_folder(tmp_path, keys))
-        one = make_ticket(0).model_copy(update={"group_size": 1})
-        numbered = ((t, one.model_copy(update={"ticket": t, "step": t // 8})) for t in range(NUM_GROUPS))
-        await append_numbered(run.broker, keys.prompts(), numbered)
-        scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t % 97) for t in range(NUM_SCORED))
-        await append(run.broker, keys.scores(), *scores)
-        await append(run.broker, keys.trajectories(), completion(NUM_GROUPS - 1, 0, "the newest one"))
-        async with serving(tmp_path, run.url, "many") as base, browsing() as page:
-            await settled(page, f"http://{base}/groups")
-            assert "50\u202f000 groups" in await text_of(page, "#news")
-            assert await page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
-            await page.keyboard.press("j")
-            await page.keyboard.press("j")
-            assert await page.evaluate("document.activeElement.textContent") == str(NUM_GROUPS - 2)
-            await page.keyboard.press("n")
-            await page.wait_for_url("**page=2")
-            await page.get_by_role("link", name="Reward", exact=True).click()
-            await page.wait_for_url("**sort=reward*")
-            await page.keyboard.press("j")
-            assert await page.evaluate("document.activeElement.textContent") == str(NUM_SCORED - 1)
-            await page.goto(f"http://{base}/groups?reward=3..3&step=..20")
-            assert "2 of 50\u202f000 groups" in await text_of(page, "#news")
+async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    await publish_config(broker, keys, write_folder(tmp_path, keys))
+    one = make_ticket(0).model_copy(update={"group_size": 1})
+    numbered = ((t, one.model_copy(update={"ticket": t, "step": t // 8})) for t in range(NUM_GROUPS))
+    await append_numbered(broker, keys.prompts(), numbered)
+    scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t % 97) for t in range(NUM_SCORED))
+    await append(broker, keys.scores(), *scores)
+    await append(broker, keys.trajectories(), completion(NUM_GROUPS - 1, 0, "the newest one"))
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
+        await settled(page, f"http://{base}/groups")
+        assert "50\u202f000 groups" in await text_of(page, "#news")
+        assert await page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
+        await page.keyboard.press("j")
+        await page.keyboard.press("j")
+        assert await page.evaluate("document.activeElement.textContent") == str(NUM_GROUPS - 2)
+        await page.keyboard.press("n")
+        await page.wait_for_url("**page=2")
+        await page.get_by_role("link", name="Reward", exact=True).click()
+        await page.wait_for_url("**sort=reward*")
+        await page.keyboard.press("j")
+        assert await page.evaluate("document.activeElement.textContent") == str(NUM_SCORED - 1)
+        await page.goto(f"http://{base}/groups?reward=3..3&step=..20")
+        assert "2 of 50\u202f000 groups" in await text_of(page, "#news")
 
 
-async def test_a_group_is_read_with_keys_alone(tmp_path: Path) -> None:
-    keys = Keys("keys")
-    async with ServiceRun(tmp_path / "redis", simulated_config(_made(tmp_path / "redis"))) as run:
-        model = tiny_model(tmp_path / "model")
-        await write_run(run.broker, keys, write_folder(tmp_path, keys, model), texts=["a short one"])
-        async with serving(tmp_path, run.url, "keys") as base, browsing() as page:
-            await settled(page, f"http://{base}/groups/2")
-            await page.locator("#c0 .tokens .t").nth(5).wait_for()
-            await page.keyboard.press("j")
-            assert await page.evaluate("document.activeElement.id") == "c0"
-            await page.locator("#c0 .tokens").focus()
-            for _ in range(5):
-                await page.keyboard.press("ArrowRight")
-            assert "token 4 · id 9" in await text_of(page, "#tip") and "version 1" in await text_of(
-                page, "#tip"
-            )
-            assert "a-p3" in str(await page.locator("#c0").get_attribute("class"))
-            for key, colour in zip(
-                "12345", ("logprob", "advantage", "version", "reward", "none"), strict=True
-            ):
-                await page.keyboard.press(key)
-                assert await page.evaluate("document.body.dataset.colour") == colour
-            await page.keyboard.press("?")
-            await page.get_by_role("dialog", name="Keys").wait_for()
-            await page.keyboard.press("Escape")
-            await page.keyboard.press("t")
-            assert await page.evaluate("document.documentElement.dataset.theme") == "light"
-            await page.keyboard.press("n")
-            await page.wait_for_url("**/groups/3")
-            await page.keyboard.press("u")
-            await page.wait_for_url("**/groups")
-            await page.set_viewport_size({"width": 390, "height": 800})
-            for path in ("", "/groups", "/groups/2", "/steps", "/steps/0", "/dead"):
-                await page.goto(f"http://{base}{path}")
-                assert await page.evaluate("document.documentElement.scrollWidth") <= 390, path
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
+async def test_a_group_is_read_with_keys_alone(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["a short one"])
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
+        await settled(page, f"http://{base}/groups/2")
+        await page.locator("#c0 .tokens .t").nth(5).wait_for()
+        await page.keyboard.press("j")
+        assert await page.evaluate("document.activeElement.id") == "c0"
+        await page.locator("#c0 .tokens").focus()
+        for _ in range(5):
+            await page.keyboard.press("ArrowRight")
+        assert "token 4 · id 9" in await text_of(page, "#tip") and "version 1" in await text_of(page, "#tip")
+        assert "a-p3" in str(await page.locator("#c0").get_attribute("class"))
+        for key, colour in zip("12345", ("logprob", "advantage", "version", "reward", "none"), strict=True):
+            await page.keyboard.press(key)
+            assert await page.evaluate("document.body.dataset.colour") == colour
+        await page.keyboard.press("?")
+        await page.get_by_role("dialog", name="Keys").wait_for()
+        await page.keyboard.press("Escape")
+        await page.keyboard.press("t")
+        assert await page.evaluate("document.documentElement.dataset.theme") == "light"
+        await page.keyboard.press("n")
+        await page.wait_for_url("**/groups/3")
+        await page.keyboard.press("u")
+        await page.wait_for_url("**/groups")
+        await page.set_viewport_size({"width": 390, "height": 800})
+        for path in ("", "/groups", "/groups/2", "/steps", "/steps/0", "/dead"):
+            await page.goto(f"http://{base}{path}")
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 390, path

@@ -40,6 +40,7 @@ def serve(options: WebOptions) -> None:
 
 
 async def _serve(options: WebOptions) -> None:
+    listener = _listen(options.host, options.port)
     catalog = Catalog(folder_of_runs(options.runs_dir))
     path = ""
     if options.run_id is not None:
@@ -50,7 +51,6 @@ async def _serve(options: WebOptions) -> None:
                 "with --runs-dir."
             )
         path = f"run/{run_id}"
-    listener = _listen(options.host, options.port)
     port = listener.getsockname()[1]
     access = Access.of(options.host, port, options.host_names)
     print(_greeting(options.host, port, path, access), flush=True)
