@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Sequence
 
 from grafana_foundation_sdk.builders import (
-    bargauge,
     common,
     dashboard,
     prometheus,
@@ -32,7 +31,7 @@ PANEL_ROWS = 8
 STAT_ROWS = 5
 DATASOURCE = common_model.DataSourceRef(type_val="prometheus", uid="$datasource")
 COLORS = ("green", "yellow", "red")
-PanelBuilder = timeseries.Panel | stat.Panel | bargauge.Panel | table.Panel
+PanelBuilder = timeseries.Panel | stat.Panel | table.Panel
 
 
 def build_board(board: Board, others: Sequence[Board], paragraphs: Sequence[Paragraph]) -> model.Dashboard:
@@ -58,7 +57,7 @@ def build_board(board: Board, others: Sequence[Board], paragraphs: Sequence[Para
         height = STAT_ROWS if all(panel.kind == "stat" for panel in row.panels) else PANEL_ROWS
         for panel in row.panels:
             built.with_panel(_panel(panel, panel_ids[anchor_of(panel.runbook)]).height(height))
-    return _numbered(built.build())
+    return _finished(built.build())
 
 
 def build_runbook(paragraphs: Sequence[Paragraph], boards: Sequence[Board]) -> model.Dashboard:
@@ -67,10 +66,11 @@ def build_runbook(paragraphs: Sequence[Paragraph], boards: Sequence[Board]) -> m
     for board in boards:
         built.link(_link(board.title, f"/d/{board.uid}", board.question))
     for paragraph in paragraphs:
+        # `_finished` numbers panels as paragraphs are numbered.
         panel = text.Panel().title(paragraph.heading).mode(TextMode.MARKDOWN)
         panel.content(paragraph.linked(paragraphs))
-        built.with_panel(panel.id(paragraph.panel_id).height(PANEL_ROWS).span(12))
-    return built.build()
+        built.with_panel(panel.height(PANEL_ROWS).span(12))
+    return _finished(built.build())
 
 
 def as_json(built: model.Dashboard) -> str:
@@ -90,8 +90,10 @@ def _empty(title: str, uid: str, question: str) -> dashboard.Dashboard:
     )
 
 
-def _numbered(built: model.Dashboard) -> model.Dashboard:
-    """Panels get ids by their place: links into a dashboard need them."""
+def _finished(built: model.Dashboard) -> model.Dashboard:
+    """Links stand in sight above the panels, not in a menu; panels get ids by their place."""
+    for link in built.links or []:
+        link.placement = ""
     for number, panel in enumerate(built.panels or [], start=1):
         panel.id_val = number
     return built
@@ -104,12 +106,9 @@ def _link(title: str, url: str, tooltip: str) -> dashboard.DashboardLink:
 
 def _panel(panel: Panel, paragraph_id: int) -> PanelBuilder:
     built = _STYLES[panel.kind](panel)
-    # One paragraph fills the screen, and leads back to where one came from.
-    runbook = paragraph_url(paragraph_id)
     built.title(panel.title).description(panel.description).unit(panel.unit).datasource(DATASOURCE)
-    built.span(panel.span).links(
-        [_link(f"Runbook: {panel.runbook}", runbook, "What to do").target_blank(True)]
-    )
+    runbook = _link(f"Runbook: {panel.runbook}", paragraph_url(paragraph_id), "What to do")
+    built.span(panel.span).links([runbook.target_blank(True)])
     for number, query in enumerate(panel.queries):
         built.with_target(_target(query.expr, query.legend, chr(ord("A") + number), panel.kind))
     if panel.thresholds:
@@ -123,7 +122,7 @@ def _target(expr: str, legend: str, ref_id: str, kind: str) -> prometheus.Dataqu
     target = prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(ref_id).datasource(DATASOURCE)
     if kind == "table":
         return target.format(PromQueryFormat.TABLE).instant()
-    return target.instant() if kind in ("stat", "bars") else target.range()
+    return target.instant() if kind == "stat" else target.range()
 
 
 def _thresholds(values: Sequence[float]) -> dashboard.ThresholdsConfig:
@@ -159,11 +158,6 @@ def _stat(panel: Panel) -> stat.Panel:
     return built.reduce_options(_last()).graph_mode(common_model.BigValueGraphMode.NONE)
 
 
-def _bars(panel: Panel) -> bargauge.Panel:
-    built = bargauge.Panel().orientation(common_model.VizOrientation.HORIZONTAL)
-    return built.reduce_options(_last()).min(0.0)
-
-
 def _table(panel: Panel) -> table.Panel:
     return table.Panel()
 
@@ -176,6 +170,5 @@ _STYLES: dict[str, Callable[[Panel], PanelBuilder]] = {
     "lines": _lines,
     "stacked": _stacked,
     "stat": _stat,
-    "bars": _bars,
     "table": _table,
 }

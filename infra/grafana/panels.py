@@ -10,7 +10,7 @@ from typing import Literal
 RUN = 'run_id="$run_id"'
 INTERVAL = "$__rate_interval"
 
-Kind = Literal["lines", "stacked", "stat", "bars", "table"]
+Kind = Literal["lines", "stacked", "stat", "table"]
 
 
 @dataclass(frozen=True, slots=True)
