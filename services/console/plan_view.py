@@ -11,6 +11,7 @@ from services.console.numbers import NOTHING, short, size
 from services.console.sizing import (
     HEAD_ROOM,
     Workers,
+    archive_backlog,
     disk_bytes,
     least_step,
     limit_of_scores,
@@ -81,12 +82,14 @@ def _needs(plan: "Plan") -> list[tuple[str, str]]:
         lines.append(("", limit))
     lines.append(("staleness", _staleness(plan)))
     memory = redis_bytes(config, times.record_bytes)
+    waiting = archive_backlog(config, times.record_bytes)
+    backlog = f"; {size(waiting)} that wait for the archive" if waiting else ""
     each = f"{size(times.record_bytes)} each" if times.record_bytes else "of full length"
     lines.append(
         (
             "Redis",
             f"{size(memory)}: {records_held(config):,} trajectories and scores, {each}, and the commits of "
-            f"{config.trainer.steps:,} steps. maxmemory of at least {size(2 * memory)}",
+            f"{config.trainer.steps:,} steps{backlog}. maxmemory of at least {size(2 * memory)}",
         )
     )
     disk = disk_bytes(config, times, plan.model_bytes)

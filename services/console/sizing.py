@@ -30,6 +30,8 @@ BYTES_OF_A_SAMPLE, BYTES_OF_A_COMMIT = 16, 2000
 BYTES_OF_A_TOKEN = 4
 BYTES_OF_AN_ENTRY = 500
 """Control fields of a trajectory and its score, and Redis's own share."""
+BACKLOG = 1.5
+"""Files of the archive that Redis holds before they are written: that of trajectories, and parts of others."""
 SPARE_WEIGHTS = 2
 """Beside `keep_weights`: the version being written, and the best one."""
 
@@ -147,10 +149,35 @@ def record_bytes(config: RunConfig, prompt_tokens: float, completion_tokens: flo
 
 def redis_bytes(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
     """Memory of the run in Redis at its end; where a record's size is not known, that of the longest one."""
-    longest = record_bytes(config, config.data.max_prompt_tokens, config.rollout.sampling.max_tokens)
     trainer = config.trainer
+    records = records_held(config) * (bytes_of_a_record or longest_record(config))
     a_step = BYTES_OF_A_COMMIT + BYTES_OF_A_SAMPLE * trainer.groups_per_step * trainer.group_size
-    return int(records_held(config) * (bytes_of_a_record or longest) + trainer.steps * a_step)
+    return int(records + trainer.steps * a_step) + archive_backlog(config, bytes_of_a_record)
+
+
+def archive_backlog(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
+    """What Redis keeps on top until a file of the archive is full: never more than there is of a run."""
+    archive, trainer = config.streams.archive, config.trainer
+    if not (config.streams.trim and archive.enabled):
+        return 0
+    all_records = (1 + trainer.max_staleness + trainer.steps) * trainer.groups_per_step * trainer.group_size
+    rest = (all_records - records_held(config)) * (bytes_of_a_record or longest_record(config))
+    return int(min(BACKLOG * archive.segment_mb * 2**20, rest))
+
+
+def longest_record(config: RunConfig) -> float:
+    """Bytes of a trajectory of full length, with its score."""
+    return record_bytes(config, config.data.max_prompt_tokens, config.rollout.sampling.max_tokens)
+
+
+def archive_bytes(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
+    """Most space of the archive at the end of the run, before compression."""
+    archive, trainer = config.streams.archive, config.trainer
+    if not archive.enabled:
+        return 0
+    records = trainer.steps * trainer.groups_per_step * trainer.group_size
+    everything = records * (bytes_of_a_record or longest_record(config))
+    return int(min(everything, (archive.keep_gb or math.inf) * 2**30))
 
 
 def disk_bytes(config: RunConfig, times: StageTimes, model_bytes: int) -> dict[str, int]:
@@ -161,6 +188,7 @@ def disk_bytes(config: RunConfig, times: StageTimes, model_bytes: int) -> dict[s
     return {
         "weights": (trainer.keep_weights + SPARE_WEIGHTS) * weights,
         "checkpoints": (trainer.keep_checkpoints + 1) * checkpoint,
+        "archive": archive_bytes(config, times.record_bytes),
     }
 
 

@@ -99,12 +99,24 @@ def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs() ->
     assert held(max_staleness=0) == (1 + 6) * 20
     assert held(steps=4) == (2 + 4) * 20
     assert records_held(config_of(streams={"trim": False})) == 102 * 20
-    assert redis_bytes(config_of(), 1000) == records_held(config_of()) * 1000 + 100 * (2000 + 16 * 20)
+    plain = config_of(streams={"archive": {"enabled": False}})
+    assert redis_bytes(plain, 1000) == records_held(plain) * 1000 + 100 * (2000 + 16 * 20)
+
+
+def test_redis_holds_what_waits_for_the_archive_as_far_as_there_is_so_much() -> None:
+    plain = redis_bytes(config_of(streams={"archive": {"enabled": False}}), 1000)
+    # 102 steps in all, 2 + 20 of them are held anyway
+    assert redis_bytes(config_of(), 1000) - plain == 80 * 20 * 1000
+    small = config_of(streams={"archive": {"segment_mb": 0.25}})
+    assert redis_bytes(small, 1000) - plain == 1.5 * 2**18
 
 
 def test_disk_is_what_is_kept_and_what_is_being_written() -> None:
     config = config_of(trainer={"keep_weights": 3, "keep_checkpoints": 2})
-    assert disk_bytes(config, TIMES, model_bytes=100) == {"weights": 500, "checkpoints": 3 * 600}
+    sizes = disk_bytes(config, replace(TIMES, record_bytes=1000), model_bytes=100)
+    assert sizes == {"weights": 500, "checkpoints": 3 * 600, "archive": 100 * 20 * 1000}
+    bounded = config_of(streams={"archive": {"keep_gb": 0.001}})
+    assert disk_bytes(bounded, replace(TIMES, record_bytes=1000), 100)["archive"] == int(0.001 * 2**30)
 
 
 def test_assumed_times_are_read_with_their_units() -> None:
