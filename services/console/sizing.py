@@ -31,7 +31,7 @@ BYTES_OF_A_TOKEN = 4
 BYTES_OF_AN_ENTRY = 500
 """Control fields of a trajectory and its score, and Redis's own share."""
 BACKLOG = 1.5
-"""Files of the archive that Redis holds before they are written: that of trajectories, and parts of others."""
+"""Files of the archive that Redis holds before they are written: of trajectories, and of others in part."""
 SPARE_WEIGHTS = 2
 """Beside `keep_weights`: the version being written, and the best one."""
 
