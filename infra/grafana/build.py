@@ -57,7 +57,7 @@ def build_board(board: Board, others: Sequence[Board], paragraphs: Sequence[Para
         height = STAT_ROWS if all(panel.kind == "stat" for panel in row.panels) else PANEL_ROWS
         for panel in row.panels:
             built.with_panel(_panel(panel, panel_ids[anchor_of(panel.runbook)]).height(height))
-    return _finished(built.build())
+    return _numbered(built.build())
 
 
 def build_runbook(paragraphs: Sequence[Paragraph], boards: Sequence[Board]) -> model.Dashboard:
@@ -66,11 +66,11 @@ def build_runbook(paragraphs: Sequence[Paragraph], boards: Sequence[Board]) -> m
     for board in boards:
         built.link(_link(board.title, f"/d/{board.uid}", board.question))
     for paragraph in paragraphs:
-        # `_finished` numbers panels as paragraphs are numbered.
+        # Numbered in the order of the paragraphs, as links to them expect.
         panel = text.Panel().title(paragraph.heading).mode(TextMode.MARKDOWN)
         panel.content(paragraph.linked(paragraphs))
         built.with_panel(panel.height(PANEL_ROWS).span(12))
-    return _finished(built.build())
+    return _numbered(built.build())
 
 
 def as_json(built: model.Dashboard) -> str:
@@ -90,10 +90,8 @@ def _empty(title: str, uid: str, question: str) -> dashboard.Dashboard:
     )
 
 
-def _finished(built: model.Dashboard) -> model.Dashboard:
-    """Links stand in sight above the panels, not in a menu; panels get ids by their place."""
-    for link in built.links or []:
-        link.placement = ""
+def _numbered(built: model.Dashboard) -> model.Dashboard:
+    """Panels get ids by their place: links into a dashboard need them."""
     for number, panel in enumerate(built.panels or [], start=1):
         panel.id_val = number
     return built
