@@ -1,15 +1,12 @@
 """The two ends of `benchmarks.metrics`: those of `benchmarks.transport`, with the metrics of real services.
 
-`on` counts and is scraped, `off` has metrics that do nothing. Everything else is the same, so what differs is
+`on` counts, `off` has metrics that do nothing. Everything else is the same, so what differs is
 what metrics cost.
 """
 
 import asyncio
 import sys
-import threading
-import urllib.request
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -26,15 +23,11 @@ from benchmarks.transport_ends import (
 from common.activity import Activity
 from common.broker import Broker
 from common.gathered import Gathered, Histogram
-from common.http_endpoint import HttpEndpoint
 from common.keys import REWARD_GROUP, Keys
 from common.messages import Lane, Trajectory
 from common.streams import Consumer, Garbled, append
 from services.reward.tally import Tally
 from services.rollout.sample_counts import SampleCounts
-
-SCRAPE_S = 1.0
-"""Between two scrapes of each end: five times as often as infra/prometheus asks."""
 
 
 def silence() -> None:
@@ -51,30 +44,6 @@ def silence() -> None:
             setattr(kind, method, nothing)
     Gathered.add = nothing  # type: ignore[method-assign]
     MetricWrapperBase.labels = lambda self, *_, **__: self  # type: ignore[assignment, misc]
-
-
-class Scraper:
-    """Serves /metrics and asks for it, as Prometheus does, until `close`."""
-
-    def __init__(self) -> None:
-        self._endpoint = HttpEndpoint(0)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._scrape, daemon=True)
-        self._thread.start()
-
-    def _scrape(self) -> None:
-        url = f"http://127.0.0.1:{self._endpoint.port}/metrics"
-        while not self._over.wait(SCRAPE_S):
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                answer.read()
-
-    def __enter__(self) -> "Scraper":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._endpoint.close()
 
 
 async def write(url: str, run_id: str, records: int, per_call: int, counts: bool) -> None:
@@ -115,6 +84,7 @@ async def read(url: str, run_id: str, records: int, per_call: int, counts: bool)
             if counts:
                 for _ in results:
                     tally.took(Lane.TRAIN)
+                for _ in results:
                     tally.scored()
             done = await consumer.complete(results, keys.scores())
             num_done += sum(done)
@@ -142,5 +112,4 @@ if __name__ == "__main__":
     end, kind, state = name.split("-")
     if state == "off":
         silence()
-    with Scraper() if state == "on" else nullcontext():
-        asyncio.run(ENDS[end](url, run_id, int(num_records), int(num_per_call), kind == "services"))
+    asyncio.run(ENDS[end](url, run_id, int(num_records), int(num_per_call), kind == "services"))
