@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 
 from common.broker import Broker
 from common.embedded import EmbeddedRedis
+from common.history import StreamName
 from common.keys import Keys
 from services.console.web import watched_run
 from services.console.web.access import Access
 from services.console.web.app import create_app
 from services.console.web.catalog import Catalog
+from tests.archives import archive
 from tests.waiting import wait_until
 from tests.web_runs import write_folder, write_run
 
@@ -40,13 +43,16 @@ async def shows(site: httpx.AsyncClient, path: str, words: str) -> None:
     await wait_until(is_there, 60, f"{words!r} on {path}")
 
 
-async def leave_a_run(tmp_path: Path) -> EmbeddedRedis:
+async def leave_a_run(tmp_path: Path, *, archived: bool = False) -> EmbeddedRedis:
     """A run whose own Redis was stopped."""
     config = write_folder(tmp_path, KEYS)
     redis = EmbeddedRedis(tmp_path / "ended" / "redis")
     redis.start()
     broker = await Broker.connect(redis.url)
     await write_run(broker, KEYS, config)
+    if archived:
+        for stream in StreamName:
+            await archive(broker, KEYS, tmp_path / "ended", stream)
     await broker.close()
     redis.stop()
     return redis
@@ -73,6 +79,25 @@ async def test_what_a_redis_left_is_shown_and_let_go_of_when_nobody_looks(
     await wait_until(lambda: asyncio.to_thread(is_free), 60, "the run could be resumed")
     monkeypatch.setattr(watched_run, "UNWATCHED_S", 90.0)
     await shows(site, "/groups/1", "words of the judge")
+
+
+async def test_a_run_of_which_only_the_archive_is_left_is_all_there(
+    site: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    await leave_a_run(tmp_path, archived=True)
+    shutil.rmtree(tmp_path / "ended" / "redis")
+    await shows(site, "", "the archive in")
+    await shows(site, "/groups/0", "words of the judge")
+    await shows(site, "/groups/1", "Dead letter")
+    await shows(site, "/eval-groups/0", "an answer of the evaluation")
+    await shows(site, "/steps/1", "2 groups, in the order")
+
+
+async def test_a_run_whose_config_is_not_understood_says_so(site: httpx.AsyncClient, tmp_path: Path) -> None:
+    write_folder(tmp_path, KEYS)
+    (tmp_path / "ended" / "config.yaml").write_text("trainer: {steps: -1, <b>: 2}")
+    await shows(site, "", "No news from this run")
+    assert "<b>" not in (await site.get("/groups")).text.partition("<main")[0]
 
 
 async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(

@@ -6,6 +6,7 @@ has looked for `UNWATCHED_S`, so that the run can be resumed.
 """
 
 import asyncio
+import contextlib
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -115,7 +116,8 @@ class WatchedRun:
                 self.problem = f"{type(error).__name__}: {error}"
             finally:
                 self.history = None
-            await self._read_folder()
+            with contextlib.suppress(TidemillError, OSError, ValueError):
+                await self._read_folder()  # what there is; `problem` says why it is not more
             self.has_looked.set()
             await asyncio.sleep(RETRY_S)
             self._rest_if_unwatched()
