@@ -4,15 +4,21 @@ health.py [URL]      without URL: the port that start.py has written down
 """
 
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 PORT_FILE = Path("/tmp/metrics-port")
 TIMEOUT_S = 4.0
+ASKS_FOR_A_TOKEN = 401
+"""Whoever says so is well."""
 
 try:
     url = sys.argv[1] if len(sys.argv) > 1 else f"http://127.0.0.1:{int(PORT_FILE.read_text())}/healthz"
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
         print(f"{url}: {answer.status}")
-except (OSError, ValueError) as error:  # an answer other than 200 is an OSError too
+except urllib.error.HTTPError as error:
+    if error.code != ASKS_FOR_A_TOKEN:
+        sys.exit(f"unhealthy: {error}")
+except (OSError, ValueError) as error:
     sys.exit(f"unhealthy: {error}")

@@ -19,7 +19,18 @@ FILE, NODE = REPO / "docker-compose.yml", REPO / "infra" / "compose" / "node.yml
 EXAMPLE = REPO / ".env.example"
 PROFILES = ("head", "rollout", "reward", "reward-model", "all", "console")
 SCALED = ("rollout", "reward", "reward-model")
-OURS = ("trainer", "weights", "jobs", "rollout", "reward", "reward-model", "console", "replay", "exporter")
+OURS = (
+    "trainer",
+    "weights",
+    "jobs",
+    "rollout",
+    "reward",
+    "reward-model",
+    "console",
+    "replay",
+    "web",
+    "exporter",
+)
 COMPOSE = shutil.which("docker-compose")
 VARIABLE = re.compile(r"\$\{([A-Z_]+)(?::-([^}]*))?\}")
 CHECKPOINT_S = 60
@@ -94,7 +105,7 @@ def test_images_are_pinned_and_may_be_replaced() -> None:
 def test_everything_restarts_and_nothing_that_is_done_starts_again() -> None:
     for name, service in services().items():
         policy = service["restart"]
-        if name in ("trainer", "rollout", "reward", "reward-model", "jobs", "exporter"):
+        if name in ("trainer", "rollout", "reward", "reward-model", "jobs", "exporter", "web"):
             assert policy.startswith("on-failure"), name
         else:
             assert policy == ("no" if service["profiles"] == ["console"] else "unless-stopped"), name
@@ -132,6 +143,7 @@ def test_every_service_of_ours_has_a_redis_user_of_its_own() -> None:
         "reward-model": "reward",
         "console": "operator",
         "replay": "operator",
+        "web": "operator",
         "exporter": "exporter",
     }
 
