@@ -28,6 +28,8 @@ AROUND = 40
 """Characters shown on each side of what was found."""
 _PLAIN = re.compile(r"[\w ,;:<>=!@#%&~'-]+")
 """Patterns that mean themselves, in JSON too."""
+_ANY_TEXT = r"[^{}]"
+"""Found in every text but that of a score without details, which is `{}`."""
 MOST_SHOWN = 3
 """Places shown of one text; the others are counted."""
 
@@ -64,17 +66,16 @@ class Search:
     seen: set[tuple[Lane, int]] = field(default_factory=set)
 
     def narrowed(self, stream: StreamName, selection: Selection) -> Selection:
-        """The selection with the pattern in it, where the history can hold it against whole texts itself.
+        """The selection with a pattern of the history's own, which leaves out what cannot be a hit.
 
         It has the details of scores as one text of JSON: only words that JSON leaves as they are can be
-        found there.
+        found there. For others, it leaves out the scores without any text.
         """
         expression = self.pattern.pattern
-        is_sure = stream.message_type in (Trajectory, Ticket) or (
-            stream.message_type is Score and _PLAIN.fullmatch(expression)
-        )
-        if not is_sure:
+        if stream.message_type not in (Trajectory, Ticket, Score):
             return selection
+        if stream.message_type is Score and not _PLAIN.fullmatch(expression):
+            return replace(selection, pattern=_ANY_TEXT)
         return replace(selection, pattern=f"(?i){expression}" if self.ignores_case else expression)
 
     @property

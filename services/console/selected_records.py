@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from common.history import History, Record, Selection, StreamName
+from common.history.selection import Range
 from common.messages import Message, Score, Trajectory
 from common.streams import Entry
 
@@ -21,9 +22,14 @@ async def selected_records(
 ) -> AsyncIterator[Record]:
     """What the selection selects, as it is found."""
     allowed: list[Keys] = []
+    own = _own(stream, selection)
     for other, wanted in _others(stream, selection):
-        allowed.append({key_of(r.message) async for r in history.scan(other, wanted) if isinstance(r, Entry)})
-    async for record in history.scan(stream, _own(stream, selection), newest_first):
+        keys = {key_of(r.message) async for r in history.scan(other, wanted) if isinstance(r, Entry)}
+        if not keys:
+            return
+        allowed.append(keys)
+        own = replace(own, tickets=_both(own.tickets, (min(keys)[0], max(keys)[0])))
+    async for record in history.scan(stream, own, newest_first):
         if not allowed or (isinstance(record, Entry) and _is_in_all(record.message, allowed)):
             yield record
 
@@ -31,6 +37,13 @@ async def selected_records(
 def key_of(message: Message) -> tuple[int, int]:
     """The ticket and the index of a message, where it is of one sample only."""
     return getattr(message, "ticket", -1), getattr(message, "index", WHOLE_TICKET)
+
+
+def _both(one: Range | None, other: tuple[float, float]) -> Range:
+    """What lies in both ranges."""
+    low, high = one or (None, None)
+    first, last = other
+    return max(first, first if low is None else low), min(last, last if high is None else high)
 
 
 def _is_in_all(message: Message, allowed: list[Keys]) -> bool:

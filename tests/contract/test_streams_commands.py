@@ -92,6 +92,8 @@ def test_the_tail_is_the_newest_in_their_order(streams):
         ("trajectories", ["--time", "2026-09-21T14:13:20Z..2026-09-21T14:13:23Z"], ["0.0", "1.0"]),
         ("scores", ["--step", "0"], ["0.0", "0.1", "1.0", "1.1"]),
         ("scores", ["--version", "1.."], ["4.1"]),
+        ("trajectories", ["--reward", "5.."], []),
+        ("trajectories", ["--reward", "0.75..", "--ticket", "..3"], ["0.0", "3.1"]),
         ("scores", ["--ticket", "..0", "--reward", "0"], ["0.1"]),
     ],
 )
@@ -126,6 +128,7 @@ def test_a_search_stops_where_it_shall_and_says_when_there_is_nothing(streams):
     assert few.exit_code == 0 and few.output.count("4.0") == 2
     assert streams("grep", "ticket 3", "--reward", "1..").exit_code == 1
     assert "no answer within" in streams("grep", "no answer", "--stream", "scores").output
+    assert "read 4.1" in streams("grep", r"read 4\.1$", "--stream", "scores").output
 
 
 @pytest.mark.parametrize(
