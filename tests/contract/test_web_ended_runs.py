@@ -93,11 +93,19 @@ async def test_a_run_of_which_only_the_archive_is_left_is_all_there(
     await shows(site, "/steps/1", "2 groups, in the order")
 
 
-async def test_a_run_whose_config_is_not_understood_says_so(site: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_a_run_whose_config_is_not_understood_says_so_and_is_shown_once_it_is(
+    site: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_run, "RETRY_S", 0.05)
     write_folder(tmp_path, KEYS)
-    (tmp_path / "ended" / "config.yaml").write_text("trainer: {steps: -1, <b>: 2}")
+    config = tmp_path / "ended" / "config.yaml"
+    good = config.read_text()
+    config.write_text("trainer: {steps: -1, <b>: 2}")
     await shows(site, "", "No news from this run")
     assert "<b>" not in (await site.get("/groups")).text.partition("<main")[0]
+    (tmp_path / "ended" / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.125}\n')
+    config.write_text(good)
+    await shows(site, "/steps", "0.125")
 
 
 async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(
