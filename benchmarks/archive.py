@@ -10,6 +10,7 @@ from the start of the process to the answer, imports included, the median over s
 
 import asyncio
 import random
+import resource
 import shutil
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -27,7 +28,7 @@ import typer
 from benchmarks.report import machine, print_result, print_table
 from common import codec
 from common.archive import stream_folder
-from common.archive.archiver import MIB
+from common.archive.archiver import MIB, has_archive
 from common.archive.columns import RawEntry
 from common.archive.manifest import Manifest
 from common.archive.writer import write_segments, writing
@@ -88,6 +89,15 @@ class Written:
         """Entries a second."""
         return self.entries[stream] / self.seconds[stream]
 
+    def summary(self) -> dict[str, int | float]:
+        """For programs."""
+        stream = StreamName.TRAJECTORIES
+        return {
+            "trajectories_per_s": round(self.per_s(stream)),
+            "bytes_per_trajectory": round(self.num_bytes[stream] / self.entries[stream], 1),
+            "payload_bytes_per_trajectory": round(self.payload_bytes[stream] / self.entries[stream], 1),
+        }
+
     def rows(self) -> list[tuple[str, ...]]:
         """For people."""
         return [
@@ -104,32 +114,30 @@ class Written:
 
 def main(
     trajectories: Annotated[int, typer.Option(min=10_000, help="how many to archive")] = 1_000_000,
-    keep: Annotated[Path | None, typer.Option(help="folder of runs to leave the archive in")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="leave the archive in this folder; one that is there is asked again")
+    ] = None,
 ) -> None:
     """Archive made-up streams, then ask."""
     home = keep or Path(tempfile.mkdtemp(prefix="tidemill-archive-"))
     run_dir = home / f"archive-{trajectories}"
+    result: dict[str, Any] = {"trajectories": trajectories}
     try:
-        written = _write(run_dir, trajectories)
-        latencies = _ask(run_dir, trajectories)
+        if not has_archive(run_dir):
+            written = _write(run_dir, trajectories)
+            columns = ("stream", "entries", "entries/s", "payload", "on disk")
+            print_table(f"archiving ({machine()})", columns, written.rows())
+            result |= written.summary()
+        answers = _ask(run_dir, trajectories)
     finally:
         if keep is None:
             shutil.rmtree(home, ignore_errors=True)
-    columns = ("stream", "entries", "entries/s", "payload", "on disk")
-    print_table(f"archiving ({machine()})", columns, written.rows())
-    rows = [(question, f"{latency_s:.2f} s") for question, latency_s in latencies.items()]
-    print_table(f"asked of {trajectories:,} archived trajectories", ("question", "fresh process"), rows)
-    print_result(
-        {
-            "trajectories": trajectories,
-            "trajectories_per_s": round(written.per_s(StreamName.TRAJECTORIES)),
-            "bytes_per_trajectory": round(written.num_bytes[StreamName.TRAJECTORIES] / trajectories, 1),
-            "payload_bytes_per_trajectory": round(
-                written.payload_bytes[StreamName.TRAJECTORIES] / trajectories, 1
-            ),
-            "latency_s": {question: round(latency_s, 3) for question, latency_s in latencies.items()},
-        }
-    )
+    rows = [(question, f"{wall_s:.2f} s", f"{cpu_s:.2f} s") for question, (wall_s, cpu_s) in answers.items()]
+    columns = ("question", "fresh process", "of that, processor")
+    print_table(f"asked of {trajectories:,} archived trajectories", columns, rows)
+    result["latency_s"] = {question: round(wall_s, 3) for question, (wall_s, _) in answers.items()}
+    result["processor_s"] = {question: round(cpu_s, 3) for question, (_, cpu_s) in answers.items()}
+    print_result(result)
 
 
 def _write(run_dir: Path, num_trajectories: int) -> Written:
@@ -143,8 +151,6 @@ def _write(run_dir: Path, num_trajectories: int) -> Written:
         StreamName.COMMITS: _commits(num_groups),
     }
     for stream, source in sources.items():
-        if Manifest.load(stream_folder(run_dir, stream)).segments:
-            raise SystemExit(f"{run_dir} holds an archive already; take another folder.")
         entries = _encoded(source, spent := [0.0])
         started = time.perf_counter()
         with writing(run_dir):
@@ -270,9 +276,9 @@ def _prompt(ticket: int) -> str:
     return f"What is {ticket * 7919 % 10007} plus {ticket * 104729 % 10009}? Think step by step."
 
 
-def _ask(run_dir: Path, num_trajectories: int) -> dict[str, float]:
-    """Ask each question of fresh processes, about other tickets each time."""
-    rng, latencies = random.Random(3), {}
+def _ask(run_dir: Path, num_trajectories: int) -> dict[str, tuple[float, float]]:
+    """Ask each question of fresh processes, about other tickets each time: medians, wall and processor."""
+    rng, answers = random.Random(3), {}
     manifest = Manifest.load(stream_folder(run_dir, StreamName.TRAJECTORIES))
     num_asked = num_trajectories // GROUP // GROUPS_PER_STEP * GROUPS_PER_STEP
     for question, code in QUESTIONS.items():
@@ -281,11 +287,18 @@ def _ask(run_dir: Path, num_trajectories: int) -> dict[str, float]:
             ticket = rng.randrange(num_asked)
             entry = manifest.segments[rng.randrange(len(manifest.segments))].first_id
             command = [sys.executable, "-c", program, str(run_dir), str(ticket), entry]
-            started = time.perf_counter()
+            started, spent_s = time.perf_counter(), _children_s()
             subprocess.run(command, check=True)
-            times.append(time.perf_counter() - started)
-        latencies[question] = statistics.median(times)
-    return latencies
+            times.append((time.perf_counter() - started, _children_s() - spent_s))
+        walls, processors = zip(*times, strict=True)
+        answers[question] = statistics.median(walls), statistics.median(processors)
+    return answers
+
+
+def _children_s() -> float:
+    """Processor time of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":
