@@ -8,7 +8,7 @@ import pytest
 
 from common.archive.manifest import Manifest
 from common.broker import Broker
-from common.history import ALL, History, Selection, StreamName
+from common.history import ALL, History, Record, Selection, StreamName
 from common.keys import Keys
 from common.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
 from common.streams import Entry, append, append_numbered, id_after, trim_before
@@ -76,6 +76,24 @@ async def test_a_scan_misses_nothing_that_is_archived_and_trimmed_while_it_reads
                 await trim_before(broker, key, last)
         expected = [entry_id for entry_id, _ in entries]
         assert seen == (expected[::-1] if newest_first else expected)
+
+
+async def test_a_read_of_redis_that_comes_after_a_trim_is_made_good_by_the_archive(
+    broker: Broker, keys: Keys, tmp_path: Path
+) -> None:
+    """Between the look into the manifest and the read of Redis, entries move from one to the other."""
+    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    await fill(broker, key, range(20))
+    entries = await raw(broker, key)
+
+    class Overtaken(History):
+        async def _read(self, stream: StreamName, selection: Selection) -> list[Record]:
+            await archive(broker, keys, run_dir, until=entries[30][0])
+            await trim_before(broker, key, entries[30][0])
+            return await super()._read(stream, selection)
+
+    found = await scanned(Overtaken(keys.run_id, run_dir, broker))
+    assert [record.entry_id for record in found] == [entry_id for entry_id, _ in entries]
 
 
 async def test_scores_are_selected_by_the_steps_of_their_tickets(
