@@ -1,11 +1,13 @@
 """How many workers, how much memory and disk: the formulas, with numbers worked out by hand."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
+from common.presence import Heartbeat
 from services.console.assumptions import assumed_times
 from services.console.bottleneck import find_bottleneck
 from services.console.evidence import gather_evidence
@@ -179,3 +181,19 @@ def test_the_number_of_workers_does_not_change_how_fast_one_is() -> None:
     one, many = config_of(), config_of(reward={"workers": 9}, rollout={"workers": 4})
     assert what_times_rest_on(one) == what_times_rest_on(many)
     assert what_times_rest_on(one) != what_times_rest_on(config_of(reward={"processes": 7}))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "scores_per_s"),
+    # 20 scores of 4 s in 10 s: of 16 at once half is in use, and 4 a second are possible. With 8 at once all
+    # is in use, and with one at once the rest of the 4 s is waiting within the worker: it does 2 a second.
+    [(16.0, 4.0), (8.0, 2.0), (1.0, 2.0)],
+)
+def test_a_reward_worker_can_do_more_than_it_did_as_far_as_it_had_room(
+    tmp_path: Any, parallel: float, scores_per_s: float
+) -> None:
+    step = STEP | {"groups_dropped_ratio": 0.0}
+    worker = Heartbeat("w", "reward", counts={"parallel": parallel}, at=time.time())
+    evidence = gather_evidence([step], [worker], max_staleness=1)
+    times = measured_times([step], evidence, tmp_path, "a run")
+    assert times is not None and times.scores_per_s == pytest.approx(scores_per_s)
