@@ -15,7 +15,7 @@ from services.console.web.app import create_app
 from services.console.web.catalog import Catalog
 from tests.conftest import SERVERS
 from tests.waiting import wait_until
-from tests.web_runs import SCRIPT, completion, make_ticket, write_folder, write_run
+from tests.web_runs import SCRIPT, commit_of, completion, make_ticket, write_folder, write_run
 
 # What differs between servers is hidden by `History`, and tested there.
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
@@ -157,6 +157,20 @@ async def test_new_entries_appear_while_the_run_goes_on(
 
     await wait_until(is_shown, what="a group that appeared after the page was opened")
     assert "1 <small>of 4</small>" in (await site.get("/groups/6")).text
+
+
+async def test_what_was_trimmed_is_told_apart_from_what_is_to_come(
+    site: httpx.AsyncClient, broker: Broker, keys: Keys
+) -> None:
+    await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
+    await append_numbered(broker, keys.commits, [(4, commit_of(4))])
+
+    async def is_shown() -> bool:
+        return "trained" in (await site.get("/groups/8")).text
+
+    await wait_until(is_shown, what="a group that only a commit tells of")
+    assert "not in the streams any more" in (await site.get("/groups/8")).text
+    assert "nothing yet" in (await site.get("/groups/6")).text
 
 
 async def test_the_list_of_runs_has_runs_of_folder_and_redis(site: httpx.AsyncClient, keys: Keys) -> None:
