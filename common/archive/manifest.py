@@ -16,7 +16,8 @@ from common.errors import ArchiveError
 from common.files import storage_errors, write_atomically
 from common.streams import START, id_order
 
-MANIFEST_FILE = "manifest.jsonl"
+MANIFEST_FILE = "_manifest.jsonl"
+"""The underscore keeps it out of what other programs take for the files of a table."""
 SUFFIX = ".parquet"
 
 Bounds = Mapping[str, tuple[float, float]]

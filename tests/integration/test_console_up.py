@@ -16,6 +16,10 @@ from tokenizers import Tokenizer, models
 
 from common.config import RunConfig
 from common.errors import ConfigError, TidemillError
+from common.history import History, StreamName
+from common.messages import Commit
+from common.streams import Entry
+from services.console.archive import archive
 from services.console.processes import ServiceSpec
 from services.console.up import UpOptions, run_up
 from tests.waiting import wait_until
@@ -102,6 +106,18 @@ def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[s
     output = capfd.readouterr().out
     assert "step 3/3" in output and "everything that was expected of the run holds" in output
     assert not (run / "redis.url").exists(), "the run's Redis is gone, and so is its address"
+    # The run's folder alone still has all of its streams.
+    assert asyncio.run(_archived_steps(run)) == [0, 1, 2]
+    assert archive(run.name, None, only_check=True, as_json=True) == 0
+    (damaged,) = (run / "archive" / "commits").glob("*.parquet")
+    damaged.write_bytes(b"?")
+    assert archive(run.name, None, only_check=True, as_json=True) == 1
+    assert str(damaged) in capfd.readouterr().out
+
+
+async def _archived_steps(run: Path) -> list[int]:
+    records = History(run.name, run, None).scan(StreamName.COMMITS)
+    return [r.message.step async for r in records if isinstance(r, Entry) and isinstance(r.message, Commit)]
 
 
 def test_a_run_that_disappoints_exits_with_1(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
