@@ -66,6 +66,8 @@ def write_head(folder: Path) -> None:
 
 def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
     """The .env of another node."""
+    if not (folder / ENV).exists():
+        sys.exit(f"there is no {folder / ENV}: run this on the head, first without --node")
     known = read_settings((folder / ENV).read_text(encoding="utf-8"))
     lines = [f"{name}={known[name]}" for name in COPIED if name in known]
     lines.append(f"TIDEMILL_REDIS_URL=redis://{head}:{known.get('REDIS_PORT', '6379')}/0")

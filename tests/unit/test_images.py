@@ -151,3 +151,8 @@ def test_a_node_gets_the_heads_address_and_no_secret_that_it_does_not_need(tmp_p
     node = read_settings(node_settings(tmp_path, "10.0.0.5", ["rollout", "reward"]))
     assert node["TIDEMILL_WEIGHTS_URL"] == "http://10.0.0.5:8200"
     assert node["TIDEMILL_WEIGHTS_TOKEN"] == head["TIDEMILL_WEIGHTS_TOKEN"]
+
+
+def test_a_nodes_settings_are_asked_for_on_the_head(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="run this on the head, first without --node"):
+        node_settings(tmp_path, "10.0.0.5", ["reward"])
