@@ -8,6 +8,7 @@ import pytest
 
 from common.archive.manifest import Manifest
 from common.broker import Broker
+from common.embedded import EmbeddedRedis
 from common.history import ALL, History, Record, Selection, StreamName
 from common.keys import Keys
 from common.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
@@ -129,7 +130,9 @@ async def test_scores_are_selected_by_the_steps_of_their_tickets(
         assert [s.value for s in await history.scores(6)] == [6.0]
 
 
-async def test_a_summary_says_what_is_where(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+async def test_a_summary_says_what_is_where(
+    redis_server: EmbeddedRedis, broker: Broker, keys: Keys, tmp_path: Path
+) -> None:
     key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
     await fill(broker, key, range(10), garbled=False)
     entries = await raw(broker, key)
@@ -140,6 +143,8 @@ async def test_a_summary_says_what_is_where(broker: Broker, keys: Keys, tmp_path
     assert (found.first_id, found.last_id) == (entries[0][0], entries[-1][0])
     assert (found.first_time, found.last_time) == (1000.0, 1009.0)
     assert found.redis_bytes > 0 and found.archived_bytes > 0 and found.segments > 0
+    async with History.open(run_dir, redis_server.url) as opened:
+        assert await opened.summary([STREAM]) == [found]
     (alone,) = await History(keys.run_id, run_dir, None).summary([STREAM])
     assert (alone.entries, alone.last_id, alone.last_time) == (12, entries[11][0], 1005.0)
     empty = await History(keys.run_id, None, None).summary()
