@@ -89,11 +89,7 @@ async def _train_policy(
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
         for sender in await asyncio.to_thread(_open_loggers, context):
             recorder.attach(sender)
-        background = [
-            context.start(intake.read_trajectories(), "trajectory reader"),
-            context.start(intake.read_scores(), "score reader"),
-            context.start(intake.read_dead(), "dead-letter reader"),
-        ]
+        background = _start_readers(context, intake)
         try:
             await replayer.replay(commits, recorder)
             collector.dropped += replayer.pending_drops
@@ -130,6 +126,14 @@ async def _train_policy(
             await asyncio.gather(*background, return_exceptions=True)
             await trimmer.close()
     context.raise_failure()
+
+
+def _start_readers(context: ServiceContext, intake: Intake) -> list[asyncio.Task[None]]:
+    return [
+        context.start(intake.read_trajectories(), "trajectory reader"),
+        context.start(intake.read_scores(), "score reader"),
+        context.start(intake.read_dead(), "dead-letter reader"),
+    ]
 
 
 def _open_loggers(context: ServiceContext) -> list[Sender]:
