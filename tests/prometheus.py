@@ -26,8 +26,11 @@ from tests.waiting import wait_until
 
 CONFIG = REPO / "infra" / "prometheus" / "prometheus.yml"
 RULES = CONFIG.parent / "rules"
-PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
-MISSING = "prometheus and promtool are not on PATH; Debian has both in its package prometheus"
+FETCHED = Path(sys.prefix) / "prometheus"
+"""Where `make test` puts those of Debian, on machines that have none."""
+WHERE = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
+PROMETHEUS, PROMTOOL = shutil.which("prometheus", path=WHERE), shutil.which("promtool", path=WHERE)
+MISSING = "prometheus and promtool are not on PATH, and infra/prometheus/fetch.sh could not get Debian's"
 
 
 @dataclass(frozen=True, slots=True)
