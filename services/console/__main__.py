@@ -14,6 +14,7 @@ from services.console.plan_commands import plan
 from services.console.replay_commands import app as replay
 from services.console.replay_commands import diff
 from services.console.sandbox_commands import rescore
+from services.console.shared_options import ConfigFile, Json, Overrides, RunId, RunsDir
 from services.console.streams_commands import app as streams
 from services.console.web_command import web
 
@@ -29,27 +30,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Config = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Override one field, such as trainer.steps=20. May be repeated.",
-        show_default=False,
-    ),
-]
-RunId = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
-RunsDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs-dir",
-        metavar="FOLDER",
-        help="Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs.",
-        show_default=False,
-    ),
-]
 
 
 @app.command(epilog="Example: tidemill check examples/arith/config.yaml --set trainer.max_staleness=0")
@@ -85,7 +65,7 @@ def check(
 
 @app.command(epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20 --run-id try-1")
 def up(
-    config: Config,
+    config: ConfigFile,
     overrides: Overrides = None,
     run_id: Annotated[
         str,
@@ -133,7 +113,7 @@ def up(
 @app.command(epilog="Example: tidemill status --json")
 def status(
     run_id: RunId = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Json = False,
     runs_dir: RunsDir = None,
 ) -> None:
     """Say once how a run is doing; a finished run shows its summary.
@@ -148,7 +128,7 @@ def status(
 @app.command(epilog="Example: tidemill report arith-1 --json")
 def report(
     run_id: RunId = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Json = False,
     runs_dir: RunsDir = None,
 ) -> None:
     """Say what a finished run came to, from its commits: where `tidemill up` has not seen it to its end.

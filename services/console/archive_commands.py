@@ -1,25 +1,19 @@
 """The command line of `tidemill archive`. Wiring only."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.console.shared_options import Json, RunId, RunsDir
+
 
 def archive(
-    run_id: Annotated[
-        str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)
-    ] = None,
+    run_id: RunId = None,
     check: Annotated[
         bool, typer.Option("--check", help="Archive nothing; read every file and compare its checksum.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    runs_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False
-        ),
-    ] = None,
+    as_json: Json = False,
+    runs_dir: RunsDir = None,
 ) -> None:
     """Write what a run's streams hold now into its archive: Parquet files in the run's folder.
 

@@ -1,21 +1,13 @@
 """The command line of `tidemill dead`. Wiring only."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.console.shared_options import Json, RunOption, RunsDir
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
-Run = Annotated[
-    str | None,
-    typer.Option("--run", metavar="RUN_ID", help="The run; without it, runs/latest.", show_default=False),
-]
-RunsDir = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Stream = Annotated[
     str, typer.Option("--stream", help="Only from this stream, such as prompts:eval.", show_default=False)
 ]
@@ -34,7 +26,7 @@ All = Annotated[bool, typer.Option("--all", help="All letters that the filters l
 
 @app.command("list", epilog="Example: tidemill dead list --stream prompts --error 'schema 2'")
 def show_list(
-    run: Run = None,
+    run: RunOption = None,
     stream: Stream = "",
     ticket: Ticket = None,
     error: Error = "",
@@ -56,7 +48,7 @@ def show(
     letter_id: Annotated[
         str, typer.Argument(metavar="ID", help="Id of the letter, from `list`.", show_default=False)
     ],
-    run: Run = None,
+    run: RunOption = None,
     with_hex: Annotated[bool, typer.Option("--hex", help="Show all original bytes.")] = False,
     as_json: Json = False,
     runs_dir: RunsDir = None,
@@ -71,7 +63,7 @@ def show(
 def requeue(
     ids: Ids = None,
     has_all: All = False,
-    run: Run = None,
+    run: RunOption = None,
     stream: Stream = "",
     ticket: Ticket = None,
     error: Error = "",
@@ -94,7 +86,7 @@ def requeue(
 def drop(
     ids: Ids = None,
     has_all: All = False,
-    run: Run = None,
+    run: RunOption = None,
     stream: Stream = "",
     ticket: Ticket = None,
     error: Error = "",

@@ -5,13 +5,9 @@ from typing import Annotated
 
 import typer
 
-Run = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
-RunsDir = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False),
-]
+from services.console.shared_options import Full, RunId, RunsDir
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with everything, for programs.")]
-Full = Annotated[bool, typer.Option("--full", help="Show texts to their ends.")]
 
 
 def trace(
@@ -21,7 +17,7 @@ def trace(
             metavar="TICKET[.INDEX]", help="A group, or one sample of it, such as 412.3.", show_default=False
         ),
     ],
-    run_id: Run = None,
+    run_id: RunId = None,
     lane: Annotated[
         str, typer.Option("--lane", metavar="train|eval", help="Training or evaluation.")
     ] = "train",
@@ -45,7 +41,7 @@ def step(
         int,
         typer.Argument(metavar="STEP", min=0, help="Counted from 0, as in the commits.", show_default=False),
     ],
-    run_id: Run = None,
+    run_id: RunId = None,
     as_json: Json = False,
     full: Full = False,
     runs_dir: RunsDir = None,
@@ -70,7 +66,7 @@ def timeline(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = Path(
         "trace.json"
     ),
-    run_id: Run = None,
+    run_id: RunId = None,
     runs_dir: RunsDir = None,
 ) -> None:
     """Write a stretch of a run as a Chrome trace: every sample from its queue to its training.

@@ -1,19 +1,15 @@
 """The command line of `tidemill plan`. Wiring only."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.console.shared_options import ConfigFile, Json, Overrides, RunsDir
+
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="FIELD=VALUE", help="Override one field. May be repeated.", show_default=False
-        ),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     run: Annotated[
         str | None,
         typer.Option("--run", metavar="RUN_ID", help="Take the times of this run.", show_default=False),
@@ -30,11 +26,8 @@ def plan(
             show_default=False,
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    runs_dir: Annotated[
-        Path | None,
-        typer.Option("--runs-dir", metavar="FOLDER", help="Folder of all runs.", show_default=False),
-    ] = None,
+    as_json: Json = False,
+    runs_dir: RunsDir = None,
 ) -> None:
     """Say how many workers, how much memory and disk a run needs, from the times of its stages.
 

@@ -6,18 +6,12 @@ from typing import Annotated
 import typer
 
 from services.console.sandbox_commands import trajectories
+from services.console.shared_options import Json, RunId, RunsDir
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 app.command(epilog="Example: tidemill replay trajectories arith-1 --from 10 --to 20 --speed 10x")(
     trajectories
 )
-
-RunId = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
-RunsDir = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command(epilog="Example: tidemill replay step 412 --set trainer.optimizer.lr=1e-4")

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-RunId = Annotated[str | None, typer.Argument(help="The run; without it, runs/latest.", show_default=False)]
+from services.console.shared_options import Json, RunId, RunsDir
+
 Into = Annotated[
     str | None,
     typer.Option(
@@ -24,7 +25,7 @@ Reward = Annotated[
         show_default=False,
     ),
 ]
-ConfigFile = Annotated[
+RewardSource = Annotated[
     Path | None,
     typer.Option(
         "--config", metavar="FILE", help="Take the whole reward section of this config.", show_default=False
@@ -48,22 +49,12 @@ RedisUrl = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-RunsDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs-dir",
-        metavar="FOLDER",
-        help="Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs.",
-        show_default=False,
-    ),
-]
 
 
 def rescore(
     run_id: RunId = None,
     reward: Reward = None,
-    config: ConfigFile = None,
+    config: RewardSource = None,
     first: Annotated[
         str | None, typer.Option("--from-step", metavar="A", help="First step.", show_default=False)
     ] = None,
@@ -75,7 +66,7 @@ def rescore(
     workers: Workers = None,
     lane: LaneOption = "train",
     redis: RedisUrl = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
     runs_dir: RunsDir = None,
 ) -> None:
     """Score a run's history with another reward, and say how the two agree.
@@ -109,7 +100,7 @@ def trajectories(
     ] = "1x",
     into: Into = None,
     reward: Reward = None,
-    config: ConfigFile = None,
+    config: RewardSource = None,
     overrides: Overrides = None,
     workers: Workers = None,
     max_backlog: Annotated[
@@ -117,7 +108,7 @@ def trajectories(
     ] = 4096,
     lane: LaneOption = "train",
     redis: RedisUrl = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
     runs_dir: RunsDir = None,
 ) -> None:
     """Feed recorded trajectories to a reward service again: for load tests, and to develop a reward.

@@ -1,22 +1,14 @@
 """The command line of `tidemill streams`. Wiring only."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.console.shared_options import Full, RunOption, RunsDir
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
-Run = Annotated[
-    str | None,
-    typer.Option("--run", metavar="RUN_ID", help="The run; without it, runs/latest.", show_default=False),
-]
-RunsDir = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines with everything, for programs.")]
-Full = Annotated[bool, typer.Option("--full", help="Show texts to their ends.")]
 Stream = Annotated[
     str,
     typer.Argument(
@@ -54,7 +46,7 @@ LaneName = Annotated[
 
 
 @app.command("ls", epilog="Example: tidemill streams ls --json")
-def show_list(run: Run = None, as_json: Json = False, runs_dir: RunsDir = None) -> None:
+def show_list(run: RunOption = None, as_json: Json = False, runs_dir: RunsDir = None) -> None:
     """List the streams: how much there is and where, from when, and how far its readers are."""
     from services.console import streams
 
@@ -73,7 +65,7 @@ def tail(
     reward: Reward = "",
     version: Version = "",
     lane: LaneName = "",
-    run: Run = None,
+    run: RunOption = None,
     as_json: Json = False,
     full: Full = False,
     runs_dir: RunsDir = None,
@@ -101,7 +93,7 @@ def show(
         ),
     ],
     lane: LaneName = "",
-    run: Run = None,
+    run: RunOption = None,
     as_json: Json = False,
     full: Full = False,
     runs_dir: RunsDir = None,
@@ -130,7 +122,7 @@ def grep(
     reward: Reward = "",
     version: Version = "",
     lane: LaneName = "",
-    run: Run = None,
+    run: RunOption = None,
     as_json: Json = False,
     full: Full = False,
     runs_dir: RunsDir = None,

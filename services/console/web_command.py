@@ -1,9 +1,10 @@
 """The command line of `tidemill web`. Wiring only."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from services.console.shared_options import RunsDir
 
 
 def web(
@@ -23,12 +24,7 @@ def web(
             show_default=False,
         ),
     ] = None,
-    runs_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--runs-dir", metavar="FOLDER", help="Folder of all runs, as in `up`.", show_default=False
-        ),
-    ] = None,
+    runs_dir: RunsDir = None,
 ) -> None:
     """Look at runs in a browser: curves, groups, completions token by token, steps, dead letters.
 
