@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from common import codec
 from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.entries import Entry, Fields, Garbled, decoded, id_order
 from common.messages import Commit, Message, Trajectory
-from common.streams import Entry, Fields, Garbled, decoded, id_order
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 ID, ID_MS, ID_SEQ = "id", "id_ms", "id_seq"

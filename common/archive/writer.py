@@ -18,11 +18,12 @@ from common.archive.columns import ID_MS, RawEntry, bounds_of, columns_of, deriv
 from common.archive.manifest import MANIFEST_FILE, SUFFIX, Manifest, Segment, segment_name
 from common.broker import Broker
 from common.codec import PAYLOAD_FIELD
+from common.entries import START, id_order
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from common.history.selection import StreamName, time_of
 from common.keys import Keys
 from common.messages import Commit, Message, Trajectory
-from common.streams import START, id_order, read_raw
+from common.streams import read_raw
 
 ROW_GROUP_BYTES = 4 << 20
 """Payload of a row group: what a lookup reads at least, and what a writer holds beside one message."""

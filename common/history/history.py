@@ -14,11 +14,12 @@ from pathlib import Path
 from common.archive import stream_folder
 from common.archive.manifest import Manifest
 from common.broker import Broker
+from common.entries import START, Entry, Garbled, entry_id_of, id_before, id_order
 from common.history.selection import ALL, Selection, StreamName, numbered
 from common.history.summary import StreamSummary, summarise
 from common.keys import Keys
 from common.messages import Commit, Lane, Message, Score, Ticket, Trajectory
-from common.streams import START, Entry, Garbled, entry_id_of, id_before, id_order, read_back, read_range
+from common.streams import read_back, read_range
 
 Record = Entry[Message] | Garbled
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from common.entries import entry_id_of, id_order
 from common.keys import Keys
 from common.messages import (
     Commit,
@@ -20,7 +21,6 @@ from common.messages import (
     Trajectory,
     WeightManifest,
 )
-from common.streams import entry_id_of, id_order
 
 TEXTS = ("prompt_text", "text", "error", "detail")
 """Fields that a pattern is looked for in: what prompts, completions, errors and judges say."""

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from common.archive.manifest import Manifest
 from common.broker import Broker
+from common.entries import START, Entry, Garbled, id_order
 from common.history.selection import StreamName, time_of
 from common.keys import Keys
 from common.messages import Message
-from common.streams import START, Entry, Garbled, id_order, length, memory_bytes, read_back, read_range
+from common.streams import length, memory_bytes, read_back, read_range
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
+from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_after, id_before, id_order
 from common.streams.backlog import Backlog, backlog
 from common.streams.consumer import Consumer, Delivery
 from common.streams.letters import (
@@ -13,21 +14,12 @@ from common.streams.letters import (
     requeue,
 )
 from common.streams.log import (
-    START,
-    Entry,
-    Fields,
-    Garbled,
     GroupStatus,
     OffsetReader,
     append,
     append_numbered,
-    decoded,
     ensure_group,
-    entry_id_of,
     group_status,
-    id_after,
-    id_before,
-    id_order,
     last_id,
     length,
     memory_bytes,

@@ -19,9 +19,10 @@ from redis import exceptions as redis_errors
 from common import codec, metrics
 from common.broker import Broker
 from common.codec import MAX_PAYLOAD_BYTES, SCHEMA
+from common.entries import START, Fields, Garbled, decoded
 from common.errors import LeaseLostError
 from common.messages import Message, Trajectory
-from common.streams.log import START, Fields, Garbled, block_ms, decoded, ensure_group, fields_of
+from common.streams.log import block_ms, ensure_group, fields_of
 
 log = structlog.get_logger(__name__)
 

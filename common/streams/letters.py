@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from common.broker import Broker
-from common.streams.log import Fields
+from common.entries import Fields
 
 DONE, LETTER_GONE, MESSAGE_GONE = 1, 0, -1
 """What `requeue` answers: put back; the letter is gone; the stream has let go of the message."""

@@ -12,11 +12,9 @@ from redis import exceptions as redis_errors
 
 from common import codec
 from common.broker import MAX_BLOCK_S, Broker
-from common.codec import MAX_PAYLOAD_BYTES, PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.errors import CodecError
+from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of
 from common.messages import Message
-
-START = "0-0"
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
@@ -24,49 +22,6 @@ ENTRY_OVERHEAD_BYTES = 1 << 10
 """What an entry counts besides its payload; bounds the number of small ones in a transaction."""
 
 M = TypeVar("M", bound=Message)
-Fields = dict[bytes, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry(Generic[M]):
-    """A decoded entry of a stream."""
-
-    entry_id: str
-    message: M
-
-
-@dataclass(frozen=True, slots=True)
-class Garbled:
-    """An entry that cannot be decoded, with its bytes and the reason."""
-
-    entry_id: str
-    fields: Fields
-    error: str
-
-
-def entry_id_of(number: int) -> str:
-    """Entry id of ticket, step or version `number`: appending it twice fails harmlessly."""
-    return f"{number + 1}-0"
-
-
-def id_order(entry_id: str) -> tuple[int, int]:
-    """Sort key of an entry id."""
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence or 0)
-
-
-def id_before(entry_id: str) -> str:
-    """The greatest id below `entry_id`: reading after it starts with `entry_id` itself."""
-    milliseconds, sequence = id_order(entry_id)
-    if sequence:
-        return f"{milliseconds}-{sequence - 1}"
-    return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else START
-
-
-def id_after(entry_id: str) -> str:
-    """The smallest id above `entry_id`; the inverse of `id_before`."""
-    milliseconds, sequence = id_order(entry_id)
-    return f"{milliseconds}-{sequence + 1}" if sequence < 2**64 - 1 else f"{milliseconds + 1}-0"
 
 
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
@@ -246,17 +201,6 @@ class OffsetReader(Generic[M]):
 def fields_of(raw: Sequence[bytes]) -> Fields:
     """Field names and values, which Redis sends as one flat list."""
     return dict(zip(raw[::2], raw[1::2], strict=True))
-
-
-def decoded(
-    raw_id: bytes, fields: Fields, message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES
-) -> Entry[M] | Garbled:
-    """Decode one entry; what cannot be decoded is kept with its bytes and the reason."""
-    entry_id = raw_id.decode()
-    try:
-        return Entry(entry_id, codec.decode(fields, message_type, max_bytes))
-    except CodecError as error:
-        return Garbled(entry_id, fields, str(error))
 
 
 def block_ms(block_s: float) -> int:

@@ -7,10 +7,11 @@ that the message still matters.
 from dataclasses import dataclass, field
 
 from common.broker import Broker
+from common.entries import Entry, entry_id_of
 from common.keys import Keys
 from common.messages import Commit, Lane, Ticket
 from common.run_state import FINISHED, read_state
-from common.streams import Entry, entry_id_of, has_entry, scan
+from common.streams import has_entry, scan
 
 WHOLE_GROUP = -1
 COMMITS_BATCH, TICKETS_BATCH = 32, 256

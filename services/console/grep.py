@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from common.entries import Entry
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
-from common.streams import Entry
 from services.console.history_access import open_history
 from services.console.record_table import number, sample_of, versions_of
 from services.console.selected_records import selected_records

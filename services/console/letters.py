@@ -10,10 +10,11 @@ from typing import Any
 from common import codec
 from common.broker import Broker
 from common.codec import PAYLOAD_FIELD
+from common.entries import Garbled
 from common.errors import CodecError
 from common.keys import Keys
 from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
-from common.streams import Garbled, scan
+from common.streams import scan
 
 SCAN_BATCH = 16
 """Letters read at once: each may hold a message of the greatest size."""

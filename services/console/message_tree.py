@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from common.entries import Garbled
 from common.history import Record, StreamName
-from common.streams import Garbled
 
 
 def plain_fields(message: BaseModel) -> dict[str, Any]:

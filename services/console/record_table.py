@@ -7,9 +7,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from common.entries import Garbled
 from common.history import Record, StreamName
 from common.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory, WeightManifest
-from common.streams import Garbled
 from services.console.shown_text import NOTHING, printable, took, when
 
 TEXT_CHARACTERS = 60

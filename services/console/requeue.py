@@ -17,18 +17,10 @@ from dataclasses import dataclass
 
 from common.broker import Broker
 from common.config import RunConfig
+from common.entries import Entry
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import Lane, Ticket, Trajectory
-from common.streams import (
-    DONE,
-    LETTER_GONE,
-    Entry,
-    Progress,
-    group_status,
-    reappend,
-    requeue,
-    scan,
-)
+from common.streams import DONE, LETTER_GONE, Progress, group_status, reappend, requeue, scan
 from services.console.fates import Fates, is_trimmed
 from services.console.letters import Letter
 

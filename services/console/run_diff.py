@@ -12,6 +12,7 @@ from typing import Any
 
 from common.config import RunConfig
 from common.config.changes import changed_fields
+from common.entries import Entry
 from common.history import (
     GroupCursor,
     History,
@@ -22,7 +23,6 @@ from common.history import (
     TicketCursor,
 )
 from common.messages import Commit, Ticket
-from common.streams import Entry
 from services.console.differences import (
     Aspect,
     Difference,

@@ -7,10 +7,10 @@ score in its ticket. Selecting by one of them reads that other stream first, and
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+from common.entries import Entry
 from common.history import History, Record, Selection, StreamName
 from common.history.selection import Range
 from common.messages import Message, Score, Trajectory
-from common.streams import Entry
 
 Keys = set[tuple[int, int]]
 WHOLE_TICKET = -1

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.broker import Broker
+from common.entries import Entry, entry_id_of
 from common.errors import BrokerError
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import Commit, Lane
 from common.presence import Heartbeat, read_heartbeats
 from common.run_state import read_config, read_state
-from common.streams import Entry, OffsetReader, entry_id_of, group_status, last_id, length, read_newest
+from common.streams import OffsetReader, group_status, last_id, length, read_newest
 from services.console.bottleneck import Verdict, find_bottleneck
 from services.console.evidence import RATE_STEPS, Evidence, gather_evidence
 from services.console.job_queues import job_counts

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from common.entries import Entry, entry_id_of
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.messages import Commit, Lane, Score, Ticket, Trajectory, TrajectoryKey, Try, WeightManifest
-from common.streams import Entry, entry_id_of
 from services.console.message_tree import jsonable, plain_fields
 from services.console.ticket_trace import WHOLE_GROUP, advantages_in
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from common.entries import Entry, Garbled, entry_id_of, id_order
 from common.errors import ConfigError
 from common.history import Record, Selection, StreamName
 from common.messages import Commit, Message, Ticket, WeightManifest
-from common.streams import Entry, Garbled, entry_id_of, id_order
 from services.console.history_access import RunAccess, open_history
 from services.console.message_tree import jsonable, plain_fields, record_tree
 from services.console.record_table import record_table

@@ -17,11 +17,12 @@ from typing import Any
 
 from common.broker import Broker
 from common.config import RunConfig
+from common.entries import Entry
 from common.keys import Keys
 from common.messages import Commit, TrajectoryKey
 from common.records import EVALUATION, METRICS_FILE, read_records
 from common.run_state import read_state
-from common.streams import Entry, scan
+from common.streams import scan
 
 SCAN_BATCH = 32
 WHOLE_GROUP = -1

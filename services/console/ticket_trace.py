@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from common.entries import Entry, entry_id_of
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
-from common.streams import Entry, entry_id_of
 from services.console.message_tree import jsonable, plain_fields
 
 WHOLE_GROUP = -1

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from common.broker import Broker
 from common.config import RunConfig
+from common.entries import Entry, Garbled
 from common.history import StreamName
 from common.history.selection import time_of
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
@@ -12,7 +13,7 @@ from common.messages import Commit, Message
 from common.presence import Heartbeat, read_heartbeats
 from common.replica_registry import ReplicaRegistry
 from common.run_state import UnknownRunError, read_config, read_state
-from common.streams import Backlog, Entry, Garbled, backlog, last_id, length, read_newest
+from common.streams import Backlog, backlog, last_id, length, read_newest
 from services.console.job_queues import job_counts
 
 GROUPS = {

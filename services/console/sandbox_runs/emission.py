@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from common.broker import Broker
+from common.entries import Entry, id_order
 from common.history import History, Selection, StreamName
 from common.keys import Keys
 from common.messages import Lane, Score, Trajectory, TrajectoryKey
-from common.streams import Entry, OffsetReader, append, id_order, trim_before
+from common.streams import OffsetReader, append, trim_before
 
 BATCH = 256
 BLOCK_S = 0.5

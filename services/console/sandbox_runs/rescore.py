@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from common.entries import Entry
 from common.files import write_atomically
 from common.history import History, Selection, StreamName
 from common.messages import Lane, Score, TrajectoryKey
 from common.presence import Heartbeat
-from common.streams import Entry
 from services.console.console_log import log_to_file
 from services.console.history_access import open_history
 from services.console.run_folder import nearest

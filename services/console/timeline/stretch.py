@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from common.entries import Entry
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.messages import Commit, Lane, TrajectoryKey, WeightManifest
-from common.streams import Entry
 from services.console.step_trace import SampleFacts, read_samples
 
 IN_FLIGHT_STEPS = 2

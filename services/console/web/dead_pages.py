@@ -5,9 +5,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from common.entries import Garbled
 from common.history import History, Selection, StreamName
 from common.messages import DeadLetter
-from common.streams import Garbled
 from services.console.letter_view import as_tree, sample_name
 from services.console.letters import Letter, decode_letter, unreadable_letter
 from services.console.web.site import Site, history_of

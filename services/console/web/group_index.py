@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from common.entries import Entry, id_order
 from common.history import History, Selection, StreamName
 from common.messages import Commit, Lane, Message, Score, Ticket, Trajectory
-from common.streams import Entry, id_order
 from services.console.web.group_row import WHOLE_GROUP, GroupRow
 
 MAX_GROUPS = 250_000

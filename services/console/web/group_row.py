@@ -8,8 +8,8 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
+from common.entries import id_order
 from common.messages import Score, ScoreStatus, Ticket, Trajectory
-from common.streams import id_order
 
 MAX_TEXT_CHARACTERS = 1200
 """Text of a group that can be searched: the beginnings of prompt, answer and completions."""
