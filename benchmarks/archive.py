@@ -8,7 +8,6 @@ what is measured is the archive. Every question is asked by a fresh process, as 
 from the start of the process to the answer, imports included, the median over several tickets.
 """
 
-import asyncio
 import random
 import resource
 import shutil
@@ -34,6 +33,7 @@ from common.archive.manifest import Manifest
 from common.archive.writer import write_segments, writing
 from common.config import ArchiveConfig
 from common.history import StreamName
+from common.main_task import run_main
 from common.messages import Commit, Message, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
 from common.streams import entry_id_of
 
@@ -154,7 +154,7 @@ def _write(run_dir: Path, num_trajectories: int) -> Written:
         entries = _encoded(source, spent := [0.0])
         started = time.perf_counter()
         with writing(run_dir):
-            count = asyncio.run(
+            count = run_main(
                 write_segments(
                     run_dir,
                     stream,

@@ -15,6 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from benchmarks import metrics_ends
 from common.gathered import MOST, Gathered, Histogram
+from common.main_task import run_main
 
 OPERATIONS: tuple[tuple[type, str], ...] = (
     (Counter, "inc"),
@@ -42,7 +43,7 @@ def count_calls(url: str, run_id: str, records: int, per_call: int, counts: bool
     for kind, name, original in originals:
         setattr(kind, name, _counting(calls, f"{kind.__name__}.{name}", original))
     try:
-        asyncio.run(_both(url, run_id, records, per_call, counts))
+        run_main(_both(url, run_id, records, per_call, counts))
     finally:
         metrics_ends.Stopwatch = watch  # type: ignore[misc]
         for kind, name, original in originals:

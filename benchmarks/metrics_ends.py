@@ -24,6 +24,7 @@ from common.activity import Activity
 from common.broker import Broker
 from common.gathered import Gathered, Histogram
 from common.keys import REWARD_GROUP, Keys
+from common.main_task import run_main
 from common.messages import Lane, Trajectory
 from common.streams import Consumer, Garbled, append
 from services.reward.tally import Tally
@@ -112,4 +113,4 @@ if __name__ == "__main__":
     end, kind, state = name.split("-")
     if state == "off":
         silence()
-    asyncio.run(ENDS[end](url, run_id, int(num_records), int(num_per_call), kind == "services"))
+    run_main(ENDS[end](url, run_id, int(num_records), int(num_per_call), kind == "services"))

@@ -24,7 +24,6 @@ scale. Savings are against the baseline with one consumer. `ratio` is step time 
 slowest stage: trainer (measured), generation, or reward (samples x mean delay / slots).
 """
 
-import asyncio
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.report import machine, print_result, print_table
+from common.main_task import run_main
 from common.messages import Commit
 from common.presence import read_heartbeats
 from common.streams import Entry, read_range
@@ -153,7 +153,7 @@ def main(
     outcomes: dict[Setting, Outcome] = {}
     for setting in settings:
         print(f"running: {setting.name}, {setting.consumers} reward consumer(s)", flush=True)
-        outcomes[setting] = asyncio.run(measure(setting, scale, shrink, steps, warm_up))
+        outcomes[setting] = run_main(measure(setting, scale, shrink, steps, warm_up))
     baseline = outcomes[first]
     rows = [_row(setting, outcomes[setting], baseline, scale) for setting in settings]
     columns = (

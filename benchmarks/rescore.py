@@ -6,7 +6,6 @@ count from the moment a worker takes the first trajectory; the last column has s
 """
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from common.broker import Broker
 from common.config import RunConfig, parse_config
 from common.embedded import EmbeddedRedis
 from common.keys import Keys
+from common.main_task import run_main
 from common.messages import Score, ScoreStatus, Trajectory
 from common.run_state import publish_config
 from common.streams import append
@@ -49,7 +49,7 @@ def main() -> None:
         config = parse_config(
             {"run_id": "base", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, "benchmark"
         )
-        asyncio.run(_record(runs, config, options.trajectories, options.tokens))
+        run_main(_record(runs, config, options.trajectories, options.tokens))
         rewards = {"plain function": f"{runs / 'plain.py'}:length", "built-in gsm8k": "gsm8k"}
         costs: dict[str, list[dict[str, Any]]] = {name: [] for name in rewards}
         for _ in range(options.rounds):

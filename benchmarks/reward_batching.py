@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine, print_result, print_table
+from common.main_task import run_main
 from services.reward.model_server.batcher import Batcher
 from services.reward.model_server.batching import BatchLimits
 from services.reward.model_server.scoring_model import ScoringModel
@@ -183,7 +184,7 @@ def main() -> None:
         count = max(40, round(load * unit * options.seconds))
         arrivals = make_arrivals(load * unit, count, options.seed)
         for name, batcher in ways(model, options.flush_ms).items():
-            found = asyncio.run(measure(batcher, arrivals))
+            found = run_main(measure(batcher, arrivals))
             row = [f"{load:g} x {unit:.0f}/s, {name}", f"{found.scores_per_s:.0f}"]
             rows.append([*row, f"{found.p50_ms:.1f}", f"{found.p99_ms:.1f}"])
             results.append(

@@ -29,6 +29,7 @@ import typer
 from benchmarks.report import machine, print_result, print_table
 from common.config import RunConfig
 from common.keys import REWARD_GROUP
+from common.main_task import run_main
 from common.messages import Trajectory
 from common.presence import HEARTBEAT_S, read_heartbeats
 from common.streams import append, group_status, last_id, length
@@ -184,8 +185,8 @@ def main(
     deep: Annotated[int, typer.Option(help="Slots of one consumer in a row of its own; 0: none.")] = 1280,
 ) -> None:
     """Measure every number of consumers, and one consumer with very many requests in flight."""
-    outcomes = [asyncio.run(measure(int(number), slots, scale, groups)) for number in consumers.split(",")]
-    alone = [asyncio.run(measure(1, deep, scale, groups))] if deep else []
+    outcomes = [run_main(measure(int(number), slots, scale, groups)) for number in consumers.split(",")]
+    alone = [run_main(measure(1, deep, scale, groups))] if deep else []
     samples = groups * GROUP_SIZE
     print_table(
         f"Scoring {samples:,} samples of {DELAY_S[0] / scale:g} to {DELAY_S[1] / scale:g} s",

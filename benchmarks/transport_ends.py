@@ -17,6 +17,7 @@ import redis
 from common.broker import Broker
 from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
 from common.keys import REWARD_GROUP, Keys
+from common.main_task import run_main
 from common.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
 from common.streams import Consumer, Garbled, OffsetReader, append
 
@@ -241,4 +242,4 @@ ENDS: dict[str, Callable[..., Any]] = {
 
 if __name__ == "__main__":
     end, url, run_id, records, per_call = sys.argv[1:]
-    asyncio.run(ENDS[end](url, run_id, int(records), int(per_call)))
+    run_main(ENDS[end](url, run_id, int(records), int(per_call)))

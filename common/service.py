@@ -30,6 +30,7 @@ from common.errors import TidemillError, first_cause
 from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
 from common.logs import configure_logs
+from common.main_task import run_main
 from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
 from common.run_paths import runs_dir
 from common.run_state import UnknownRunError, has_finished, read_config, register_config
@@ -138,7 +139,7 @@ def run_service(
     options = parser.parse_args()
     configure_logs(role, options.name)
     try:
-        return asyncio.run(_serve(role, options, load, port_of))
+        return run_main(_serve(role, options, load, port_of))
     except (TidemillError, BaseExceptionGroup) as error:
         cause = first_cause(error)
         if not isinstance(cause, TidemillError):

@@ -18,6 +18,7 @@ from common.config import ArchiveConfig
 from common.errors import ConfigError, OutageError, UnreachableError
 from common.history.selection import StreamName
 from common.keys import Keys
+from common.main_task import run_main
 from services.console.run_folder import nearest
 
 PATIENCE_S = 60.0
@@ -69,7 +70,7 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
                 mark_whole(access.folder.path, True)
             return access.folder.path
 
-    run_dir = asyncio.run(work())
+    run_dir = run_main(work())
     _show(run_dir, as_json)
     return 0
 

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from common.errors import BrokerError, ConfigError, TidemillError
+from common.main_task import run_main
 from services.console.console_log import log_nothing
 from services.console.offline import read_folder
 from services.console.render import dashboard
@@ -35,7 +36,7 @@ def show_status(run_id: str | None, as_json: bool, runs_dir: Path | None) -> Non
     folder = find_run(run_id, folder_of_runs(runs_dir))
     report = read_report(folder)
     try:
-        snapshot = asyncio.run(look(folder))
+        snapshot = run_main(look(folder))
     except TidemillError as error:
         if report is not None:
             _print_finished(folder, report, as_json)
@@ -61,7 +62,7 @@ def watch(run_id: str | None, runs_dir: Path | None) -> None:
         raise ConfigError("tidemill top needs a terminal; use `tidemill status`, with --json for programs.")
     with contextlib.suppress(KeyboardInterrupt):
         try:
-            asyncio.run(_watch(folder, console))
+            run_main(_watch(folder, console))
         except (BrokerError, ConfigError) as error:
             if folder.config() is None:
                 raise

@@ -1,6 +1,5 @@
 """`tidemill dead list | show | requeue | drop`: the messages that nobody could process."""
 
-import asyncio
 import json
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from common.broker import Broker
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.keys import Keys
+from common.main_task import run_main
 from common.run_state import read_config
 from common.streams import remove_entries
 from services.console.console_log import log_nothing
@@ -57,7 +57,7 @@ class DeadOptions:
 
 def show_list(options: DeadOptions, as_json: bool, limit: int) -> None:
     """Print the letters that the filter takes, the newest `limit` of them."""
-    letters = asyncio.run(_with_run(options, _read))
+    letters = run_main(_with_run(options, _read))
     shown = letters[-limit:] if limit else letters
     if as_json:
         print(json.dumps([as_tree(letter) for letter in shown], indent=2))
@@ -81,7 +81,7 @@ def show_one(options: DeadOptions, as_json: bool, with_hex: bool) -> None:
     Raises:
         ConfigError: there is no such letter.
     """
-    (letter,) = _chosen(options, asyncio.run(_with_run(options, _read)))
+    (letter,) = _chosen(options, run_main(_with_run(options, _read)))
     if as_json:
         print(json.dumps(as_tree(letter, with_content=True), indent=2))
     else:
@@ -97,7 +97,7 @@ def requeue_letters(options: DeadOptions) -> int:
         requeuer = await run.requeuer()
         return [await requeuer.put_back(letter) for letter in letters]
 
-    return _report(options, asyncio.run(_with_run(options, put_back)), "put back")
+    return _report(options, run_main(_with_run(options, put_back)), "put back")
 
 
 def drop_letters(options: DeadOptions, is_sure: bool) -> int:
@@ -107,7 +107,7 @@ def drop_letters(options: DeadOptions, is_sure: bool) -> int:
         ConfigError: nobody can be asked, and `is_sure` was not said.
     """
     options.check("drop")
-    letters = _chosen(options, asyncio.run(_with_run(options, _read)))
+    letters = _chosen(options, run_main(_with_run(options, _read)))
     if letters and not is_sure:
         _ask(letters)
 
@@ -121,7 +121,7 @@ def drop_letters(options: DeadOptions, is_sure: bool) -> int:
             verdicts.append(Verdict(letter, not reason, reason))
         return verdicts
 
-    return _report(options, asyncio.run(_with_run(options, drop)), "dropped")
+    return _report(options, run_main(_with_run(options, drop)), "dropped")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """`tidemill diff RUN_A RUN_B`: opens two runs, compares them, and says where they part and why."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import ConfigError
+from common.main_task import run_main
 from services.console.differences import Aspect, Difference
 from services.console.history_access import RunAccess, open_history
 from services.console.message_tree import jsonable
@@ -43,7 +43,7 @@ def show_diff(
     Raises:
         ConfigError: one of the runs is not there, or nothing tells its config.
     """
-    names, result = asyncio.run(_diff((run_a, runs_dir_a), (run_b, runs_dir_b or runs_dir_a), tolerance))
+    names, result = run_main(_diff((run_a, runs_dir_a), (run_b, runs_dir_b or runs_dir_a), tolerance))
     if as_json:
         tree = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
         print(json.dumps(jsonable(tree), indent=2, allow_nan=False))

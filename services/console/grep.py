@@ -3,7 +3,6 @@
 Results come as they are found. A prompt is searched once for each ticket, though each sample carries it.
 """
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -16,6 +15,7 @@ from rich.text import Text
 from common.entries import Entry
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
+from common.main_task import run_main
 from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
 from services.console.history_access import open_history
 from services.console.record_table import number, sample_of, versions_of
@@ -144,7 +144,7 @@ def show_hits(
         return num_found
 
     try:
-        return asyncio.run(look())
+        return run_main(look())
     except KeyboardInterrupt:
         return 1
 

@@ -3,7 +3,6 @@
 It is computed from the commits, like the report of `tidemill up`, and can be computed again at any time.
 """
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from common.config import RunConfig
 from common.errors import ConfigError
 from common.files import StorageError
 from common.keys import Keys
+from common.main_task import run_main
 from common.run_state import has_finished, read_config, read_state
 from services.console.console_log import log_nothing
 from services.console.report import print_report, write_report
@@ -30,7 +30,7 @@ def show_report(run_id: str | None, as_json: bool, runs_dir: Path | None) -> int
     """
     log_nothing()
     folder = find_run(run_id, folder_of_runs(runs_dir))
-    summary, config = asyncio.run(_summarise(folder))
+    summary, config = run_main(_summarise(folder))
     problems = failures(summary, config)
     tree = summary_tree(summary, problems)
     console = Console(highlight=False)

@@ -1,9 +1,9 @@
 """`tidemill trace` and `tidemill step`: where a sample went, and what a step was made of."""
 
-import asyncio
 import json
 
 from common.errors import ConfigError
+from common.main_task import run_main
 from services.console.history_access import open_history
 from services.console.selection_options import parse_lane, parse_sample
 from services.console.step_trace import trace_step
@@ -36,7 +36,7 @@ def show_trace(view: View, what: str, lane: str) -> None:
         else:
             print_ticket(terminal(), trace, view.is_full)
 
-    asyncio.run(look())
+    run_main(look())
 
 
 def show_step(view: View, step: int) -> None:
@@ -54,4 +54,4 @@ def show_step(view: View, step: int) -> None:
         else:
             print_step(terminal(), trace, view.is_full)
 
-    asyncio.run(look())
+    run_main(look())

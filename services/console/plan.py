@@ -1,6 +1,5 @@
 """`tidemill plan`: how large a run has to be, from stage times that were measured or are assumed."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from common.config import RunConfig, load_config
 from common.errors import ConfigError, TidemillError
+from common.main_task import run_main
 from common.redis_client import URL_VARIABLE
 from services.console.assumptions import assumed_times
 from services.console.attach import look
@@ -176,7 +176,7 @@ def _plan(
 def _snapshot(run: RunFolder) -> RunSnapshot:
     """From the run's Redis, and where that is gone from its folder."""
     try:
-        return asyncio.run(look(run))
+        return run_main(look(run))
     except TidemillError:
         if run.config() is None:
             raise

@@ -3,7 +3,6 @@
 All checks run, so that one call shows every mistake; each says what was got, what is expected and what to do.
 """
 
-import asyncio
 import importlib.util
 import os
 import subprocess
@@ -18,6 +17,7 @@ from common.config import RunConfig, load_config
 from common.dataset import Row, read_dataset
 from common.errors import TidemillError
 from common.logger_check import check_loggers
+from common.main_task import run_main
 from common.redis_client import URL_VARIABLE
 from common.rewards import check_reward
 from services.console.model_folder import ModelFacts, inspect_model
@@ -140,7 +140,7 @@ def _try_sandboxes(findings: Findings) -> None:
 def _reach_redis(findings: Findings) -> None:
     url = os.environ.get(URL_VARIABLE)
     if url:
-        findings.redis = asyncio.run(_server_version(url))
+        findings.redis = run_main(_server_version(url))
 
 
 async def _server_version(url: str) -> str:

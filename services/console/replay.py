@@ -17,6 +17,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from common.errors import ConfigError, TidemillError
+from common.main_task import run_main
 from common.redis_client import URL_VARIABLE
 from services.console.history_access import RunAccess, open_history
 from services.console.message_tree import jsonable
@@ -52,7 +53,7 @@ def replay_steps(options: ReplayOptions, shows_all: bool, as_json: bool) -> int:
         raise ConfigError("--to-torch writes the batch of one step; name one.")
     if options.with_weights and not options.to_torch:
         raise ConfigError("--with-weights goes with --to-torch FILE.")
-    results = asyncio.run(_replay(options, steps, as_json))
+    results = run_main(_replay(options, steps, as_json))
     if as_json:
         print(json.dumps(jsonable(results), indent=2, allow_nan=False))
     else:

@@ -12,6 +12,7 @@ from rich.text import Text
 from common.entries import Entry, Garbled, entry_id_of, id_order
 from common.errors import ConfigError
 from common.history import Record, Selection, StreamName
+from common.main_task import run_main
 from common.messages import Commit, Message, Ticket, WeightManifest
 from services.console.history_access import RunAccess, open_history
 from services.console.message_tree import jsonable, plain_fields, record_tree
@@ -61,7 +62,7 @@ def show_list(view: View) -> None:
             console.print(extents_table(found))
             console.print(Text(f"run {access.run_id}, read from {access.source}", "dim"), soft_wrap=True)
 
-    asyncio.run(look())
+    run_main(look())
 
 
 def show_tail(view: View, stream: str, options: SelectionOptions, limit: int, follows: bool) -> None:
@@ -85,7 +86,7 @@ def show_tail(view: View, stream: str, options: SelectionOptions, limit: int, fo
                 await _follow(view, access, name, selection, records)
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(look())
+        run_main(look())
 
 
 def show_entries(view: View, stream: str, what: str, lane: str) -> None:
@@ -107,7 +108,7 @@ def show_entries(view: View, stream: str, what: str, lane: str) -> None:
                 else:
                     _print_whole(terminal(), name, record, view.is_full)
 
-    asyncio.run(look())
+    run_main(look())
 
 
 def _wanted(stream: StreamName, what: str) -> Selection:

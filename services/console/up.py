@@ -4,7 +4,6 @@ Order matters at both ends. Everything that can be wrong is found first. Redis s
 stops after them, because they drain through it. The summary is computed while Redis is still there.
 """
 
-import asyncio
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ from common.broker import Broker
 from common.config import Change, RunConfig, changed_fields
 from common.errors import ConfigError
 from common.keys import Keys
+from common.main_task import run_main
 from common.records import METRICS_FILE, STEP, read_records
 from common.redis_client import URL_VARIABLE
 from common.run_state import run_exists
@@ -79,7 +79,7 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)
     run = LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command)
-    return asyncio.run(run.go())
+    return run_main(run.go())
 
 
 def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
@@ -100,7 +100,7 @@ def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
 def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
     """A new run needs a new id, and a resumed one something to resume."""
     url = os.environ.get(URL_VARIABLE)
-    in_redis = asyncio.run(_is_known(url, folder.run_id)) if url else False
+    in_redis = run_main(_is_known(url, folder.run_id)) if url else False
     exists = in_redis or folder.path.exists()
     if exists and not options.resume:
         where = f"{nearest(folder.path)}" if folder.path.exists() else f"the Redis at {URL_VARIABLE}"

@@ -5,7 +5,6 @@ each entry is archived once. Start it where the folder of runs is.
 """
 
 import argparse
-import asyncio
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from common.errors import TidemillError
 from common.files import LockedError
 from common.history.selection import StreamName
 from common.keys import Keys
+from common.main_task import run_main
 from common.run_state import read_config
 
 PATIENCE_S = 60.0
@@ -27,7 +27,7 @@ def archive(run_id: str, run_dir: str, until: dict[str, str], is_last: bool = Fa
     Returns how many entries of each stream were new.
     """
     ends = {StreamName(name): last for name, last in until.items()}
-    counts = asyncio.run(_archive(Keys(run_id), Path(run_dir), ends, is_last))
+    counts = run_main(_archive(Keys(run_id), Path(run_dir), ends, is_last))
     return {str(stream): count for stream, count in counts.items()}
 
 

@@ -6,13 +6,13 @@ Exits with 0, or with 2 and the reason on stderr. A process of its own, because 
 runs whatever stands in it.
 """
 
-import asyncio
 import json
 import sys
 from typing import Any
 
 from common.config import RewardConfig
 from common.errors import ConfigError
+from common.main_task import run_main
 from common.rewards import CALLED
 from services.reward.functions import load_function
 from services.reward.group_functions import load_group_function
@@ -33,7 +33,7 @@ def main(argument: str, row: str = "") -> int:
         if config.group:
             load_group_function(config.group, config.group_kwargs)
         if row:
-            asyncio.run(_call_functions(config, json.loads(row)))
+            run_main(_call_functions(config, json.loads(row)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -17,6 +17,7 @@ from common.messages import Score, ScoreStatus
 from common.streams import append_numbered
 from services.console.__main__ import app
 from services.console.step_trace import STAGES
+from services.console.timeline.trace_events import Slice
 from tests.histories import DIGESTS, commits, write_small_run
 from tests.traces import problems_of
 from tests.trajectories import make_trajectory
@@ -174,6 +175,12 @@ class TestTimeline:
         names = {event["name"] for event in tree["traceEvents"] if event["ph"] == "X"}
         assert {"step 0", "step 1", "4.1", "ticket 3"} <= names
         assert "7.0" in names, "what was under way is drawn too, though no step has trained on it"
+
+    def test_the_records_are_not_put_into_words_as_the_command_ends(self, tidemill, tmp_path, monkeypatch):
+        asked: list[Slice] = []
+        monkeypatch.setattr(Slice, "__repr__", lambda slice: str(asked.append(slice)))
+        tidemill("timeline", "--from-step", "0", "--to-step", "1", "-o", str(tmp_path / "trace.json"))
+        assert asked == []
 
     def test_a_stretch_begins_with_the_first_of_its_own_tickets(self, tidemill, tmp_path):
         file = tmp_path / "trace.json"

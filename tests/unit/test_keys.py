@@ -15,7 +15,8 @@ REPO = Path(__file__).resolve().parents[2]
 def all_keys(keys: Keys) -> list[str]:
     laned = [make(lane) for make in (keys.prompts, keys.trajectories, keys.scores) for lane in Lane]
     groups = [keys.progress(ticket, lane) for ticket in (0, 1) for lane in Lane]
-    plain = [value for name in vars(Keys) if isinstance(value := getattr(keys, name), str) and name[0] != "_"]
+    names = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
+    plain = [value for name in names if isinstance(value := getattr(keys, name), str)]
     return laned + groups + [key for key in plain if key not in (keys.run_id, *queues(keys))]
 
 

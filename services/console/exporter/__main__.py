@@ -1,13 +1,13 @@
 """`python -m services.console.exporter RUN_ID`: metrics of a whole run, and service discovery."""
 
 import argparse
-import asyncio
 import os
 import sys
 
 from common.errors import TidemillError
 from common.keys import Keys
 from common.logs import configure_logs
+from common.main_task import run_main
 from common.service import METRICS_HOST_VARIABLE
 
 DEFAULT_PORT = 9109
@@ -21,7 +21,7 @@ def main() -> int:
         from services.console.exporter.exporter import Exporter
 
         host = os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1")
-        return asyncio.run(Exporter(Keys(options.run_id), options.every_s).serve(options.port, host))
+        return run_main(Exporter(Keys(options.run_id), options.every_s).serve(options.port, host))
     except TidemillError as error:
         print(f"tidemill exporter: {error}", file=sys.stderr)
         return error.exit_code

@@ -4,7 +4,6 @@ Guarantees: recorded trajectories enter a sandbox run in their order and at thei
 or as fast as they are scored; the run that they come from is only read.
 """
 
-import asyncio
 import json
 import shlex
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from common.errors import ConfigError
+from common.main_task import run_main
 from common.messages import ScoreStatus
 from common.redis_client import URL_VARIABLE
 from common.run_paths import RUNS_DIR_VARIABLE
@@ -52,7 +52,7 @@ def replay_trajectories(options: SandboxOptions, speed: str, max_backlog: int, a
     """
     pace = Pace(parse_speed(speed), max_backlog)
     console = Console(stderr=as_json, highlight=False)
-    summary = {"speed": speed, **asyncio.run(_replay(options, pace, console))}
+    summary = {"speed": speed, **run_main(_replay(options, pace, console))}
     if as_json:
         print(json.dumps(summary))
     else:

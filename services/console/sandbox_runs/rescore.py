@@ -4,7 +4,6 @@ Guarantees: nothing is generated again, and nothing is written to the run whose 
 are the scores stream of a sandbox run, computed by the same reward service that training uses.
 """
 
-import asyncio
 import json
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from rich.console import Console
 from common.entries import Entry
 from common.files import write_atomically
 from common.history import History, Selection, StreamName
+from common.main_task import run_main
 from common.messages import Lane, Score, TrajectoryKey
 from common.presence import Heartbeat
 from services.console.console_log import log_to_file
@@ -58,7 +58,7 @@ def rescore(options: SandboxOptions, as_json: bool) -> None:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
     console = Console(stderr=as_json, highlight=False)
-    path, report = asyncio.run(_rescore(options, console))
+    path, report = run_main(_rescore(options, console))
     write_atomically(path, json.dumps(report, indent=1) + "\n")
     if as_json:
         print(json.dumps(report))

@@ -1,6 +1,5 @@
 """`tidemill timeline`: writes the trace of a stretch into a file."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from rich.text import Text
 
 from common.errors import ConfigError
 from common.files import aside_file, publish_file
+from common.main_task import run_main
 from services.console.history_access import RunAccess, open_history
 from services.console.run_folder import nearest
 from services.console.streams import View, terminal
@@ -38,7 +38,7 @@ def write_timeline(view: View, first: int, last: int, output: Path) -> None:
             steps = f"steps {stretch.commits[0].step} to {stretch.commits[-1].step}"
             return build(stretch), f"{steps} of run {access.run_id}"
 
-    trace, words = asyncio.run(look())
+    trace, words = run_main(look())
     with aside_file(output, "the timeline") as aside:
         num_events = _write(aside, trace, {"run": words})
         publish_file(aside, output)

@@ -1,6 +1,5 @@
 """`tidemill web`: serves the pages until Ctrl-C."""
 
-import asyncio
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import uvicorn
 
 from common.errors import ConfigError
+from common.main_task import run_main
 from services.console.console_log import log_nothing
 from services.console.run_folder import find_run, folder_of_runs
 from services.console.web.access import TOKEN_PARAMETER, Access, is_loopback
@@ -36,7 +36,7 @@ def serve(options: WebOptions) -> None:
         ConfigError: there is no such run, or the address cannot be had.
     """
     log_nothing()
-    asyncio.run(_serve(options))
+    run_main(_serve(options))
 
 
 async def _serve(options: WebOptions) -> None:

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from common.errors import ConfigError
+from common.main_task import run_main
 from common.turns import DeviceTurn, TurnGate, turn_files
 from services.reward.model_server.app import ScoringApp
 from services.reward.model_server.batcher import Batcher
@@ -55,7 +56,7 @@ def run_server(options: ServerOptions, template: str | None) -> int:
         )
         max_len = min(options.max_model_len or model.context_tokens, model.context_tokens)
         inputs = Inputs(options.model, model.vocab_size, max_len, template)
-        return asyncio.run(_serve(options, model, inputs, listener))
+        return run_main(_serve(options, model, inputs, listener))
 
 
 async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, listener: socket.socket) -> int:

@@ -8,7 +8,6 @@ otherwise.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from common.config import RunConfig, load_config
 from common.errors import ConfigError, TidemillError
 from common.history import History
 from common.logs import LEVEL_VARIABLE, configure_logs
+from common.main_task import run_main
 from common.redis_client import URL_VARIABLE
 from common.run_state import read_config
 from services.trainer.replay.request import changed_config, check_committed
@@ -34,7 +34,7 @@ def main() -> int:
     os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
     configure_logs("replay")
     try:
-        return 0 if asyncio.run(_replay(options, lines)) else 1
+        return 0 if run_main(_replay(options, lines)) else 1
     except TidemillError as error:
         _print(lines, {"kind": "error", "message": str(error), "exit_code": error.exit_code})
         return error.exit_code
