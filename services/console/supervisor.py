@@ -1,8 +1,9 @@
 """Keeps the processes of a run alive until the run is over.
 
 Invariant: a process that dies is started again, with growing pauses, as long as that makes sense. It does
-not when the process says that the user made a mistake (exit code 2), or when it dies young many times in a
-row; then all stop, and its last words are the message. When `run` returns, no process is left.
+not when the process says that the user made a mistake (exit code 2), when it ends on an instruction that this
+CPU lacks, or when it dies young many times in a row; then all stop, and its last words are the message. When
+`run` returns, no process is left.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from common.endings import ending_in_words, is_illegal_instruction
 from common.errors import ConfigError
 from services.console.guard import Guard
 from services.console.processes import ServiceProcess, ServiceSpec
@@ -162,7 +164,8 @@ class Supervisor:
 
     async def _is_over(self, process: ServiceProcess, code: int) -> bool:
         """Whether this end of a process is the end of the run."""
-        if code == ConfigError.exit_code and not process.spec.is_optional:
+        is_hopeless = code == ConfigError.exit_code or is_illegal_instruction(code)
+        if is_hopeless and not process.spec.is_optional:
             self.fail(_obituary(process, "cannot do this run", code), code)
         elif code == 0 and process.spec.ends_run and await self.is_finished():
             self._end(Outcome(Ending.FINISHED))
@@ -184,15 +187,7 @@ async def _set(event: asyncio.Event) -> None:
 
 
 def _how(code: int) -> str:
-    """An exit code in words."""
-    import signal
-
-    if code >= 0:
-        return f"with exit code {code}"
-    try:
-        return f"by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"by signal {-code}"
+    return f"{'by' if code < 0 else 'with'} {ending_in_words(code)}"
 
 
 def _obituary(process: ServiceProcess, what: str, code: int) -> str:

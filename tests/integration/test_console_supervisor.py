@@ -97,6 +97,15 @@ async def test_a_mistake_of_the_user_stops_the_run_and_is_shown(tmp_path: Path, 
     assert stage.supervisor.statuses["rollout"].restarts == 0
 
 
+async def test_a_process_that_cannot_run_on_this_cpu_stops_the_run(tmp_path: Path, guard: Guard) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": program})
+    outcome = await stage.supervisor.run()
+    assert outcome.ending is Ending.FAILED and outcome.exit_code
+    assert "SIGILL, an illegal instruction" in outcome.reason
+    assert stage.supervisor.statuses["rollout"].restarts == 0
+
+
 async def test_a_process_that_keeps_dying_is_given_up(
     tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

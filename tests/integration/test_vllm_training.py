@@ -14,8 +14,9 @@ from common.config import RunConfig, load_config
 from common.messages import Commit, Lane, Trajectory
 from common.streams import Entry, read_range
 from tests.runs import REPO, ServiceRun
+from tests.vllm_machine import need_vllm
 
-pytest.importorskip("vllm", reason="the vllm extra is not installed")
+need_vllm()
 
 STEPS, MAX_GAP = 5, 1e-3
 

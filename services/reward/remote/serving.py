@@ -18,9 +18,11 @@ from common.advertised import advertised_host
 from common.config import NamedRewardConfig
 from common.config.remote import LocalReplicasConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
-from common.errors import ConfigError, EngineError
+from common.endings import ending_in_words, is_illegal_instruction
+from common.errors import ConfigError, EngineError, TidemillError
 from common.replica_registry import BEATS_PER_TTL, ReplicaRegistry
 from common.service import ServiceContext
+from common.vllm_machine import check_machine, machine_arguments, machine_environment
 from services.reward.remote.server_process import ServerProcess
 
 log = structlog.get_logger(__name__)
@@ -28,6 +30,7 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.25
 STARTING, SERVING = "wait:server", "serve"
 
+VLLM_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 VLLM_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all replicas of a machine take the same cores
@@ -70,6 +73,7 @@ class ServedReplica:
 
         Raises:
             EngineError: the server did not come up, or ended by itself.
+            ConfigError: it did, and would every time.
         """
         context = self._context
         context.activity.enter(STARTING, self.origin)
@@ -96,7 +100,7 @@ class ServedReplica:
                 await asyncio.wait({ended}, timeout=self._routing.replica_ttl_s / BEATS_PER_TTL)
         finally:
             ended.cancel()
-        raise EngineError(f"the server ended by itself (exit code {server.exit_code}); see its output above")
+        raise _end_of(server, "by itself")
 
     async def _until_healthy(self, server: ServerProcess) -> None:
         limit_s = self._start_timeout_s
@@ -104,10 +108,7 @@ class ServedReplica:
             async with asyncio.timeout(limit_s):
                 while not await self._is_healthy():
                     if server.exit_code is not None:
-                        raise EngineError(
-                            f"the server ended with exit code {server.exit_code} before it was up; see its "
-                            "output above"
-                        )
+                        raise _end_of(server, "before it was up")
                     await asyncio.sleep(POLL_S)
                 return
         raise EngineError(f"the server was not healthy within {limit_s:g} s (local_replicas.start_timeout_s)")
@@ -130,11 +131,23 @@ class ServedReplica:
         return local.start_timeout_s if local else default
 
 
+def _end_of(server: ServerProcess, when: str) -> TidemillError:
+    """Why a replica ends with its server; a `ConfigError` where starting it again cannot help."""
+    assert server.exit_code is not None
+    words = f"the server ended {when} ({ending_in_words(server.exit_code)})"
+    if not is_illegal_instruction(server.exit_code):
+        return EngineError(f"{words}; see its output above")
+    return ConfigError(
+        f"{words}: it uses what this CPU has not or may not use, as in virtual machines that list AMX. Let "
+        "it compute in float32 (vLLM: --dtype float32 in local_replicas.args), or on another machine"
+    )
+
+
 def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int) -> list[str]:
     """The command line of vLLM's OpenAI server, or of the one that the config names.
 
     Raises:
-        ConfigError: nothing says which model to serve.
+        ConfigError: nothing says which model to serve, or vLLM cannot serve it on this machine.
     """
     options, local = context.options, reward.local_replicas
     model = options.model or (local.model if local else "")
@@ -147,12 +160,22 @@ def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int
         filled = {"{host}": options.host, "{port}": str(port), "{model}": model}
         return [_filled(part, filled) for part in local.command] + further
     if reward.model is not None:
-        return [*model_server_command(reward.model, model, options.host, port), *further]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host", options.host, "--port", str(port), "--model", model]
-    if reward.judge is not None:
-        command += ["--served-model-name", reward.judge.model_name or model]
+        command = model_server_command(reward.model, model, options.host, port)
+    else:
+        command = [*VLLM_SERVER, "--host", options.host, "--port", str(port), "--model", model]
+        if reward.judge is not None:
+            command += ["--served-model-name", reward.judge.model_name or model]
+    if needs_vllm(reward):
+        whose = f"reward {options.reward}"
+        check_machine(whose)
+        further = [*machine_arguments(further, whose), *further]
     return command + further
+
+
+def needs_vllm(reward: NamedRewardConfig) -> bool:
+    """Whether its servers are vLLM's, as far as the config says which they are."""
+    is_other = reward.local_replicas is not None and bool(reward.local_replicas.command)
+    return not is_other and (reward.model is None or reward.model.server == "vllm")
 
 
 def model_server_command(config: RewardModelConfig, model: str, host: str, port: int) -> list[str]:
@@ -160,15 +183,7 @@ def model_server_command(config: RewardModelConfig, model: str, host: str, port:
     where = ["--host", host, "--port", str(port), "--model", model]
     name = ["--served-model-name", config.served_name] if config.served_name else []
     if config.server == "vllm":
-        return [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--runner",
-            "pooling",
-            *where,
-            *name,
-        ]
+        return [*VLLM_SERVER, "--runner", "pooling", *where, *name]
     command = [sys.executable, "-m", "services.reward.model_server", "--head", config.head, *where, *name]
     if config.shares_rollout_gpus:
         command += ["--share-device", "--turn-s", str(config.turn_s)]
@@ -176,11 +191,12 @@ def model_server_command(config: RewardModelConfig, model: str, host: str, port:
 
 
 def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> dict[str, str]:
-    """The environment of the server: this process's, without what leads to Redis, and the config's."""
+    """The server's environment: this process's, without what leads to Redis, the config's, the machine's."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(PRIVATE)}
     wanted = reward.local_replicas.env if reward.local_replicas else {}
     index = str(context.options.index)
-    return VLLM_DEFAULTS | own | {key: value.replace("{index}", index) for key, value in wanted.items()}
+    given = own | {key: value.replace("{index}", index) for key, value in wanted.items()}
+    return machine_environment(VLLM_DEFAULTS | given)
 
 
 def _filled(part: str, values: Mapping[str, str]) -> str:

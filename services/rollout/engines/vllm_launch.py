@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.run import RunConfig
 from common.errors import ConfigError, EngineError
+from common.vllm_machine import check_bfloat16, check_machine, prepare_process
 from services.rollout.engines.cpu_threads import share_cores
 from services.rollout.engines.noise import request_key
 
@@ -22,9 +23,10 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
     """Start vLLM's processes and load the model; takes seconds to minutes.
 
     Raises:
-        ConfigError: vLLM is not installed, or model and options do not fit it.
+        ConfigError: vLLM or what it needs is not installed, or model and options do not fit it.
         EngineError: vLLM's processes did not come up.
     """
+    check_machine("rollout.engine is vllm")
     _set_environment()
     try:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -75,6 +77,8 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     if config.shared_turn_s is not None:
         fields["enable_sleep_mode"] = True
     if current_platform.is_cpu():
+        if options.extra.get("dtype", config.model.dtype) in ("auto", "bfloat16"):
+            check_bfloat16(f"model.dtype is {config.model.dtype}")
         share_cores(config.rollout)
         # Else vLLM binds its threads to cores of its choice, the same ones in every worker.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -91,3 +95,4 @@ def _set_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    prepare_process()

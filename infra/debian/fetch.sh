@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# fetch.sh PACKAGE FOLDER FILE...: unpacks files of a package of Debian into FOLDER. FILE is a path inside the package and
+# may hold wildcards. Installs nothing and needs no root.
+set -euo pipefail
+package=$1 folder=$2
+shift 2
+if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
+    echo "there is no apt-get here to fetch $package with" >&2
+    exit 1
+fi
+aside=$(mktemp -d)
+trap 'rm -rf "$aside"' EXIT
+mkdir -p "$aside/lists/partial" "$aside/cache/archives/partial"
+# Lists and cache of our own: those of the machine may be missing, old, or root's.
+apt() {
+    timeout 120 apt-get -qq -o Dir::State::Lists="$aside/lists" -o Dir::Cache="$aside/cache" \
+        -o APT::Sandbox::User="$(id -un)" -o Acquire::Retries=1 -o Acquire::http::Timeout=20 "$@"
+}
+apt update
+(cd "$aside" && apt download "$package")
+dpkg-deb -x "$aside/$package"_*.deb "$aside/unpacked"
+mkdir -p "$folder"
+for file in "$@"; do
+    # Unquoted, for its wildcards; -L, because libraries are links to files with longer names.
+    cp -L "$aside"/unpacked/$file "$folder"
+done
