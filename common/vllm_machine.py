@@ -112,7 +112,8 @@ def _libnuma() -> str | None:
     """The folder to search it in, empty where the system finds it by itself; None where it is nowhere."""
     if sys.platform != "linux":
         return ""
-    for folder in ("", str(OWN_LIBRARIES)):
+    # Our own first: once it is loaded, asking the system would find it as well, here but not in children.
+    for folder in (str(OWN_LIBRARIES), ""):
         try:
             ctypes.CDLL(str(Path(folder) / LIBNUMA))
         except OSError:

@@ -139,8 +139,13 @@ def test_a_build_for_gpus_needs_and_gets_nothing(no_libnuma: None, monkeypatch: 
     assert machine_arguments([], "these tests") == []
 
 
-def test_the_real_libnuma_is_loaded_under_its_own_name() -> None:
-    """vLLM's libraries ask for it by that name: what is loaded already is what they get."""
-    if vllm_machine.is_cpu_build():
-        vllm_machine.prepare_process()
-        ctypes.CDLL(vllm_machine.LIBNUMA)
+def test_the_search_path_is_the_same_once_the_library_is_loaded(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that is loaded is found by its name from then on, but only in the process that loaded it."""
+    monkeypatch.setattr(vllm_machine, "OWN_LIBRARIES", tmp_path)
+    monkeypatch.setattr(vllm_machine, "LIBNUMA", "libshm.so")
+    shutil.copy(next(Path(torch.__file__).parent.glob("lib/libshm.so")), tmp_path)
+    check_machine("these tests")
+    ctypes.CDLL("libshm.so")
+    assert machine_environment({})["LD_LIBRARY_PATH"] == str(tmp_path)
