@@ -66,7 +66,8 @@ def compile_model(model: PreTrainedModel, backend: str | Callable[..., Any] = "i
     """
     body = model.base_model
     body.compile(backend=backend, dynamic=True)
-    ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % model.config.vocab_size
+    vocab_size = model.config.get_text_config().vocab_size
+    ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % vocab_size
     try:
         body(input_ids=ids_BT, use_cache=False).last_hidden_state.sum().backward()
     except RuntimeError as error:  # what the compiler and its backends raise derives from it

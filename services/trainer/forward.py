@@ -52,7 +52,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         return marked[-1]
 
     # Not token 0: padding often has an embedding of zeros, on which a scale would not show.
-    ids_BT = torch.arange(1, 5, device=model.device)[None] % model.config.vocab_size
+    ids_BT = torch.arange(1, 5, device=model.device)[None] % model.config.get_text_config().vocab_size
     hook = head.register_forward_hook(mark)
     try:
         with torch.no_grad():

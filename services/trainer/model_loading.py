@@ -1,4 +1,4 @@
-"""Loads the model that is trained: float32 master weights, no dropout, on the configured device.
+"""Loads the model that is trained: float32 master weights, in eval mode, on the configured device.
 
 Guarantee: every weight comes from the files. A folder that lacks some, a model that is too short for
 the run, or a device that is not there is a ConfigError in plain words before anything is trained.
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from common.config.data import ModelConfig
 from common.errors import ConfigError
+from services.trainer.attention import choose_attention
 
 
 def compute_dtype(config: ModelConfig) -> torch.dtype:
@@ -40,14 +40,15 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     Raises:
         ConfigError: no model there, weights missing, or a context shorter than `model.max_model_len`.
     """
-    options: dict[str, Any] = {}
-    if device.type == "cuda" and config.dtype != "float32" and is_flash_attn_2_available():
-        options["attn_implementation"] = "flash_attention_2"
     try:
         model_config = AutoConfig.from_pretrained(config.path)
         _disable_dropout(model_config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, config=model_config, dtype=torch.float32, output_loading_info=True, **options
+            config.path,
+            config=model_config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            attn_implementation=choose_attention(model_config, device, compute_dtype(config)),
         )
     except Exception as error:
         # Whatever transformers raises here (it uses a dozen types) is about the folder the user named.
@@ -67,10 +68,11 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
 
 
 def _disable_dropout(model_config: Any) -> None:
-    """Sampling has none, so the trainer's logprobs must not have any either."""
-    for name, value in list(vars(model_config).items()):
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(model_config, name, 0.0)
+    """Sampling has none, so the trainer's logprobs must not have any either; eval mode has none as well."""
+    for part in {id(part): part for part in (model_config, model_config.get_text_config())}.values():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(part, name, 0.0)
 
 
 def _check_weights(config: ModelConfig, info: dict[str, Any]) -> None:
@@ -84,7 +86,7 @@ def _check_weights(config: ModelConfig, info: dict[str, Any]) -> None:
 
 
 def _check_context(config: ModelConfig, model: PreTrainedModel) -> None:
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and context < config.max_model_len:
         raise ConfigError(
             f"model.max_model_len: {config.max_model_len} exceeds the model's context of {context}; lower it"

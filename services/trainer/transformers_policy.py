@@ -27,6 +27,7 @@ from services.trainer.adapters import ADAPTER_FOLDER, Adapters, BaseReference
 from services.trainer.digest import digest_parameters
 from services.trainer.export import export_tensors, model_tensors, save_model
 from services.trainer.forward import TokenScorer
+from services.trainer.isolation import pick_layout
 from services.trainer.losses.normalisation import denominator
 from services.trainer.losses.policy_loss import LossTerms, policy_loss
 from services.trainer.losses.registry import find_loss
@@ -41,8 +42,9 @@ from services.trainer.optimizer import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from services.trainer.packing import CPU_TILE_TOKENS, Tile, choose_layout, make_rows, make_tiles
+from services.trainer.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
 from services.trainer.policy import MicroBatchMetrics, PolicyState, UpdateResult
+from services.trainer.recomputation import recompute_layers
 from services.trainer.reference import PREFIX as REFERENCE
 from services.trainer.reference import ReferenceModel
 from services.trainer.samples import PreparedTokens, Sample
@@ -116,15 +118,13 @@ class TransformersPolicy:
         self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
-        is_recurrent = bool(getattr(model, "_is_stateful", False))
-        self.layout = choose_layout(config.packing, model.device, model.config, is_recurrent)
+        self.layout = pick_layout(model, self._scorer, config.packing, model.device)
         self._tile_tokens = config.micro_batch_tokens
         """Of one forward pass."""
         if model.device.type == "cpu":
             self._tile_tokens = min(CPU_TILE_TOKENS, config.micro_batch_tokens)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()  # transformers checkpoints in training mode only; dropout is 0 in both
+            recompute_layers(model)
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
         return TokenScorer(model, self._dtype)

@@ -5,21 +5,20 @@ and keys, windows shorter than the sequences, capped logits, learned positions, 
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines import build_engine
 from services.rollout.engines.transformers import TransformersEngine
-from services.trainer.packing import choose_layout
+from services.trainer.forward import TokenScorer
+from services.trainer.isolation import pick_layout
 from services.trainer.samples import Sample
+from tests.architectures import FAMILIES, make_model
 from tests.models import (
-    PIECES,
     accumulate_all,
     gradients_of,
     make_policy,
@@ -30,40 +29,8 @@ from tests.models import (
     write_tokenizer,
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": len(PIECES),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen2": {"tie_word_embeddings": True},
-    "Qwen3": {"head_dim": 8, "tie_word_embeddings": True},
-    "Mistral": {"sliding_window": 4},
-    "Gemma2": {"head_dim": 8, **SLIDING, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
-    "Gemma3": {"head_dim": 8, **SLIDING},
-    "Olmo2": {},
-    "Mixtral": {"num_local_experts": 3},
-    "GPTNeoX": {"num_key_value_heads": None},
-    "Mamba": {"state_size": 4, "num_heads": None},
-}
-
-
-def make_model(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    fields = {name: value for name, value in (SIZES | FAMILIES[family]).items() if value is not None}
-    config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, config_class)(**fields))
-    return model.eval()
+FLOAT32_ONLY = ("Mixtral", "Phimoe", "GptOss")
+"""Kernels of experts know no float64."""
 
 
 @torch.no_grad()
@@ -79,11 +46,10 @@ def plain_logprobs(model: PreTrainedModel, sample: Sample) -> np.ndarray:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
     samples = make_samples(12, max_completion=20)
-    # Kernels of experts know no float64.
-    dtype, tolerance = (torch.float32, 1e-4) if family == "Mixtral" else (torch.float64, 1e-6)
+    dtype, tolerance = (torch.float32, 1e-4) if family in FLOAT32_ONLY else (torch.float64, 1e-6)
     policy = make_policy(dtype, model=make_model(family))
     # That of a GPU without flash attention; the policy itself has chosen the CPU's, padded rows.
-    on_gpu = choose_layout(True, torch.device("cuda"), policy._model.config, family == "Mamba")
+    on_gpu = pick_layout(policy._model, policy._scorer, True, torch.device("cuda"))
     assert policy.layout == "padded"
     accumulate_all(policy, [one_batch([sample]) for sample in samples])
     expected = gradients_of(policy).clone()
@@ -99,12 +65,14 @@ def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
 
 
 def test_packing_on_gpus_is_chosen_where_every_layer_attends_to_everything():
+    models = {name: make_model(name) for name in FAMILIES}
     layouts = {
-        name: choose_layout(True, torch.device("cuda"), make_model(name).config, name == "Mamba")
-        for name in FAMILIES
+        name: pick_layout(model, TokenScorer(model, torch.float32), True, torch.device("cuda"))
+        for name, model in models.items()
     }
     padded = {name for name, layout in layouts.items() if layout == "padded"}
-    assert padded == {"Mistral", "Gemma2", "Gemma3", "Mamba"}, "a block mask would replace their own"
+    windows = {"Mistral", "Gemma2", "Gemma3Text", "Gemma3", "Gemma4Text", "Gemma4", "GptOss"}
+    assert padded == windows | {"Mamba", "RecurrentGemma", "Falcon"}, "a block mask would replace their own"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +88,7 @@ def test_trained_weights_load_into_the_plain_model(family, tmp_path):
         np.testing.assert_allclose(mine, plain_logprobs(loaded, sample), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Gemma3", "Gemma4"])
 async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_trainer(family, tmp_path):
     """Master weights and norms are float32 in the trainer alone: the gap is that of bfloat16, no more."""
     policy, samples = make_policy(torch.bfloat16, model=make_model(family)), make_samples(12)

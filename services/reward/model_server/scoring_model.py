@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from common.attention import exact_attention
 from common.errors import ConfigError
 from services.reward.model_server.options import Dtype, Head
 
@@ -49,7 +50,10 @@ class ScoringModel:
         self.device = torch.device(_device(device))
         with _explained(path):
             loaded, info = HEADS[self.kind][1].from_pretrained(
-                path, dtype=_dtype(dtype, self.device), output_loading_info=True
+                path,
+                dtype=_dtype(dtype, self.device),
+                output_loading_info=True,
+                attn_implementation=exact_attention(config),
             )
             self._model: Any = loaded.eval()
         if info["missing_keys"]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.attention import exact_attention
 from common.config.data import ModelConfig
 from common.errors import ConfigError, WeightsError
 
@@ -22,16 +23,21 @@ def load_model(model: ModelConfig, device: str) -> Any:
     Raises:
         ConfigError: the device is not there, or the folder does not hold all of the model's weights.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {"local_files_only": Path(model.path).is_dir(), "output_loading_info": True}
+    is_local = Path(model.path).is_dir()
     try:
+        attention = exact_attention(AutoConfig.from_pretrained(model.path, local_files_only=is_local))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model.path, dtype=getattr(torch, model.dtype), **options
+            model.path,
+            dtype=getattr(torch, model.dtype),
+            local_files_only=is_local,
+            output_loading_info=True,
+            attn_implementation=attention,
         )
         result, info = loaded
         result = result.to(device).eval().requires_grad_(False)
