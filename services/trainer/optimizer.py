@@ -6,6 +6,7 @@ scheduler state but that number; a gradient that is not finite never reaches a w
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,6 +19,10 @@ from common.config.trainer import OptimizerConfig
 from common.errors import ConfigError
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+_NO_MATRIX = re.compile(r"bias|(^|[._])(layer|rms)?norm\d*\.|(^|\.)ln_?\w*\.|(^|\.)(A_log|D|time_\w+|sinks)$", re.I)
+"""Ends of names (`owner.parameter`) of biases, norms, and rates of decay of recurrent layers. With a row for
+each expert, head or channel they have two dimensions and multiply no input all the same."""
 
 
 def build_optimizer(
@@ -32,14 +37,21 @@ def build_optimizer(
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups = []
     for rate in sorted({config.lr, *rates.values()}):
-        chosen = [parameter for name, parameter in trained if rates.get(name, config.lr) == rate]
+        chosen = [(name, parameter) for name, parameter in trained if rates.get(name, config.lr) == rate]
         share = {"lr": rate, "lr_share": rate / config.lr}
-        matrices, others = [p for p in chosen if p.ndim >= 2], [p for p in chosen if p.ndim < 2]
+        matrices = [p for name, p in chosen if is_matrix(name, p)]
+        others = [p for name, p in chosen if not is_matrix(name, p)]
         groups.append({"params": matrices, "weight_decay": config.weight_decay, **share})
         groups.append({"params": others, "weight_decay": 0.0, **share})
     groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory for each parameter, on CPUs and GPUs.
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter multiplies what passes through it (linear layers, experts, embeddings,
+    convolutions): those decay."""
+    return parameter.ndim >= 2 and not _NO_MATRIX.search(".".join(name.split(".")[-2:]))
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_per_step: int = 1) -> float:

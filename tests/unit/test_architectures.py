@@ -4,6 +4,7 @@ Each family does something that packing, tiles or chunked logits could get wrong
 and keys, windows shorter than the sequences, capped logits, learned positions, experts, recurrent state.
 """
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from common.attention import exact_attention
+from common.errors import ConfigError
+from common.messages import SamplingParams
+from services.rollout.engine import GenerationRequest
 from services.rollout.engines import build_engine
 from services.rollout.engines.transformers import TransformersEngine
 from services.trainer.forward import TokenScorer
 from services.trainer.isolation import pick_layout
 from services.trainer.samples import Sample
-from tests.architectures import FAMILIES, make_model
+from services.trainer.transformers_policy import load_policy
+from tests.architectures import FAMILIES, make_config, make_model
 from tests.models import (
     accumulate_all,
     gradients_of,
@@ -88,7 +94,7 @@ def test_trained_weights_load_into_the_plain_model(family, tmp_path):
         np.testing.assert_allclose(mine, plain_logprobs(loaded, sample), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Gemma3", "Gemma4"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Gemma3"])
 async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_trainer(family, tmp_path):
     """Master weights and norms are float32 in the trainer alone: the gap is that of bfloat16, no more."""
     policy, samples = make_policy(torch.bfloat16, model=make_model(family)), make_samples(12)
@@ -118,3 +124,39 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
     ]
     metrics = policy.accumulate(one_batch(own))
     assert metrics.rollout_kl_sum / metrics.tokens < 2e-3
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "Gemma4", "GptOss"])
+async def test_the_engine_samples_from_the_distribution_that_the_trainer_scores(family, tmp_path):
+    """With a cache and padding on the left, against one pass without either."""
+    policy = make_policy(model=make_model(family, attention=exact_attention(make_config(family))))
+    policy.save_weights(tmp_path)
+    policy._model.config.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    options = {"engine": "transformers", "num_threads": 1}
+    engine = build_engine(run_config(tmp_path, model={"dtype": "float32"}, rollout=options))
+    await engine.start()
+    sampling = SamplingParams(max_tokens=12, temperature=1.0)
+    prompts = [list(range(3, 3 + length)) for length in (2, 5, 9)]
+    generations = await asyncio.gather(
+        *(engine.generate(GenerationRequest(str(i), ids, sampling)) for i, ids in enumerate(prompts))
+    )
+    await engine.close()
+    for ids, generation in zip(prompts, generations, strict=True):
+        logprobs = np.array(generation.logprobs, np.float32)
+        sample = replace(
+            make_samples(1)[0],
+            prompt_ids=np.array(ids, np.int32),
+            completion_ids=np.array(generation.token_ids, np.int32),
+            rollout_logprobs=logprobs,
+            mask=np.ones(len(logprobs), np.bool_),
+        )
+        np.testing.assert_allclose(policy.logprobs([sample])[0], logprobs, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_context_that_is_shorter_than_the_run_is_told_wherever_it_stands(family, tmp_path):
+    make_model(family).save_pretrained(tmp_path)
+    config = run_config(tmp_path, model={"max_model_len": 256}, trainer={"device": "cpu"})
+    with pytest.raises(ConfigError, match="256 exceeds the model's context of 128"):
+        load_policy(config)

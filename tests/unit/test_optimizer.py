@@ -11,10 +11,12 @@ from common.errors import ConfigError
 from services.trainer.optimizer import (
     build_optimizer,
     finish_gradients,
+    is_matrix,
     learning_rate,
     load_optimizer_tensors,
     optimizer_tensors,
 )
+from tests.architectures import FAMILIES, make_model
 
 
 def rates(num_updates: int, **fields) -> list[float]:
@@ -136,3 +138,41 @@ def test_state_of_another_model_is_refused(key):
     optimizer = build_optimizer(parameters, OptimizerConfig())
     with pytest.raises(ConfigError, match=key):
         load_optimizer_tensors(optimizer, parameters, {key: torch.zeros(3)})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_decays_is_decided_by_what_a_parameter_is(family):
+    """Held against the kind of module that owns it: transformers' own names, looked up by hand."""
+    model = make_model(family)
+    owners = dict(model.named_modules())
+    (decayed, *others) = build_optimizer(
+        list(model.named_parameters()), OptimizerConfig(weight_decay=0.1)
+    ).param_groups
+    assert decayed["weight_decay"] == 0.1 and [group["weight_decay"] for group in others] == [0.0]
+    ids = {id(parameter) for parameter in decayed["params"]}
+    for name, parameter in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        kind = type(owners[path]).__name__
+        is_small = parameter.ndim < 2 or "Norm" in kind or last.endswith("bias") or last == "A_log"
+        assert (id(parameter) in ids) is not is_small, (name, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "decays"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 96), False),  # gpt-oss
+        ("model.layers.0.temporal_block.rg_lru.input_gate_bias", (4, 8), False),  # RecurrentGemma
+        ("model.layers.0.temporal_block.rg_lru.input_gate_weight", (4, 8, 8), True),
+        ("model.layers.0.self_attn.q_norm.weight", (4, 8), False),  # Cohere: a row for each head
+        ("transformer.h.0.ln_1.weight", (4, 8), False),
+        ("model.layers.0.mixer.A_log", (48, 4), False),  # Mamba
+        ("rwkv.blocks.0.attention.time_mix_key", (1, 1, 32), False),
+        ("model.layers.0.mlp.experts.down_proj", (4, 48, 32), True),
+        ("model.layers.0.mlp.norm_free.linear.weight", (4, 8), True),
+        ("model.layers.0.self_attn.q_proj.lora_A.default.weight", (8, 32), True),
+        ("value_head.weight", (1, 32), True),
+        ("model.norm.weight", (32,), False),
+    ],
+)
+def test_matrices_by_their_names(name, shape, decays):
+    assert is_matrix(name, torch.zeros(shape)) is decays
