@@ -7,6 +7,7 @@ from common.config.data import DataConfig, ModelConfig, is_path
 from common.config.judge import JudgeConfig
 from common.config.loading import load_config, override_config, parse_config
 from common.config.named_reward import NamedRewardConfig, RewardCacheConfig, RewardLimits
+from common.config.recorded import load_recorded, parse_recorded
 from common.config.reward import RewardConfig
 from common.config.reward_model import RewardModelConfig
 from common.config.rollout import RolloutConfig, SamplingConfig
@@ -38,6 +39,8 @@ __all__ = [
     "changed_fields",
     "is_path",
     "load_config",
+    "load_recorded",
     "override_config",
     "parse_config",
+    "parse_recorded",
 ]

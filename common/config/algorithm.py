@@ -16,6 +16,8 @@ from common.config.section import Section
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "pass_at_k")
 """Advantages that compare a completion with its siblings: a group of one teaches nothing."""
 ADVANTAGES = (*GROUP_RELATIVE, "reinforce_plus_plus", "gae")
+DUAL_CLIP = 3.0
+"""What `dual_clip: auto` bounds the ratio at."""
 LOSSES = ("ppo", "gspo", "cispo", "reinforce", "sapo")
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
@@ -56,6 +58,9 @@ class KlConfig(Section):
     their gradients differ in the loss."""
     coefficient: float = Field(0.001, gt=0.0, le=100.0)
     """Weight of the penalty (beta)."""
+    bound: float | None = Field(10.0, gt=0.0, le=1e9)
+    """Largest k3 of one token (verl's); a token beyond it has no gradient of its penalty. null leaves GRPO's
+    formula, in which a token 10 nats below the reference weighs as much as ten thousand others."""
 
 
 class ReferenceConfig(Section):
@@ -114,8 +119,10 @@ class AlgorithmConfig(Section):
     1, and nothing is to be clipped."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
     """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
-    dual_clip: float | None = Field(None, gt=1.0, le=1000.0)
-    """Bound of the ratio where the advantage is negative (dual-clip PPO, TRL's `delta`); null is none."""
+    dual_clip: float | Literal["auto"] | None = "auto"
+    """Bound of the ratio where the advantage is negative (dual-clip PPO, TRL's `delta`), above 1 + clip_high
+    and at most 1000. `auto` is 3 (verl's) for `ppo` and `gspo`; null is none: one bad token that became
+    likely can then outweigh all others."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """What the ratio compares with: the policy at the step's start, with `importance` correcting for
     staleness (decoupled PPO, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
@@ -154,6 +161,15 @@ class AlgorithmConfig(Section):
     def _is_loss(cls, name: str) -> str:
         return _known(name, LOSSES)
 
+    @field_validator("dual_clip")
+    @classmethod
+    def _is_a_bound(cls, given: float | str | None) -> float | str | None:
+        if isinstance(given, float) and not 1.0 < given <= 1000.0:
+            raise ValueError(
+                f"input should be greater than 1 and at most 1000, or auto, or null; got {given}"
+            )
+        return given
+
     @model_validator(mode="after")
     def _parts_fit(self) -> "AlgorithmConfig":
         self._check_ratio()
@@ -166,6 +182,13 @@ class AlgorithmConfig(Section):
         if self.importance.mode != "auto":
             return self.importance.mode
         return "off" if self.old_logprobs == "rollout" else "truncate"
+
+    @property
+    def dual_clip_bound(self) -> float | None:
+        """`dual_clip` with `auto` resolved; never below the ordinary clip."""
+        if self.dual_clip != "auto":
+            return self.dual_clip
+        return max(DUAL_CLIP, 1.0 + self.clip_high) if self.loss in ("ppo", "gspo") else None
 
     @property
     def has_ratio(self) -> bool:
@@ -206,11 +229,13 @@ class AlgorithmConfig(Section):
                 "loss: gspo keeps or clips whole sequences, importance.level: token would weigh or mask "
                 "single tokens of them; take level sequence or geometric, or mode off"
             )
-        if self.dual_clip is not None and self.loss not in ("ppo", "gspo"):
+        if not isinstance(self.dual_clip, float):
+            return
+        if self.loss not in ("ppo", "gspo"):
             raise ValueError(
                 f"dual_clip bounds the ratio of ppo and gspo; loss: {self.loss} has no use for it"
             )
-        if self.dual_clip is not None and self.dual_clip <= 1.0 + self.clip_high:
+        if self.dual_clip <= 1.0 + self.clip_high:
             raise ValueError(
                 f"dual_clip ({self.dual_clip}) must exceed 1 + clip_high ({1.0 + self.clip_high}): it bounds "
                 "what the ordinary clip leaves open"

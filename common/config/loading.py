@@ -22,6 +22,19 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file is missing or not YAML, an override has the wrong form, or a field is bad.
     """
+    tree = read_tree(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    _resolve_paths(tree, path.resolve().parent)
+    return parse_config(tree, str(path))
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, or holds something else.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -36,10 +49,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    for override in overrides:
-        _apply_override(tree, override)
-    _resolve_paths(tree, path.resolve().parent)
-    return parse_config(tree, str(path))
+    return tree
 
 
 def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:

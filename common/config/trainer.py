@@ -171,7 +171,7 @@ class TrainerConfig(Section):
             return self
         for name, is_set in (
             (f"loss: {algorithm.loss}", algorithm.loss in ("gspo", "sapo")),
-            ("dual_clip", algorithm.dual_clip is not None),
+            ("dual_clip", isinstance(algorithm.dual_clip, float)),
         ):
             if is_set:
                 raise ValueError(

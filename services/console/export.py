@@ -13,7 +13,7 @@ from rq import Queue, Worker
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
-from common.config import RunConfig, load_config
+from common.config import RunConfig, load_recorded
 from common.errors import ConfigError, TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
@@ -58,7 +58,7 @@ def _config_of(folder: RunFolder) -> RunConfig:
             f"{nearest(folder.path)} has no config.yaml: no such run here. Name the run, and its folder of "
             "runs with --runs-dir."
         )
-    return load_config(path)
+    return load_recorded(path)
 
 
 def _queue_with_worker(folder: RunFolder) -> Queue | None:

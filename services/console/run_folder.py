@@ -84,7 +84,7 @@ class RunFolder:
         """
         import yaml
 
-        from common.config import parse_config
+        from common.config import parse_recorded
 
         path = self.path / CONFIG_FILE
         try:
@@ -93,7 +93,7 @@ class RunFolder:
             return None
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
-        return parse_config(tree, str(path))
+        return parse_recorded(tree, str(path))
 
     def write_address(self, url: str) -> None:
         """Tell `status` and `top` where the run's own Redis listens."""

@@ -21,10 +21,8 @@ MAX_DIFFERENCE = 0.1
 token of a sequence that sees its neighbour differs by about 1."""
 
 
-def pick_layout(
-    model: PreTrainedModel, scorer: TokenScorer, packing: bool, device: torch.device
-) -> Layout:
-    """The layout of this model's tiles on this device; with `packing` that of `choose_layout`, if it holds."""
+def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, device: torch.device) -> Layout:
+    """The layout of this model's tiles on this device: that of `choose_layout`, if it holds."""
     config = model.config.get_text_config()
     layout = choose_layout(packing, device, config, bool(getattr(model, "_is_stateful", False)))
     if layout == "padded":

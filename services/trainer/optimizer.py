@@ -20,7 +20,9 @@ from common.errors import ConfigError
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
-_NO_MATRIX = re.compile(r"bias|(^|[._])(layer|rms)?norm\d*\.|(^|\.)ln_?\w*\.|(^|\.)(A_log|D|time_\w+|sinks)$", re.I)
+_NO_MATRIX = re.compile(
+    r"bias|(^|[._])(layer|rms)?norm\d*\.|(^|\.)ln_?\w*\.|(^|\.)(A_log|D|time_\w+|sinks)$", re.I
+)
 """Ends of names (`owner.parameter`) of biases, norms, and rates of decay of recurrent layers. With a row for
 each expert, head or channel they have two dimensions and multiply no input all the same."""
 

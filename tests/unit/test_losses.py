@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
+from common.config.algorithm import AlgorithmConfig, KlConfig
 from services.trainer.losses.importance import importance_weights
 from services.trainer.losses.kl import kl_penalty
 from services.trainer.losses.normalisation import denominator, token_weight
@@ -120,7 +120,7 @@ def test_recompute_weighs_each_token_and_never_clips():
 def test_rollout_clips_the_ratio():
     # ratios 0.5, 1.5, 9 with advantages -1, 1, -3
     tokens = make_tokens([0.2, 0.6, 0.9], [0.4, 0.4, 0.1], [-1.0, 1.0, -3.0])
-    terms = loss_of(tokens, **ROLLOUT)
+    terms = loss_of(tokens, dual_clip=None, **ROLLOUT)
     terms.loss.backward()
     # min(-0.5, -0.8) = -0.8; min(1.5, 1.28) = 1.28; min(-27, -3.84) = -27; loss = 0.8 - 1.28 + 27
     assert terms.loss.item() == pytest.approx(26.52)
@@ -260,7 +260,7 @@ class TestKl:
     )
     def test_values_and_gradients_by_hand(self, estimator, value, slope):
         logprobs_N = tensor(0.6).log().requires_grad_()
-        penalty_N = kl_penalty(logprobs_N, tensor(0.4).log(), estimator)
+        penalty_N = kl_penalty(logprobs_N, tensor(0.4).log(), KlConfig(estimator=estimator))
         penalty_N.sum().backward()
         assert penalty_N.item() == pytest.approx(value)
         assert logprobs_N.grad.item() == pytest.approx(slope)
@@ -273,7 +273,8 @@ class TestKl:
         true = (logits.softmax(0) * (logits.log_softmax(0) - reference)).sum()
         (expected,) = torch.autograd.grad(true, logits)
         logprobs_N = logits.log_softmax(0)
-        estimated = (logprobs_N.exp().detach() * kl_penalty(logprobs_N, reference, estimator)).sum()
+        penalty_N = kl_penalty(logprobs_N, reference, KlConfig(estimator=estimator))
+        estimated = (logprobs_N.exp().detach() * penalty_N).sum()
         (gradient,) = torch.autograd.grad(estimated, logits)
         assert torch.allclose(gradient, expected, atol=1e-9) is is_right
         if estimator != "k2":

@@ -51,8 +51,8 @@ class Loops:
             ratio = math.exp(sum(logs) / len(logs))
         if algorithm.loss in ("ppo", "gspo"):
             objective = min(ratio * advantage, max(min(ratio, high), low) * advantage)
-            if algorithm.dual_clip and advantage < 0:
-                objective = max(objective, algorithm.dual_clip * advantage)
+            if algorithm.dual_clip_bound and advantage < 0:
+                objective = max(objective, algorithm.dual_clip_bound * advantage)
         elif algorithm.loss == "cispo":
             objective = max(min(ratio, high), low) * advantage * logprob
         elif algorithm.loss == "sapo":
@@ -130,7 +130,11 @@ LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo"}
 
 
 def trl_loss(
-    trainer_class: Any, data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool
+    trainer_class: Any,
+    data: SimpleNamespace,
+    algorithm: AlgorithmConfig,
+    has_proximal: bool,
+    corrects_kl: bool = False,
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """TRL's own `_compute_loss`, given our logprobs in place of a model's; its loss, gradient and metrics."""
     current_BT = torch.tensor(data.current, requires_grad=True)
@@ -152,9 +156,9 @@ def trl_loss(
         use_vllm=is_decoupled,
         vllm_importance_sampling_correction=is_decoupled,
         args=SimpleNamespace(
-            delta=algorithm.dual_clip,
+            delta=algorithm.dual_clip_bound,
             steps_per_generation=1,
-            use_bias_correction_kl=False,
+            use_bias_correction_kl=corrects_kl,
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
         ),
@@ -259,3 +263,48 @@ def test_counts_what_trl_counts_as_clipped(trl_trainer_class):
     assert terms.sums["clipped_high"].item() / num_tokens == pytest.approx(metrics["clip_ratio/high_mean"])
     assert terms.sums["kl_sum"].item() / num_tokens == pytest.approx(metrics["kl"], abs=1e-5)
     assert terms.sums["entropy_sum"].item() / num_tokens == pytest.approx(metrics["entropy"], abs=1e-5)
+
+
+def test_kl_that_trl_corrects_has_the_gradient_of_k2_on_policy_and_the_value_of_k3(trl_trainer_class):
+    """TRL's default since 1.16, as docs/algorithms.md says; `use_bias_correction_kl=False` is our k3."""
+    for seed in range(3):
+        data = rectangle(seed)
+        gradients, losses = {}, {}
+        for estimator in ("k2", "k3"):
+            kl = {"place": "loss", "estimator": estimator, "coefficient": 0.2}
+            algorithm = AlgorithmConfig(kl=kl, **REFERENCE)
+            losses[estimator], gradients[estimator], _ = our_loss(data, algorithm)
+        theirs, their_gradient_BT, _ = trl_loss(trl_trainer_class, data, algorithm, False, corrects_kl=True)
+        np.testing.assert_allclose(gradients["k2"], their_gradient_BT, atol=1e-5)
+        assert np.abs(gradients["k3"] - their_gradient_BT).max() > 1e-3
+        assert losses["k3"] == pytest.approx(theirs, abs=1e-5)
+        assert abs(losses["k2"] - theirs) > 1e-4
+
+
+def test_kl_that_trl_corrects_is_weighed_by_the_ratio_in_later_updates(trl_trainer_class):
+    """r k3 with r = current / old: r d times the gradient of the logprob, where ours has no r."""
+    data = rectangle(0)
+    data.advantages = np.zeros_like(data.advantages)
+    algorithm = AlgorithmConfig(kl={"place": "loss", "estimator": "k2", "coefficient": 0.2}, **REFERENCE)
+    _, ours_BT, _ = our_loss(data, algorithm, has_proximal=True)
+    _, theirs_BT, _ = trl_loss(trl_trainer_class, data, algorithm, True, corrects_kl=True)
+    np.testing.assert_allclose(np.exp(data.current - data.proximal) * ours_BT, theirs_BT, atol=1e-6)
+
+
+def verl_norm(losses_BT: torch.Tensor, mask_BT: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:
+    """verl's `seq-mean-token-sum-norm`, written from its formula: until 0.7.0 without `divides`."""
+    total = (losses_BT * mask_BT).sum() / scale
+    return total / len(mask_BT) if divides else total
+
+
+def test_constant_is_verls_norm_since_0_7_1_and_that_over_the_batch_before():
+    data = rectangle(0)
+    algorithm = AlgorithmConfig(loss="reinforce", normalisation="constant", importance={"mode": "off"})
+    ours, our_gradient_BT, _ = our_loss(data, algorithm)
+    for divides, factor in ((True, 1.0), (False, 1.0 / len(data.advantages))):
+        current_BT = torch.tensor(data.current, requires_grad=True)
+        losses_BT = -torch.tensor(data.advantages)[:, None] * current_BT
+        loss = verl_norm(losses_BT, torch.tensor(data.mask), MAX_COMPLETION, divides)
+        loss.backward()
+        assert ours == pytest.approx(factor * loss.item(), abs=1e-5)
+        np.testing.assert_allclose(our_gradient_BT, factor * current_BT.grad.numpy(), atol=1e-6)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.algorithm import AlgorithmConfig
+from common.config.algorithm import AlgorithmConfig, KlConfig
 from services.trainer.advantages.overlong import overlong_penalty
 from services.trainer.samples import Sample
 
@@ -45,20 +45,20 @@ def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) ->
     )
     token_rewards_A = np.zeros(sample.num_trained)
     if algorithm.kl.place == "reward":
-        token_rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl.estimator)
+        token_rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl)
     reward = score + float(token_rewards_A.sum())
     if len(token_rewards_A):
         token_rewards_A[-1] += score
     return Episode(sample, reward, token_rewards_A)
 
 
-def _kl(sample: Sample, estimator: str) -> Float64s:
+def _kl(sample: Sample, kl: KlConfig) -> Float64s:
     """Estimates of KL(rollout || reference) at the trained tokens, as in `losses.kl`. Shape [A]."""
     assert sample.reference_logprobs is not None, "`Policy.prepare` comes before advantages"
     difference_A = (sample.rollout_logprobs - sample.reference_logprobs)[sample.mask].astype(np.float64)
     difference_A = difference_A.clip(-20.0, 20.0)
-    if estimator == "k1":
+    if kl.estimator == "k1":
         return difference_A
-    if estimator == "k2":
+    if kl.estimator == "k2":
         return 0.5 * difference_A**2
-    return np.expm1(-difference_A) + difference_A
+    return np.minimum(np.expm1(-difference_A) + difference_A, np.inf if kl.bound is None else kl.bound)

@@ -19,5 +19,5 @@ def gspo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
         ratio.advantages_N,
         algorithm.clip_low,
         algorithm.clip_high,
-        algorithm.dual_clip,
+        algorithm.dual_clip_bound,
     )

@@ -9,33 +9,36 @@ also chooses the tokens (arXiv 2510.01555). On policy, the gradient of the true 
 
 * k2's gradient is exactly d * grad logprob: the right one;
 * k3's is (1 - exp(-d)) * grad logprob, which is that of the forward KL(reference || policy) in expectation,
-  and agrees with k2's near d = 0. It is GRPO's penalty (arXiv 2402.03300, eq. 4), as in TRL, so it is kept as
-  it is;
+  and agrees with k2's near d = 0. It is GRPO's penalty (arXiv 2402.03300, eq. 4). TRL multiplies it by the
+  ratio to the old policy since 1.16 (`use_bias_correction_kl`, arXiv 2512.02556): with r = 1 its gradient is
+  then d * grad logprob, that of k2;
 * k1's is grad logprob, zero in expectation: noise. So in the loss k1 has the value of k1 and the gradient of
   k2 (verl's `k1+`).
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from common.config.algorithm import KlConfig
 from services.trainer.losses.tokens import MAX_LOG_RATIO
 
-Estimator = Literal["k1", "k2", "k3"]
 
-
-def kl_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Estimator) -> Tensor:
+def kl_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor, kl: KlConfig) -> Tensor:
     """The penalty of each token, with the gradients above. Shape [N].
 
     p = 0.6 under the policy, 0.4 under the reference: d = log 1.5 = 0.4055; k1 = 0.4055, k2 = 0.0822, k3 =
     2/3 - 1 + 0.4055 = 0.0721.
+
+    k3 grows as exp(-d) where the policy has left a token, and its gradient with it: at d = -10 it is 22,015,
+    and the step belongs to that token. So it stops at `kl.bound`, value and gradient, as in verl: 10 is
+    reached at d = -2.61. k1 and k2 grow with d and d^2 and need no bound.
     """
     difference_N = (logprobs_N - reference_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if estimator == "k3":
-        return torch.expm1(-difference_N) + difference_N
+    if kl.estimator == "k3":
+        penalty_N = torch.expm1(-difference_N) + difference_N
+        return penalty_N if kl.bound is None else penalty_N.clamp(max=kl.bound)
     squared_N = 0.5 * difference_N.square()
-    if estimator == "k2":
+    if kl.estimator == "k2":
         return squared_N
     # Value of k1, gradient of k2.
     return difference_N.detach() + squared_N - squared_N.detach()

@@ -42,6 +42,7 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     seeds, lr 5e-3 to 5e-2), mean reward over the run: `recompute` with weights up to 2 0.75 to 0.89,
     `rollout` 0.62 to 0.87 at one step of staleness; 0.66 to 0.82 against 0.37 to 0.75 at four.
     """
+    tokens = tokens.floored()
     proximal_N = tokens.logprobs_N.detach()
     if tokens.proximal_logprobs_N is not None and algorithm.has_ratio:
         proximal_N = tokens.proximal_logprobs_N
@@ -60,7 +61,7 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     loss_N = -importance.weights_N * result.objective_N
     sums: dict[str, Tensor] = {}
     if tokens.reference_logprobs_N is not None:
-        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl.estimator)
+        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl)
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N

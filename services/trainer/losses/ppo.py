@@ -14,7 +14,7 @@ def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
         ratio.advantages_N,
         algorithm.clip_low,
         algorithm.clip_high,
-        algorithm.dual_clip,
+        algorithm.dual_clip_bound,
     )
 
 

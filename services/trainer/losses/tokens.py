@@ -3,13 +3,16 @@
 Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: e^20 is far outside every clip range, and finite."""
+
+LOGPROB_FLOOR = -1e4
+"""Logprob of a token that the model rules out (a logit of -inf): far below any other, and finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +38,23 @@ class Tokens:
     old_values_N: Tensor | None = None
     """The value head's estimates at the step's start."""
     returns_N: Tensor | None = None
+
+    def floored(self) -> "Tokens":
+        """The same with logprobs of at least `LOGPROB_FLOOR`.
+
+        A token with -inf has no gradient, for no change of the weights brings it back: it adds finite
+        numbers to the loss and its metrics, and the gradients of the others stay what they are. NaN stays
+        NaN: the model has diverged, and the update is skipped.
+        """
+        fields = ("logprobs_N", "proximal_logprobs_N", "reference_logprobs_N")
+        return replace(
+            self,
+            **{
+                name: values_N.clamp(min=LOGPROB_FLOOR)
+                for name in fields
+                if (values_N := getattr(self, name)) is not None
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

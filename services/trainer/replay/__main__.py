@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.broker import Broker
-from common.config import RunConfig, load_config
+from common.config import RunConfig, load_recorded
 from common.errors import ConfigError, TidemillError
 from common.history import History
 from common.logs import LEVEL_VARIABLE, configure_logs
@@ -75,7 +75,7 @@ async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:
 async def _config(run_dir: Path, history: History) -> RunConfig:
     path = run_dir / "config.yaml"
     if path.is_file():
-        return load_config(path)
+        return load_recorded(path)
     if history.broker is None:
         raise ConfigError(f"{run_dir} has no config.yaml, and no Redis is there to have the run's config.")
     return await read_config(history.broker, history.keys)
