@@ -60,11 +60,11 @@ def url(path: Path) -> Iterator[str]:
     process.wait()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_vllm_and_this_project_agree(url: str, path: Path) -> None:
     model = ScoringModel(str(path))
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        await wait_until(lambda: _is_healthy(client), 240)
+        await wait_until(lambda: _is_healthy(client), 500)
         answer = await client.post("/classify", json={"input": ROWS, "use_activation": False})
         items = answer.json()["data"]
         for item, scores in zip(items, model.score(ROWS), strict=True):
