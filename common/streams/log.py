@@ -4,7 +4,7 @@ Appends that must happen once carry an explicit entry id, so that repeating them
 entry that cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all.
 """
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from redis import exceptions as redis_errors
 from common import codec
 from common.broker import MAX_BLOCK_S, Broker
 from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of
+from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_order
 from common.messages import Message
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
@@ -38,6 +38,33 @@ async def append_numbered(broker: Broker, key: str, numbered: Iterable[tuple[int
     """
     pairs = [(entry_id_of(number), codec.encode_payload(message)) for number, message in numbered]
     return sum(bool(entry_id) for entry_id in await _append(broker, key, pairs))
+
+
+async def append_missing(
+    broker: Broker, key: str, numbers: Sequence[int], make: Callable[[int], Message]
+) -> list[int]:
+    """Append the messages of all `numbers` (ascending) that lie behind the end of the stream; returns those.
+
+    The end is looked at and appended to in the same atomic unit: whatever Redis loses in between, a number is
+    never passed over, because behind a later one there would be no place for it any more. What cannot stand in
+    one unit is appended in several, and a tail that is lost between two of them comes back as well.
+    """
+    appended: dict[int, None] = {}
+    while True:
+        last = await last_id(broker, key)
+        missing = [number for number in numbers if id_order(entry_id_of(number)) > id_order(last)]
+        if not missing:
+            return sorted(appended)
+        part: list[Any] = []
+        num_bytes = 0
+        for number in missing:
+            if num_bytes >= BYTES_IN_ONE_TRANSACTION:
+                break
+            payload = codec.encode_payload(make(number))
+            part += [entry_id_of(number), payload]
+            appended[number] = None
+            num_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
+        await broker.script("append_after", [key], [last, SCHEMA, *part])
 
 
 async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, bytes]]) -> list[bytes]:
