@@ -17,6 +17,7 @@ from common.streams.log import (
     GroupStatus,
     OffsetReader,
     append,
+    append_behind,
     append_missing,
     append_numbered,
     ensure_group,
@@ -32,6 +33,7 @@ from common.streams.log import (
     scan,
     trim_before,
 )
+from common.streams.trail import Trail
 
 __all__ = [
     "DONE",
@@ -47,7 +49,9 @@ __all__ = [
     "GroupStatus",
     "OffsetReader",
     "Progress",
+    "Trail",
     "append",
+    "append_behind",
     "append_missing",
     "append_numbered",
     "backlog",

@@ -15,6 +15,7 @@ from common.broker import MAX_BLOCK_S, Broker
 from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_order
 from common.messages import Message
+from common.streams.trail import Trail
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
@@ -65,6 +66,13 @@ async def append_missing(
             appended[number] = None
             num_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
         await broker.script("append_after", [key], [last, SCHEMA, *part])
+
+
+async def append_behind(broker: Broker, key: str, number: int, message: Message) -> bool:
+    """Append the message of a number right behind the one before; False where the stream ends elsewhere."""
+    last = entry_id_of(number - 1) if number else START
+    pair = (entry_id_of(number), codec.encode_payload(message))
+    return bool(await broker.script("append_after", [key], [last, SCHEMA, *pair]))
 
 
 async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, bytes]]) -> list[bytes]:
@@ -210,19 +218,44 @@ async def pending_ids(broker: Broker, key: str, group: str, first: str, last: st
 class OffsetReader(Generic[M]):
     """Reads a stream by offset, without a consumer group: the position is the reader's own to keep."""
 
-    def __init__(self, broker: Broker, key: str, message_type: type[M], position: str = START) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        key: str,
+        message_type: type[M],
+        position: str = START,
+        trail: Trail | None = None,
+    ) -> None:
+        """With a `trail` of what was read before, the stream is looked at before `position` is relied on."""
         self.broker, self.key, self.message_type = broker, key, message_type
         self.position = position
+        self.trail = Trail() if trail is None else trail
+        self._is_sure = not self.trail.rungs
+
+    @property
+    def safe_position(self) -> str:
+        """A position that nothing unread lies below."""
+        return self.position if self._is_sure else START
 
     async def read(self, count: int = 256, block_s: float = 0.0) -> list[Entry[M] | Garbled]:
         """The next entries after the position, which moves on; waits up to `block_s` for the first."""
+        if not self._is_sure:
+            standing = await self.trail.last_standing(self.broker, self.key)
+            self.position = min(self.position, standing, key=id_order)
+            self._is_sure = True
         block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
         reply = await self.broker.execute("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position)
         if not reply:
             return []
         entries = [decoded(entry_id, fields_of(raw), self.message_type) for entry_id, raw in reply[0][1]]
+        for entry_id, raw in reply[0][1]:
+            self.trail.follow(entry_id.decode(), raw)
         self.position = entries[-1].entry_id
         return entries
+
+    def reread(self, position: str) -> "OffsetReader[M]":
+        """A reader that goes back to `position`, or further where the stream has lost its tail since."""
+        return OffsetReader(self.broker, self.key, self.message_type, position, self.trail)
 
 
 def fields_of(raw: Sequence[bytes]) -> Fields:

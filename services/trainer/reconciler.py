@@ -6,16 +6,17 @@ which cannot do harm where nothing was lost. A commit goes back only when no rec
 is needed any more: when a checkpoint covers it. Until then, history is what Redis holds.
 """
 
-from collections import deque
 from collections.abc import Iterable
 
 import structlog
 
 from common.broker import Broker
+from common.errors import TidemillError
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.messages import Commit, WeightManifest
+from common.messages import WeightManifest
 from common.streams import (
     START,
+    append_missing,
     append_numbered,
     entry_id_of,
     group_status,
@@ -23,6 +24,7 @@ from common.streams import (
     last_id,
     pending_ids,
 )
+from services.trainer.commit_journal import CommitJournal
 from services.trainer.intake import PendingGroup
 from services.trainer.scheduler import Scheduler
 
@@ -30,11 +32,10 @@ log = structlog.get_logger(__name__)
 
 
 class Reconciler:
-    """Remembers what was appended lately; one Redis round trip or a few per check."""
+    """Knows what must be in the streams; one Redis round trip or a few per check."""
 
-    def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, keep_commits: int) -> None:
-        self.broker, self.keys, self.scheduler = broker, keys, scheduler
-        self.commits: deque[Commit] = deque(maxlen=max(keep_commits, 2))
+    def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, journal: CommitJournal) -> None:
+        self.broker, self.keys, self.scheduler, self.journal = broker, keys, scheduler, journal
         self.manifest: WeightManifest | None = None
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
@@ -48,15 +49,29 @@ class Reconciler:
             log.warning("announced weights again that Redis had lost")
 
     async def restore_commits(self, below: int | None = None) -> None:
-        """Append again what is missing at the end of the commits, of steps below `below`."""
-        known = [commit for commit in self.commits if below is None or commit.step < below]
-        if not known:
-            return
-        last = id_order(await last_id(self.broker, self.keys.commits))
-        lost = [(c.step, c) for c in known if id_order(entry_id_of(c.step)) > last]
+        """Append again what is missing at the end of the commits, of steps below `below`.
+
+        Raises:
+            TidemillError: some are missing that the journal does not hold: history would have a hole.
+        """
+        steps = self.journal.steps
+        steps = steps if below is None else range(steps.start, min(steps.stop, max(below, steps.start)))
+        is_enough = bool(steps) and (below is None or steps.stop == below)
+        await self._check_for_hole(steps.start if is_enough else below or 0)
+        lost = await append_missing(self.broker, self.keys.commits, steps, self.journal.read)
         if lost:
-            log.warning("appending commits again that Redis has lost", first=lost[0][0], count=len(lost))
-            await append_numbered(self.broker, self.keys.commits, lost)
+            log.warning("appended commits again that Redis has lost", first=lost[0], count=len(lost))
+
+    async def _check_for_hole(self, first: int) -> None:
+        """The stream must reach up to step `first`: below it, nobody has what Redis may have lost."""
+        last = id_order(await last_id(self.broker, self.keys.commits))
+        if last >= id_order(entry_id_of(first - 1)):
+            return
+        raise TidemillError(
+            f"Redis has lost the commits of steps {last[0]} to {first - 1} of run {self.keys.run_id}, and "
+            f"{self.journal.path} does not hold them: going on would leave a hole in the run's history. "
+            "Restore Redis or that file from a backup, or start a new run from the last version's weights."
+        )
 
     async def has_restarted(self) -> bool:
         """Whether another server process answers than when this was last asked; it may hold less."""

@@ -14,6 +14,7 @@ from services.trainer.best_version import BestVersion
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import Collector, StoppedError
+from services.trainer.commit_journal import CommitJournal
 from services.trainer.diagnostics import Diagnostics
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
@@ -78,7 +79,8 @@ async def _train_policy(
     intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
     scheduler = Scheduler(context.broker, context.keys, context.config, prompts, intake.expect)
     store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
-    reconciler = Reconciler(context.broker, context.keys, scheduler, context.config.trainer.checkpoint_every)
+    journal = await asyncio.to_thread(CommitJournal, context.run_dir)
+    reconciler = Reconciler(context.broker, context.keys, scheduler, journal)
     restored, dropped = await thread.call(restore_checkpoint, store, policy, scheduler, intake, reconciler)
     judge = Judge(context.config)
     runner = StepRunner(context, policy, thread, judge)
