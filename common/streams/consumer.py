@@ -127,8 +127,10 @@ class Consumer(Generic[M]):
             pairs = [
                 (delivery.entry_id, codec.encode_payload(result) if result is not None else b"")
                 for delivery, result in part
+                if self._is_current(delivery)
             ]
-            done += await self._complete(pairs, out_key)
+            flags = iter(await self._complete(pairs, out_key) if pairs else ())
+            done += [self._is_current(delivery) and next(flags) for delivery, _ in part]
         return done
 
     async def publish_sample(
@@ -141,14 +143,34 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the ticket over; nothing was published.
         """
-        args = [self.group, self.name, delivery.entry_id, sample.index, sample.group_size, SCHEMA]
-        args.append(codec.encode_payload(sample))
+        rest = (sample.index, sample.group_size, SCHEMA, codec.encode_payload(sample))
+        return await self._publish_sample(delivery, out_key, progress_key, rest)
+
+    async def settle_group(
+        self, delivery: Delivery[M], out_key: str, progress_key: str, group_size: int
+    ) -> bool:
+        """Acknowledge a held ticket whose samples are all published; returns whether they are.
+
+        Raises:
+            LeaseLostError: another worker has taken the ticket over.
+        """
+        return await self._publish_sample(delivery, out_key, progress_key, ("", group_size, SCHEMA, b""))
+
+    async def _publish_sample(
+        self, delivery: Delivery[M], out_key: str, progress_key: str, rest: tuple[Any, ...]
+    ) -> bool:
+        self._require_current(delivery)
+        args = [self.group, self.name, delivery.entry_id, *rest]
         with self._settles(delivery.entry_id):
             result = await self._script("publish_sample", args, 0, out_key, progress_key)
         self._require_lease(delivery.entry_id, result)
         if result == 2:
             self.held.pop(delivery.entry_id, None)
         return bool(result == 2)
+
+    def holds(self, delivery: Delivery[M]) -> bool:
+        """Whether this very delivery is held: neither settled nor lost, nor given to us a second time."""
+        return self.held.get(delivery.entry_id) is delivery
 
     async def store_result(
         self,
@@ -166,6 +188,7 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was kept.
         """
+        self._require_current(delivery)
         message = delivery.message
         payload = codec.encode_payload(result) if result is not None else b""
         group = (message.ticket, message.index, message.group_size)
@@ -190,6 +213,7 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was published.
         """
+        self._require_current(delivery)
         payloads = [codec.encode_payload(score) for score in scores]
         args = [self.group, self.name, delivery.entry_id, SCHEMA, *payloads]
         with self._settles(delivery.entry_id):
@@ -228,13 +252,8 @@ class Consumer(Generic[M]):
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
         await self.hand_back(list(self.held.values()))
-        try:
-            pending = await self.broker.execute("XPENDING", self.key, self.group, "-", "+", 1, self.name)
-            if not pending:
-                await self.broker.execute("XGROUP", "DELCONSUMER", self.key, self.group, self.name)
-        except redis_errors.ResponseError as error:
-            if not _is_without_group(error):
-                raise
+        # One unit: what Redis makes pending again when it loses an acknowledgement must not go with the consumer.
+        await self._script("leave", [self.group, self.name], None)
 
     async def _script(self, name: str, args: list[Any], without_group: Any, *other_keys: str) -> Any:
         """Run a script; `without_group` is its answer where the group is gone, and with it every lease."""
@@ -261,6 +280,8 @@ class Consumer(Generic[M]):
         entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
         if isinstance(entry, Garbled):
             return entry
+        # Given to us a second time: Redis has lost the first, and what was begun under it with it.
+        self._lose(entry.entry_id)
         delivery = Delivery(entry.entry_id, fields, entry.message, attempts)
         self.held[delivery.entry_id] = delivery
         return delivery
@@ -276,6 +297,14 @@ class Consumer(Generic[M]):
             self._settling.subtract(entry_ids)
             for entry_id in [item for item in entry_ids if self._settling[item] <= 0]:
                 del self._settling[entry_id]
+
+    def _is_current(self, delivery: Delivery[Any]) -> bool:
+        """Whether no other delivery of the same entry has come since; its id may even be another message's."""
+        return self.held.get(delivery.entry_id, delivery) is delivery
+
+    def _require_current(self, delivery: Delivery[Any]) -> None:
+        if not self._is_current(delivery):
+            raise LeaseLostError(f"{self.label} {delivery.entry_id} was delivered to this worker once more")
 
     def _require_lease(self, entry_id: str, reply: Any) -> None:
         """Scripts answer 0 where the lease is gone."""

@@ -68,10 +68,9 @@ async def append_missing(
         await broker.script("append_after", [key], [last, SCHEMA, *part])
 
 
-async def append_behind(broker: Broker, key: str, number: int, message: Message) -> bool:
-    """Append the message of a number right behind the one before; False where the stream ends elsewhere."""
-    last = entry_id_of(number - 1) if number else START
-    pair = (entry_id_of(number), codec.encode_payload(message))
+async def append_after(broker: Broker, key: str, last: str, entry_id: str, message: Message) -> bool:
+    """Append a message under an id if the stream still ends with the id `last`; False where it does not."""
+    pair = (entry_id, codec.encode_payload(message))
     return bool(await broker.script("append_after", [key], [last, SCHEMA, *pair]))
 
 

@@ -13,7 +13,7 @@ from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import Commit
-from common.streams import Entry, Garbled, append_behind, entry_id_of, id_order, last_id, read_range
+from common.streams import Entry, Garbled, append_after, entry_id_of, id_order, last_id, read_range
 from services.trainer.collector import Dropped
 from services.trainer.step import StepResult
 
@@ -61,10 +61,11 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
         SecondTrainerError: the step has a commit that is not this one.
     """
     entry_id = entry_id_of(commit.step)
-    if await append_behind(broker, keys.commits, commit.step, commit):
-        return
-    if id_order(await last_id(broker, keys.commits)) < id_order(entry_id):
-        raise LostTailError(f"the commits of run {keys.run_id} end before step {commit.step - 1}")
+    while id_order(last := await last_id(broker, keys.commits)) < id_order(entry_id):
+        if commit.step and id_order(last) < id_order(entry_id_of(commit.step - 1)):
+            raise LostTailError(f"the commits of run {keys.run_id} end before step {commit.step - 1}")
+        if await append_after(broker, keys.commits, last, entry_id, commit):
+            return
     found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
     # Compared as bytes: a metric that is not a number differs from itself.
     ours = codec.encode_payload(commit)

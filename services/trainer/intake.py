@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 BLOCK_S = 1.0
 READ_COUNT = 256
+UNKNOWN_VERSION = 2**63
 
 M = TypeVar("M", bound=Message)
 
@@ -47,6 +48,8 @@ class PendingGroup:
     trajectories: dict[int, Entry[Trajectory]] = field(default_factory=dict)
     scores: dict[int, Entry[Score]] = field(default_factory=dict)
     started_version: int = -1
+    is_ahead: bool = False
+    """Whether a trajectory came that names a version which was not committed then."""
     is_taken: bool = False
     """Whether the step in progress trains on it."""
     prepared: Prepared | None = None
@@ -72,6 +75,7 @@ class PendingGroup:
             {index: entry.message for index, entry in self.trajectories.items()},
             {index: entry.message for index, entry in self.scores.items()},
             self.prepared,
+            self.is_ahead,
         )
 
 
@@ -88,6 +92,8 @@ class Intake:
         self.changed = asyncio.Event()
         self.unread_at = -math.inf
         """When something last arrived that could not be decoded, so that a group may never be complete."""
+        self.version = UNKNOWN_VERSION
+        """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
         self.num_completion_tokens = 0
         self._seen_up_to: dict[str, str] = {}
@@ -176,6 +182,7 @@ class Intake:
             group.scores.clear()
             group.started_version = -1
             group.prepared = None
+            group.is_ahead = False
         self.complete.clear()
 
     def positions(self) -> dict[str, str]:
@@ -190,8 +197,11 @@ class Intake:
 
     def trails(self) -> dict[str, list[Rung]]:
         """Per stream, some of what was read: tells whether a position can still be relied on."""
-        readers = {TRAJECTORIES: self._trajectories, SCORES: self._scores, DEAD: self._dead}
-        return {stream: reader.trail.rungs for stream, reader in readers.items()}
+        return {
+            TRAJECTORIES: self._trajectories.trail.rungs,
+            SCORES: self._scores.trail.rungs,
+            DEAD: self._dead.trail.rungs,
+        }
 
     def restore(
         self,
@@ -225,6 +235,7 @@ class Intake:
             self.num_completion_tokens += sample.num_tokens
         group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
         if group is not None:
+            group.is_ahead |= sample.max_version > self.version
             self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES)
 
     async def _bury(self, entry: Garbled) -> None:

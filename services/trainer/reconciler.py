@@ -16,10 +16,11 @@ from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import WeightManifest
 from common.streams import (
     START,
+    append_after,
     append_missing,
-    append_numbered,
     entry_id_of,
     group_status,
+    id_after,
     id_order,
     last_id,
     pending_ids,
@@ -37,6 +38,9 @@ class Reconciler:
     def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, journal: CommitJournal) -> None:
         self.broker, self.keys, self.scheduler, self.journal = broker, keys, scheduler, journal
         self.manifest: WeightManifest | None = None
+        self.term = 0
+        """Which trainer process of the run this is: each has a greater number than those before it."""
+        self._announced_as = ""
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
         self._server = ""
@@ -92,11 +96,28 @@ class Reconciler:
         return id_order(newest) >= id_order(entry_id_of(version))
 
     async def announce(self) -> bool:
-        """Announce the newest version; False where the stream has it already."""
+        """Announce the newest version; False where the stream has it already.
+
+        A version that an earlier trainer has announced is announced once more, behind that: workers that hold
+        a newer one of a history that is lost learn in this way that the run is here again.
+        """
         if self.manifest is None:
             return False
-        numbered = [(self.manifest.version, self.manifest)]
-        return bool(await append_numbered(self.broker, self.keys.weights, numbered))
+        while True:
+            last = await last_id(self.broker, self.keys.weights)
+            if self._announced_as and id_order(last) >= id_order(self._announced_as):
+                return False
+            first = entry_id_of(self.manifest.version)
+            entry_id = first if id_order(last) < id_order(first) else id_after(last)
+            if id_order(entry_id)[0] != id_order(first)[0]:
+                return False  # the stream is at a newer version
+            if await append_after(self.broker, self.keys.weights, last, entry_id, self.manifest):
+                self._announced_as = entry_id
+                return True
+
+    def change_manifest(self, manifest: WeightManifest) -> None:
+        """Announce this one from now on."""
+        self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
 
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
         """Ask at which version incomplete groups were started: no token of theirs will be older."""

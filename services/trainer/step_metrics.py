@@ -45,8 +45,9 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
 
 def staleness_shares(staleness: NDArray[np.int64]) -> dict[str, float]:
     """A histogram: `staleness/share_<n>`, the share of trained tokens n steps old; what is older than the
-    last bucket is in that. Buckets up to the oldest token are there, also empty ones."""
-    counts = np.bincount(np.minimum(staleness, OLDEST_BUCKET)) if staleness.size else ()
+    last bucket is in that. Buckets up to the oldest token are there, also empty ones. A token of a version
+    after its step, which no step trains on, would count as new."""
+    counts = np.bincount(np.clip(staleness, 0, OLDEST_BUCKET)) if staleness.size else ()
     return {f"staleness/share_{age}": float(count / staleness.size) for age, count in enumerate(counts)}
 
 

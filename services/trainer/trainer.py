@@ -152,7 +152,7 @@ class Trainer:
         could be replayed.
         """
         await until_stored(self.context, partial(asyncio.to_thread, self.reconciler.journal.append, commit))
-        self.version = commit.version
+        self.version = self.intake.version = commit.version
         self.collector.settle(result.groups)
         if await self.reconciler.may_lack_records():
             await self._save()
@@ -218,7 +218,7 @@ class Trainer:
 
     async def _announce(self, manifest: WeightManifest) -> None:
         """Tell the rollout workers, and start the version's evaluation where one is due."""
-        self.reconciler.manifest = manifest
+        self.reconciler.change_manifest(manifest)
         await self.reconciler.announce()
         if self._must_evaluate(manifest.version):
             self._start_evaluation(manifest.version)
