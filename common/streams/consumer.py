@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
 RECLAIMS_PER_LEASE = 2
+CLOCK_CHECKS_PER_LEASE = 3
+"""A clock of the server that is ahead of ours by this part of a lease has jumped."""
 MAX_HELD_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
@@ -75,6 +77,8 @@ class Consumer(Generic[M]):
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
         self._cursor = START
         self._next_reclaim = 0.0
+        self._clock: tuple[int, float] | None = None
+        """The clock of Redis when it was last asked, and ours then."""
         self._waited_s = broker.waited_s
         self._renewal: asyncio.Task[None] | None = None
 
@@ -333,8 +337,15 @@ class Consumer(Generic[M]):
             self._next_reclaim = time.monotonic() + self.lease_s
         if time.monotonic() < self._next_reclaim:
             return []
-        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor]
-        cursor, taken = await self.broker.script("reclaim", [self.key], args)
+        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, self._latest_ms()]
+        now_ms, *found = await self.broker.script("reclaim", [self.key], args)
+        self._clock = (now_ms, time.monotonic())
+        if not found:
+            log.warning("the clock of Redis has jumped ahead; leases get time to be renewed", stream=self.label)
+            await self.renew()
+            self._next_reclaim = time.monotonic() + self.lease_s
+            return []
+        cursor, taken = found
         self._cursor = cursor.decode()
         if self._cursor == START and len(taken) < count:
             self._next_reclaim = time.monotonic() + self.lease_s / RECLAIMS_PER_LEASE
@@ -347,6 +358,13 @@ class Consumer(Generic[M]):
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
             log.info("took over abandoned messages", stream=self.label, count=len(deliveries))
         return deliveries
+
+    def _latest_ms(self) -> int:
+        """The latest that it can be by the clock of Redis, unless that jumps ahead; 0 where it is not known."""
+        if self._clock is None:
+            return 0
+        now_ms, asked_at = self._clock
+        return int(now_ms + 1000 * (time.monotonic() - asked_at + self.lease_s / CLOCK_CHECKS_PER_LEASE))
 
     async def _renew_forever(self) -> None:
         """Renew every held lease, three times a lease, until cancelled."""

@@ -75,6 +75,7 @@ class PendingGroup:
             {index: entry.message for index, entry in self.trajectories.items()},
             {index: entry.message for index, entry in self.scores.items()},
             self.prepared,
+            {i: _queued_s(self.trajectories[i], self.scores[i]) for i in self.trajectories if i in self.scores},
             self.is_ahead,
         )
 
@@ -282,6 +283,12 @@ class Intake:
 
     def _is_new(self, stream: str, entry_id: str) -> bool:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
+
+
+def _queued_s(trajectory: Entry[Trajectory], score: Entry[Score]) -> float:
+    """Seconds from trajectory to reward: ids are times of one server, workers' clocks need not agree."""
+    between_ms = id_order(score.entry_id)[0] - id_order(trajectory.entry_id)[0]
+    return max(0.0, between_ms / 1000 - score.message.latency_s)
 
 
 def _restored(

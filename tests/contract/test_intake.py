@@ -1,5 +1,6 @@
 """Trajectories and scores joined from real streams: the first entry wins, and nothing needed is forgotten."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,21 @@ class TestPositions:
                 await wait_until(lambda ticket=ticket: intake.complete == [ticket])
                 intake.close(ticket)
         assert (intake.groups, intake.complete, intake.dead) == ({}, [], {})
+
+
+async def test_the_wait_for_a_reward_is_measured_by_one_clock(make, broker, keys):
+    """Workers' clocks may be an hour apart; entry ids are times of Redis."""
+    intake = make(0)
+    late = time.time() + 3600
+    async with reading(intake):
+        for index in (0, 1):
+            sample = make_trajectory(0, index, group_size=2, started_at=1.0, finished_at=2.0)
+            score = make_score(0, index, latency_s=0.5, scored_at=late)
+            for key, clock, message in ((keys.trajectories(), 1000, sample), (keys.scores(), 3500, score)):
+                flat = [part for pair in codec.encode(message).items() for part in pair]
+                await broker.execute("XADD", key, f"{clock}-{index}", *flat)
+        await wait_until(lambda: intake.complete == [0])
+    assert intake.groups[0].complete().queued_s == {0: 2.0, 1: 2.0}
 
 
 class TestAfterRedisLostItsTail:
