@@ -256,7 +256,7 @@ class Consumer(Generic[M]):
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
         await self.hand_back(list(self.held.values()))
-        # One unit: what Redis makes pending again when it loses an acknowledgement must not go with the consumer.
+        # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
         await self._script("leave", [self.group, self.name], None)
 
     async def _script(self, name: str, args: list[Any], without_group: Any, *other_keys: str) -> Any:
@@ -303,7 +303,7 @@ class Consumer(Generic[M]):
                 del self._settling[entry_id]
 
     def _is_current(self, delivery: Delivery[Any]) -> bool:
-        """Whether no other delivery of the same entry has come since; its id may even be another message's."""
+        """Whether no other delivery of the same entry has come since; its id may be another message's."""
         return self.held.get(delivery.entry_id, delivery) is delivery
 
     def _require_current(self, delivery: Delivery[Any]) -> None:
@@ -341,7 +341,9 @@ class Consumer(Generic[M]):
         now_ms, *found = await self.broker.script("reclaim", [self.key], args)
         self._clock = (now_ms, time.monotonic())
         if not found:
-            log.warning("the clock of Redis has jumped ahead; leases get time to be renewed", stream=self.label)
+            log.warning(
+                "the clock of Redis has jumped ahead; leases get time to be renewed", stream=self.label
+            )
             await self.renew()
             self._next_reclaim = time.monotonic() + self.lease_s
             return []
@@ -360,7 +362,7 @@ class Consumer(Generic[M]):
         return deliveries
 
     def _latest_ms(self) -> int:
-        """The latest that it can be by the clock of Redis, unless that jumps ahead; 0 where it is not known."""
+        """The latest that it can be by Redis's clock, unless that jumps ahead; 0 where it is not known."""
         if self._clock is None:
             return 0
         now_ms, asked_at = self._clock

@@ -47,8 +47,8 @@ async def append_missing(
     """Append the messages of all `numbers` (ascending) that lie behind the end of the stream; returns those.
 
     The end is looked at and appended to in the same atomic unit: whatever Redis loses in between, a number is
-    never passed over, because behind a later one there would be no place for it any more. What cannot stand in
-    one unit is appended in several, and a tail that is lost between two of them comes back as well.
+    never passed over, because behind a later one there would be no place for it any more. What cannot stand
+    in one unit is appended in several, and a tail that is lost between two of them comes back as well.
     """
     appended: dict[int, None] = {}
     while True:

@@ -11,7 +11,7 @@ from common.broker import Broker
 from common.entries import START
 
 MAX_RUNGS = 256
-"""When there are more, every second one goes: the newest is never far behind the reader, nor the oldest lost."""
+"""When there are more, every second one goes: they stay spread over all that was read."""
 LOOKED_AT_ONCE = 16
 
 Rung = tuple[str, str]

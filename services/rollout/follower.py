@@ -107,7 +107,9 @@ class WeightFollower:
                 await asyncio.sleep(RETRY_S)
             return
         if is_other_history:
-            log.warning("left weights of a history that is lost", version=manifest.version, term=manifest.term)
+            log.warning(
+                "left weights of a history that is lost", version=manifest.version, term=manifest.term
+            )
             self.history += 1  # and what was begun while the new ones were loaded
         self._failing_since, self._held = None, manifest
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)

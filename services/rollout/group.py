@@ -83,14 +83,16 @@ class GroupGenerator:
             # Not over the version of a worker that took the group over meanwhile and started it earlier.
             await self.broker.execute("HSETNX", progress, VERSION_FIELD, version)
         elif started_version > version and not await self._reaches(started_version):
-            log.warning("the version that a group began with is gone", ticket=ticket.ticket, was=started_version)
+            log.warning(
+                "the version that a group began with is gone", ticket=ticket.ticket, was=started_version
+            )
             await self.broker.execute("HSET", progress, VERSION_FIELD, self.engine.version)
         return done
 
     async def _reaches(self, version: int) -> bool:
         """Whether the engine gets as far as a version at which a group began.
 
-        Of a history that Redis and trainer have lost, it never does; one that only Redis has lost is announced
+        Of a history that Redis and trainer have lost, it never does; what only Redis has lost is announced
         again long before the lease ends.
         """
         try:

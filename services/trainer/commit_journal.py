@@ -130,7 +130,9 @@ def _line_of(commit: Commit) -> bytes:
 def _document_of(line: bytes) -> dict[str, Any]:
     """Raises ValueError, KeyError or TypeError where the line is not whole."""
     document: dict[str, Any] = json.loads(line)
-    if not line.endswith(b"\n") or document["checksum"] != xxhash.xxh3_128_hexdigest(document["commit"].encode()):
+    if not line.endswith(b"\n") or document["checksum"] != xxhash.xxh3_128_hexdigest(
+        document["commit"].encode()
+    ):
         raise ValueError("a line does not match its checksum")
     return document
 

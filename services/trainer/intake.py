@@ -75,7 +75,11 @@ class PendingGroup:
             {index: entry.message for index, entry in self.trajectories.items()},
             {index: entry.message for index, entry in self.scores.items()},
             self.prepared,
-            {i: _queued_s(self.trajectories[i], self.scores[i]) for i in self.trajectories if i in self.scores},
+            {
+                i: _queued_s(self.trajectories[i], self.scores[i])
+                for i in self.trajectories
+                if i in self.scores
+            },
             self.is_ahead,
         )
 

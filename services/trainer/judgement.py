@@ -30,7 +30,7 @@ class CompleteGroup:
     scores: dict[int, Score]
     prepared: Prepared | None = None
     queued_s: Mapping[int, float] = field(default_factory=dict)
-    """How long each trajectory waited for its reward, by the clock of Redis; empty where that is not known."""
+    """How long each trajectory waited for its reward, by the clock of Redis; empty where not known."""
     is_ahead: bool = False
     """Whether a token had come before the version that it names was committed: it is of a lost history."""
 

@@ -148,7 +148,7 @@ async def test_a_violation_of_the_staleness_bound_is_dead_lettered_and_replaced(
 async def test_a_version_that_the_run_has_not_reached_is_a_violation_like_any_other(
     make, broker, keys, version
 ):
-    """Of a worker that outlived a history which Redis and trainer have lost, or of one poisoned trajectory."""
+    """Of a worker that outlived a history that Redis and trainer have lost, or of a poisoned trajectory."""
     collector = make(max_staleness=0)
     await collector.scheduler.admit(0)
     async with reading(collector.intake):
