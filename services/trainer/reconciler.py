@@ -85,10 +85,15 @@ class Reconciler:
 
     async def may_lack_records(self) -> bool:
         """Whether Redis has restarted since the last checkpoint, and may lack what was trained on since."""
-        before, self._server = self._server, (await self.broker.info("server"))["run_id"]
+        before, self._server = self._server, await self._identity()
         if before not in ("", self._server):
             self._is_news = self.needs_checkpoint = True
         return self.needs_checkpoint
+
+    async def _identity(self) -> str:
+        """Changes with each process that serves, and with each failover: one back to the first server too."""
+        server, replication = await self.broker.info("server"), await self.broker.info("replication")
+        return f"{server['run_id']} {replication.get('master_replid', '')}"
 
     async def is_announced(self, version: int) -> bool:
         """Whether the rollout workers know of `version`, or of a newer one."""
