@@ -121,6 +121,11 @@ class Trajectory(PromptFields):
         """The oldest version that produced a token of this trajectory."""
         return min(version for version, _ in self.spans)
 
+    @cached_property
+    def max_version(self) -> int:
+        """The newest version that produced a token of this trajectory."""
+        return max(version for version, _ in self.spans)
+
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The version that produced each token. Shape [T], int32."""
         versions = np.empty(self.num_tokens, dtype=np.int32)
@@ -214,6 +219,9 @@ class WeightManifest(Message):
     files: tuple[WeightFile, ...]
     digest: str = Field(pattern=r"^[0-9a-f]{32}$")
     announced_at: float = Field(default_factory=time.time)
+    term: int = Field(
+        0, ge=0, description="which trainer process of the run announced it: each has a greater number"
+    )
 
 
 class Commit(Message):

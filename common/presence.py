@@ -1,7 +1,8 @@
 """Heartbeats: every process tells the run who it is, what it does and what it waits for.
 
 One field per process in the hash `workers`, rewritten every two seconds. Nothing but people and
-dashboards depends on it: delivery relies on leases only.
+dashboards depends on it: delivery relies on leases only. Times of beats are those of the Redis server, so
+that machines need not agree on theirs.
 """
 
 import json
@@ -40,6 +41,9 @@ class Heartbeat:
     """Host under which scrapers reach `port`; see `common/advertised.py`."""
     started_at: float = field(default_factory=time.time)
     at: float = 0.0
+    """When it was sent, by the clock of the Redis server."""
+    read_at: float = 0.0
+    """When it was read, by the same clock; 0 where it was not read from there."""
 
     @property
     def metrics_target(self) -> str:
@@ -50,12 +54,18 @@ class Heartbeat:
     @property
     def is_alive(self) -> bool:
         """Whether the last beat is recent."""
-        return time.time() - self.at < GONE_AFTER_S
+        # A beat from the future was sent before the server's clock was set back, and none came since.
+        return -GONE_AFTER_S < self.age_s < GONE_AFTER_S
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last beat."""
+        return (self.read_at or time.time()) - self.at
 
 
 async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
     """Write one heartbeat."""
-    beat.at = time.time()
+    beat.at = await server_time_s(broker)
     await broker.execute("HSET", keys.workers, beat.name, json.dumps(asdict(beat)))
 
 
@@ -66,16 +76,23 @@ async def remove_heartbeat(broker: Broker, keys: Keys, name: str) -> None:
 
 async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
     """All processes that ever spoke and did not leave, by role and name."""
+    now_s = await server_time_s(broker)
     raw = await broker.execute("HGETALL", keys.workers)
-    beats = [_parsed(value) for value in raw[1::2]]
+    beats = [_parsed(value, now_s) for value in raw[1::2]]
     return sorted((beat for beat in beats if beat), key=lambda beat: (beat.role, beat.name))
 
 
-def _parsed(value: bytes) -> Heartbeat | None:
+async def server_time_s(broker: Broker) -> float:
+    """The clock of the Redis server, which all processes of a run share; seconds since 1970."""
+    seconds, micros = await broker.execute("TIME")
+    return int(seconds) + int(micros) / 1e6
+
+
+def _parsed(value: bytes, now_s: float) -> Heartbeat | None:
     try:
         tree: dict[str, Any] = json.loads(value)
         known = {name: tree[name] for name in Heartbeat.__dataclass_fields__ if name in tree}
-        return Heartbeat(**known)
+        return Heartbeat(**known | {"read_at": now_s})
     except (ValueError, TypeError):
         return None
 

@@ -9,6 +9,7 @@ import structlog
 
 from common.broker import Broker
 from common.keys import Keys
+from common.presence import server_time_s
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +24,7 @@ class ReplicaRegistry:
 
     async def announce(self, url: str) -> None:
         """Say that the replica at `url` is there; also forgets those that fell silent."""
-        now_s = await self._now_s()
+        now_s = await server_time_s(self._broker)
         await self._broker.execute("ZADD", self._key, now_s, url)
         await self._broker.execute("ZREMRANGEBYSCORE", self._key, "-inf", f"({now_s - self._ttl_s}")
 
@@ -33,8 +34,10 @@ class ReplicaRegistry:
 
     async def urls(self) -> list[str]:
         """The replicas that spoke lately."""
-        now_s = await self._now_s()
-        found = await self._broker.execute("ZRANGEBYSCORE", self._key, now_s - self._ttl_s, "+inf")
+        now_s = await server_time_s(self._broker)
+        # Not those from the future either: they spoke before the server's clock was set back.
+        first, last = now_s - self._ttl_s, now_s + self._ttl_s
+        found = await self._broker.execute("ZRANGEBYSCORE", self._key, first, last)
         return sorted(url.decode() for url in found)
 
     async def keep_announcing(self, url: str) -> None:
@@ -42,7 +45,3 @@ class ReplicaRegistry:
         while True:
             await self.announce(url)
             await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)
-
-    async def _now_s(self) -> float:
-        seconds, micros = await self._broker.execute("TIME")
-        return int(seconds) + int(micros) / 1e6

@@ -10,10 +10,14 @@ local is_eval = ARGV[1] == 'eval'
 local lease_ms, concurrency = tonumber(ARGV[2]), tonumber(ARGV[3])
 local burst_ms, share = tonumber(ARGV[6]), tonumber(ARGV[7])
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+-- Nothing ends later than one lease from now, unless the clock was set back since: then it begins anew.
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + tonumber(ARGV[2]), '+inf')) do
+  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), id)
+end
 
 -- While evaluation waits, whatever becomes free is for it.
 local eval_until = tonumber(redis.call('HGET', KEYS[1], 'eval_until') or 0)
-if not is_eval and eval_until > now then
+if not is_eval and eval_until > now and eval_until <= now + 5000 then
   return {0, eval_until - now}
 end
 
@@ -30,7 +34,7 @@ local function bucket(name, per_minute, largest)
   local per_ms = per_minute / 60000
   local capacity = math.max(per_ms * burst_ms, largest)
   local found = redis.call('HMGET', KEYS[1], name, name .. '_at')
-  local level = found[1] and tonumber(found[1]) + (now - tonumber(found[2])) * per_ms or capacity
+  local level = found[1] and tonumber(found[1]) + math.max(0, now - tonumber(found[2])) * per_ms or capacity
   return {name = name, per_ms = per_ms, capacity = capacity, level = math.min(level, capacity),
     floor = is_eval and 0 or capacity * share}
 end

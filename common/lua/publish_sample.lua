@@ -2,14 +2,15 @@
 -- the last sample.  Counting happens here, so that samples finishing at once cannot disagree on which
 -- of them is the last.
 -- KEYS: prompts, trajectories, the group's progress hash.
--- ARGV: group, consumer, ticket's entry id, index, group size, schema, payload.
+-- ARGV: group, consumer, ticket's entry id, index, group size, schema, payload; without a payload it only looks
+-- whether the group is complete.
 -- Returns 0 lease lost, 1 published, 2 published and group complete, 3 the index was there already.
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if #held == 0 then
   return 0
 end
 local result = 3
-if redis.call('HSETNX', KEYS[3], ARGV[4], '') == 1 then
+if ARGV[7] ~= '' and redis.call('HSETNX', KEYS[3], ARGV[4], '') == 1 then
   redis.call('XADD', KEYS[2], '*', 'v', ARGV[6], 'p', ARGV[7])
   result = 1
 end

@@ -17,6 +17,8 @@ from common.streams.log import (
     GroupStatus,
     OffsetReader,
     append,
+    append_after,
+    append_missing,
     append_numbered,
     ensure_group,
     group_status,
@@ -31,6 +33,7 @@ from common.streams.log import (
     scan,
     trim_before,
 )
+from common.streams.trail import Trail
 
 __all__ = [
     "DONE",
@@ -46,7 +49,10 @@ __all__ = [
     "GroupStatus",
     "OffsetReader",
     "Progress",
+    "Trail",
     "append",
+    "append_after",
+    "append_missing",
     "append_numbered",
     "backlog",
     "decoded",

@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
 RECLAIMS_PER_LEASE = 2
+CLOCK_CHECKS_PER_LEASE = 3
+"""A clock of the server that is ahead of ours by this part of a lease has jumped."""
 MAX_HELD_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
@@ -75,6 +77,8 @@ class Consumer(Generic[M]):
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
         self._cursor = START
         self._next_reclaim = 0.0
+        self._clock: tuple[int, float] | None = None
+        """The clock of Redis when it was last asked, and ours then."""
         self._waited_s = broker.waited_s
         self._renewal: asyncio.Task[None] | None = None
 
@@ -127,8 +131,10 @@ class Consumer(Generic[M]):
             pairs = [
                 (delivery.entry_id, codec.encode_payload(result) if result is not None else b"")
                 for delivery, result in part
+                if self._is_current(delivery)
             ]
-            done += await self._complete(pairs, out_key)
+            flags = iter(await self._complete(pairs, out_key) if pairs else ())
+            done += [self._is_current(delivery) and next(flags) for delivery, _ in part]
         return done
 
     async def publish_sample(
@@ -141,14 +147,34 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the ticket over; nothing was published.
         """
-        args = [self.group, self.name, delivery.entry_id, sample.index, sample.group_size, SCHEMA]
-        args.append(codec.encode_payload(sample))
+        rest = (sample.index, sample.group_size, SCHEMA, codec.encode_payload(sample))
+        return await self._publish_sample(delivery, out_key, progress_key, rest)
+
+    async def settle_group(
+        self, delivery: Delivery[M], out_key: str, progress_key: str, group_size: int
+    ) -> bool:
+        """Acknowledge a held ticket whose samples are all published; returns whether they are.
+
+        Raises:
+            LeaseLostError: another worker has taken the ticket over.
+        """
+        return await self._publish_sample(delivery, out_key, progress_key, ("", group_size, SCHEMA, b""))
+
+    async def _publish_sample(
+        self, delivery: Delivery[M], out_key: str, progress_key: str, rest: tuple[Any, ...]
+    ) -> bool:
+        self._require_current(delivery)
+        args = [self.group, self.name, delivery.entry_id, *rest]
         with self._settles(delivery.entry_id):
             result = await self._script("publish_sample", args, 0, out_key, progress_key)
         self._require_lease(delivery.entry_id, result)
         if result == 2:
             self.held.pop(delivery.entry_id, None)
         return bool(result == 2)
+
+    def holds(self, delivery: Delivery[M]) -> bool:
+        """Whether this very delivery is held: neither settled nor lost, nor given to us a second time."""
+        return self.held.get(delivery.entry_id) is delivery
 
     async def store_result(
         self,
@@ -166,6 +192,7 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was kept.
         """
+        self._require_current(delivery)
         message = delivery.message
         payload = codec.encode_payload(result) if result is not None else b""
         group = (message.ticket, message.index, message.group_size)
@@ -190,6 +217,7 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was published.
         """
+        self._require_current(delivery)
         payloads = [codec.encode_payload(score) for score in scores]
         args = [self.group, self.name, delivery.entry_id, SCHEMA, *payloads]
         with self._settles(delivery.entry_id):
@@ -228,13 +256,8 @@ class Consumer(Generic[M]):
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
         await self.hand_back(list(self.held.values()))
-        try:
-            pending = await self.broker.execute("XPENDING", self.key, self.group, "-", "+", 1, self.name)
-            if not pending:
-                await self.broker.execute("XGROUP", "DELCONSUMER", self.key, self.group, self.name)
-        except redis_errors.ResponseError as error:
-            if not _is_without_group(error):
-                raise
+        # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
+        await self._script("leave", [self.group, self.name], None)
 
     async def _script(self, name: str, args: list[Any], without_group: Any, *other_keys: str) -> Any:
         """Run a script; `without_group` is its answer where the group is gone, and with it every lease."""
@@ -261,6 +284,8 @@ class Consumer(Generic[M]):
         entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
         if isinstance(entry, Garbled):
             return entry
+        # Given to us a second time: Redis has lost the first, and what was begun under it with it.
+        self._lose(entry.entry_id)
         delivery = Delivery(entry.entry_id, fields, entry.message, attempts)
         self.held[delivery.entry_id] = delivery
         return delivery
@@ -276,6 +301,14 @@ class Consumer(Generic[M]):
             self._settling.subtract(entry_ids)
             for entry_id in [item for item in entry_ids if self._settling[item] <= 0]:
                 del self._settling[entry_id]
+
+    def _is_current(self, delivery: Delivery[Any]) -> bool:
+        """Whether no other delivery of the same entry has come since; its id may be another message's."""
+        return self.held.get(delivery.entry_id, delivery) is delivery
+
+    def _require_current(self, delivery: Delivery[Any]) -> None:
+        if not self._is_current(delivery):
+            raise LeaseLostError(f"{self.label} {delivery.entry_id} was delivered to this worker once more")
 
     def _require_lease(self, entry_id: str, reply: Any) -> None:
         """Scripts answer 0 where the lease is gone."""
@@ -304,8 +337,17 @@ class Consumer(Generic[M]):
             self._next_reclaim = time.monotonic() + self.lease_s
         if time.monotonic() < self._next_reclaim:
             return []
-        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor]
-        cursor, taken = await self.broker.script("reclaim", [self.key], args)
+        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, self._latest_ms()]
+        now_ms, *found = await self.broker.script("reclaim", [self.key], args)
+        self._clock = (now_ms, time.monotonic())
+        if not found:
+            log.warning(
+                "the clock of Redis has jumped ahead; leases get time to be renewed", stream=self.label
+            )
+            await self.renew()
+            self._next_reclaim = time.monotonic() + self.lease_s
+            return []
+        cursor, taken = found
         self._cursor = cursor.decode()
         if self._cursor == START and len(taken) < count:
             self._next_reclaim = time.monotonic() + self.lease_s / RECLAIMS_PER_LEASE
@@ -318,6 +360,13 @@ class Consumer(Generic[M]):
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
             log.info("took over abandoned messages", stream=self.label, count=len(deliveries))
         return deliveries
+
+    def _latest_ms(self) -> int:
+        """The latest that it can be by Redis's clock, unless that jumps ahead; 0 where it is not known."""
+        if self._clock is None:
+            return 0
+        now_ms, asked_at = self._clock
+        return int(now_ms + 1000 * (time.monotonic() - asked_at + self.lease_s / CLOCK_CHECKS_PER_LEASE))
 
     async def _renew_forever(self) -> None:
         """Renew every held lease, three times a lease, until cancelled."""

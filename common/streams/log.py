@@ -4,7 +4,7 @@ Appends that must happen once carry an explicit entry id, so that repeating them
 entry that cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all.
 """
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,8 +13,9 @@ from redis import exceptions as redis_errors
 from common import codec
 from common.broker import MAX_BLOCK_S, Broker
 from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of
+from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_order
 from common.messages import Message
+from common.streams.trail import Trail
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
@@ -38,6 +39,39 @@ async def append_numbered(broker: Broker, key: str, numbered: Iterable[tuple[int
     """
     pairs = [(entry_id_of(number), codec.encode_payload(message)) for number, message in numbered]
     return sum(bool(entry_id) for entry_id in await _append(broker, key, pairs))
+
+
+async def append_missing(
+    broker: Broker, key: str, numbers: Sequence[int], make: Callable[[int], Message]
+) -> list[int]:
+    """Append the messages of all `numbers` (ascending) that lie behind the end of the stream; returns those.
+
+    The end is looked at and appended to in the same atomic unit: whatever Redis loses in between, a number is
+    never passed over, because behind a later one there would be no place for it any more. What cannot stand
+    in one unit is appended in several, and a tail that is lost between two of them comes back as well.
+    """
+    appended: dict[int, None] = {}
+    while True:
+        last = await last_id(broker, key)
+        missing = [number for number in numbers if id_order(entry_id_of(number)) > id_order(last)]
+        if not missing:
+            return sorted(appended)
+        part: list[Any] = []
+        num_bytes = 0
+        for number in missing:
+            if num_bytes >= BYTES_IN_ONE_TRANSACTION:
+                break
+            payload = codec.encode_payload(make(number))
+            part += [entry_id_of(number), payload]
+            appended[number] = None
+            num_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
+        await broker.script("append_after", [key], [last, SCHEMA, *part])
+
+
+async def append_after(broker: Broker, key: str, last: str, entry_id: str, message: Message) -> bool:
+    """Append a message under an id if the stream still ends with the id `last`; False where it does not."""
+    pair = (entry_id, codec.encode_payload(message))
+    return bool(await broker.script("append_after", [key], [last, SCHEMA, *pair]))
 
 
 async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, bytes]]) -> list[bytes]:
@@ -183,19 +217,44 @@ async def pending_ids(broker: Broker, key: str, group: str, first: str, last: st
 class OffsetReader(Generic[M]):
     """Reads a stream by offset, without a consumer group: the position is the reader's own to keep."""
 
-    def __init__(self, broker: Broker, key: str, message_type: type[M], position: str = START) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        key: str,
+        message_type: type[M],
+        position: str = START,
+        trail: Trail | None = None,
+    ) -> None:
+        """With a `trail` of what was read before, the stream is looked at before `position` is relied on."""
         self.broker, self.key, self.message_type = broker, key, message_type
         self.position = position
+        self.trail = Trail() if trail is None else trail
+        self._is_sure = not self.trail.rungs
+
+    @property
+    def safe_position(self) -> str:
+        """A position that nothing unread lies below."""
+        return self.position if self._is_sure else START
 
     async def read(self, count: int = 256, block_s: float = 0.0) -> list[Entry[M] | Garbled]:
         """The next entries after the position, which moves on; waits up to `block_s` for the first."""
+        if not self._is_sure:
+            standing = await self.trail.last_standing(self.broker, self.key)
+            self.position = min(self.position, standing, key=id_order)
+            self._is_sure = True
         block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
         reply = await self.broker.execute("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position)
         if not reply:
             return []
         entries = [decoded(entry_id, fields_of(raw), self.message_type) for entry_id, raw in reply[0][1]]
+        for entry_id, raw in reply[0][1]:
+            self.trail.follow(entry_id.decode(), raw)
         self.position = entries[-1].entry_id
         return entries
+
+    def reread(self, position: str) -> "OffsetReader[M]":
+        """A reader that goes back to `position`, or further where the stream has lost its tail since."""
+        return OffsetReader(self.broker, self.key, self.message_type, position, self.trail)
 
 
 def fields_of(raw: Sequence[bytes]) -> Fields:

@@ -226,7 +226,7 @@ def _worker_row(beat: Heartbeat | None, service: ServiceStatus | None) -> tuple[
     if beat is None or not is_own:
         return Text("starting", "yellow"), NOTHING, NOTHING, restarts
     if not beat.is_alive:
-        return Text(f"silent for {duration(_age_s(beat))}", "bold red"), NOTHING, NOTHING, restarts
+        return Text(f"silent for {duration(max(0.0, beat.age_s))}", "bold red"), NOTHING, NOTHING, restarts
     version = str(beat.version) if beat.version >= 0 else NOTHING
     details = [part for part in (beat.detail, restarts) if part]
     return _state_text(beat.state), version, f"{beat.idle_share:.0%}", "; ".join(details)
@@ -240,12 +240,6 @@ def _state_text(state: str) -> Text:
     if state.startswith(WAIT):
         return Text(f"waits for {state.removeprefix(WAIT).replace('_', ' ')}", "yellow")
     return Text(state.replace("_", " ") or NOTHING, "green")
-
-
-def _age_s(beat: Heartbeat) -> float:
-    import time
-
-    return time.time() - beat.at
 
 
 def _grid(justify: str = "left") -> Table:

@@ -1,6 +1,8 @@
 """Follows the `weights` stream: the engine computes with the newest announced version.
 
-Guarantees: versions only go up; bytes are verified before the engine sees them; `reach(v)` returns only
+Guarantees: versions only go up, unless the run itself went back: a trainer that was started after the one
+whose version the engine holds stands at an older version, or at other weights of the same one, because Redis
+and trainer have lost what came after. Bytes are verified before the engine sees them; `reach(v)` returns only
 when the engine holds version `v` or a newer one, which is what keeps tickets from starting too early.
 """
 
@@ -36,18 +38,22 @@ class WeightFollower:
         self._arrived = asyncio.Condition()
         self.num_waiting = 0
         """Groups that wait for a version to arrive."""
-        self._digest = ""
+        self._held: WeightManifest | None = None
+        self.history = 0
+        """Counts up when the engine leaves a history that is lost: what it generated until then is too."""
         self._failing_since: float | None = None
 
     async def run(self) -> None:
-        """Load the newest version whenever one is announced; never an older one."""
+        """Load the newest version whenever one is announced."""
         reader = OffsetReader(self.context.broker, self.context.keys.weights, WeightManifest)
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         reader.position = id_before(newest.entry_id) if newest else reader.position
         while True:
             entries = [entry for entry in await reader.read(block_s=POLL_S) if isinstance(entry, Entry)]
-            if entries and self._is_news(entries[-1].message):
-                await self._load(entries[-1].message, reader)
+            # Where nothing came, what is there may still be news: the stream may be shorter than it was.
+            newest = entries[-1] if entries else await self._newest()
+            if newest and self._is_news(newest.message):
+                await self._load(newest.message, reader)
 
     async def reach(self, version: int) -> int:
         """Wait until the engine holds `version` or a newer one; returns the one it holds."""
@@ -66,13 +72,28 @@ class WeightFollower:
         return verified_files(self.context.run_dir, manifest)
 
     def _is_news(self, manifest: WeightManifest) -> bool:
-        """A newer version, or the same one with other bytes: a crash can make the trainer redo a step."""
-        if manifest.version == self.engine.version:
-            return bool(self._digest) and manifest.digest != self._digest
-        return manifest.version > self.engine.version
+        """A newer version, the same one with other bytes, or any that a later trainer stands at."""
+        held = self._held
+        if manifest.version > self.engine.version or held is None:
+            return manifest.version > self.engine.version
+        if manifest.version < self.engine.version:
+            return manifest.term > held.term
+        if manifest.digest == held.digest:
+            self._held = manifest
+            return False
+        return True
+
+    def _is_other_history(self, manifest: WeightManifest) -> bool:
+        """Whether the weights held now may be no ancestor of these: their trainer is another one."""
+        return self._held is not None and manifest.term != self._held.term
+
+    async def _newest(self) -> Entry[WeightManifest] | None:
+        return await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
 
     async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
         """Verify and load one version; a torn one is tried again unless a newer one is there."""
+        is_other_history = self._is_other_history(manifest)
+        self.history += is_other_history  # what ends from now on was begun with weights that are gone
         try:
             files = await asyncio.to_thread(self._files_of, manifest)
             update = await self.engine.load(manifest.version, files)
@@ -80,12 +101,17 @@ class WeightFollower:
             metrics.WEIGHT_FAILURES.inc()
             log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
             self._give_up_after_a_while(error)
-            newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
+            newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
                 await asyncio.sleep(RETRY_S)
             return
-        self._failing_since, self._digest = None, manifest.digest
+        if is_other_history:
+            log.warning(
+                "left weights of a history that is lost", version=manifest.version, term=manifest.term
+            )
+            self.history += 1  # and what was begun while the new ones were loaded
+        self._failing_since, self._held = None, manifest
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
         metrics.WEIGHT_PAUSE_SECONDS.observe(update.paused_s)
         metrics.WEIGHT_DELAY_SECONDS.observe(max(0.0, time.time() - manifest.announced_at))

@@ -7,15 +7,20 @@ every published sample was generated under a lease that still held when it was p
 
 import asyncio
 import time
+from itertools import chain, count
+
+import structlog
 
 from common import metrics
 from common.broker import Broker
 from common.keys import Keys
 from common.messages import Lane, Ticket, Trajectory
 from common.streams import Consumer, Delivery
-from services.rollout.engine import Engine, GenerationRequest
+from services.rollout.engine import Engine, Generation, GenerationRequest
 from services.rollout.follower import WeightFollower
 from services.rollout.sample_counts import SampleCounts
+
+log = structlog.get_logger(__name__)
 
 VERSION_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
@@ -39,8 +44,12 @@ class GroupGenerator:
         self.worker = worker
         self.counts = SampleCounts(lane)
         self.num_published = 0
-        self.num_wanted = 0
+        self._asked: set[str] = set()
+
+    @property
+    def num_wanted(self) -> int:
         """Samples that were asked of the engine and are not there yet."""
+        return len(self._asked)
 
     async def generate(self, delivery: Delivery[Ticket]) -> None:
         """Generate and publish the group's missing samples.
@@ -50,32 +59,61 @@ class GroupGenerator:
             ValueError: the engine refuses the prompt.
         """
         ticket = delivery.message
+        waited_s: float | None = None
+        # Redis may lose samples that are published, and only Redis knows whether the group is complete: until
+        # it says so, or the lease is lost, what is missing is generated again.
+        while self.consumer.holds(delivery):
+            done = await self._begin(ticket)
+            if waited_s is None:
+                waited_s = max(0.0, time.time() - ticket.issued_at)
+                metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
+            missing = sorted(set(range(ticket.group_size)) - done)
+            if not missing:
+                await self.consumer.settle_group(delivery, *self._keys_of(ticket), ticket.group_size)
+            async with asyncio.TaskGroup() as samples:
+                for index in missing:
+                    samples.create_task(self._generate_sample(delivery, index))
+
+    async def _begin(self, ticket: Ticket) -> set[int]:
+        """Wait until the engine is young enough for the group; returns the indices published already."""
         done, started_version = await self._read_progress(ticket.ticket)
-        version = await self.follower.reach(max(ticket.min_version, started_version))
-        metrics.STAGE_SECONDS.labels("ticket").observe(max(0.0, time.time() - ticket.issued_at))
+        progress = self.keys.progress(ticket.ticket, self.lane)
+        version = await self.follower.reach(ticket.min_version)
         if started_version < 0:
             # Not over the version of a worker that took the group over meanwhile and started it earlier.
-            progress = self.keys.progress(ticket.ticket, self.lane)
             await self.broker.execute("HSETNX", progress, VERSION_FIELD, version)
-        async with asyncio.TaskGroup() as samples:
-            for index in sorted(set(range(ticket.group_size)) - done):
-                samples.create_task(self._generate_sample(delivery, index))
+        elif started_version > version and not await self._reaches(started_version):
+            log.warning(
+                "the version that a group began with is gone", ticket=ticket.ticket, was=started_version
+            )
+            await self.broker.execute("HSET", progress, VERSION_FIELD, self.engine.version)
+        return done
+
+    async def _reaches(self, version: int) -> bool:
+        """Whether the engine gets as far as a version at which a group began.
+
+        Of a history that Redis and trainer have lost, it never does; what only Redis has lost is announced
+        again long before the lease ends.
+        """
+        try:
+            await asyncio.wait_for(self.follower.reach(version), self.consumer.lease_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _keys_of(self, ticket: Ticket) -> tuple[str, str]:
+        """Where the ticket's samples go, and the hash of its progress."""
+        return self.keys.trajectories(self.lane), self.keys.progress(ticket.ticket, self.lane)
 
     async def forget(self, ticket: int) -> None:
         """Remove the progress of a group that will never be complete."""
         await self.broker.execute("DEL", self.keys.progress(ticket, self.lane))
 
     async def _generate_sample(self, delivery: Delivery[Ticket], index: int) -> None:
-        ticket, started_at = delivery.message, time.time()
-        request_id = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
-        request = GenerationRequest(
-            request_id, ticket.prompt_ids.tolist(), ticket.sampling, is_urgent=self.lane is Lane.EVAL
-        )
-        self.num_wanted += 1
-        try:
-            generation = await self.engine.generate(request)
-        finally:
-            self.num_wanted -= 1
+        ticket, started_at, history = delivery.message, time.time(), self.follower.history
+        generation = await self._ask(f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}", ticket)
+        if history != self.follower.history:
+            return  # of weights that the run never had: generated again
         sample = Trajectory(
             ticket=ticket.ticket,
             index=index,
@@ -95,11 +133,21 @@ class GroupGenerator:
             started_at=started_at,
             finished_at=time.time(),
         )
-        await self.consumer.publish_sample(
-            delivery, self.keys.trajectories(self.lane), self.keys.progress(ticket.ticket, self.lane), sample
-        )
+        await self.consumer.publish_sample(delivery, *self._keys_of(ticket), sample)
         self.num_published += 1
         self.counts.observe(sample)
+
+    async def _ask(self, name: str, ticket: Ticket) -> Generation:
+        """One completion of the engine. Of a delivery that was lost, requests may still run: ids differ."""
+        request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
+        request = GenerationRequest(
+            request_id, ticket.prompt_ids.tolist(), ticket.sampling, is_urgent=self.lane is Lane.EVAL
+        )
+        self._asked.add(request_id)
+        try:
+            return await self.engine.generate(request)
+        finally:
+            self._asked.discard(request_id)
 
     async def _read_progress(self, ticket: int) -> tuple[set[int], int]:
         """Indices already published, and the version at which the group was started (-1: not yet)."""

@@ -68,7 +68,7 @@ class TrainerState(BaseModel):
     counters: dict[str, int | float] = Field(default_factory=dict, description="totals over the run")
     commits: list[str] = Field(
         default_factory=list,
-        description="payloads of the newest commits, in base64: Redis may lose them after this was saved",
+        description="payloads of the newest commits, in base64: of releases before there was a journal",
     )
     digest: str = Field("", description="of the parameters, as in the version's commit")
     extra: dict[str, Any] = Field(default_factory=dict, description="whatever a later release adds")

@@ -5,16 +5,14 @@ processes count too.
 """
 
 import asyncio
-from base64 import b64encode
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import structlog
 
-from common import codec, metrics
+from common import metrics
 from common.history.selection import StreamName
-from common.messages import Commit
 from common.service import ServiceContext
 from common.streams import entry_id_of
 from services.trainer.checkpoint import CheckpointStore, TrainerState
@@ -55,20 +53,24 @@ class Checkpointer:
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
         self._changing = asyncio.Lock()
 
-    async def save(self, version: int, dropped: Sequence[Dropped], commits: Iterable[Commit]) -> None:
+    async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
         """Write the checkpoint of `version`, then let go of what no kept checkpoint needs.
 
-        `dropped` is what the next commit will have to tell, `commits` are those up to `version` that Redis
-        may still lose.
+        `dropped` is what the next commit will have to tell.
         """
         state = TrainerState(
             version=version,
             positions=self.intake.positions(),
             scheduler=self.scheduler.state(),
-            intake={"high_water": self.intake.high_water(), "dropped": [list(item) for item in dropped]},
+            intake={
+                "high_water": self.intake.high_water(),
+                "trails": {
+                    stream: [list(rung) for rung in rungs] for stream, rungs in self.intake.trails().items()
+                },
+                "dropped": [list(item) for item in dropped],
+            },
             data={"fingerprint": self.scheduler.prompts.fingerprint},
             counters={"trajectories": self.intake.num_trajectories},
-            commits=[b64encode(codec.encode_payload(commit)).decode() for commit in commits],
         )
         async with self._changing:
             await self._save(state)

@@ -152,13 +152,17 @@ class Collector:
     async def _refuse(self, refusal: Refusal, step: int) -> None:
         log.info("group replaced", ticket=refusal.ticket, reason=refusal.reason, detail=refusal.detail)
         if refusal.reason == STALE:
-            await self._report_stale(self.intake.groups[refusal.ticket].complete(), refusal.detail)
+            group = self.intake.groups[refusal.ticket].complete()
+            await self._report_stale(group, step, refusal.detail)
         await self.drop(refusal.ticket, refusal.reason, step, refusal.detail)
 
-    async def _report_stale(self, group: CompleteGroup, detail: str) -> None:
+    async def _report_stale(self, group: CompleteGroup, step: int, detail: str) -> None:
         """A violation of the staleness bound is counted and kept for the operator; never trained on."""
         metrics.STALENESS_VIOLATIONS.inc()
-        sample = min(group.trajectories.values(), key=lambda trajectory: trajectory.min_version)
+        samples = group.trajectories.values()
+        oldest, newest = min(samples, key=lambda t: t.min_version), max(samples, key=lambda t: t.max_version)
+        is_old = step - oldest.min_version > self.trainer.max_staleness
+        sample = oldest if is_old else newest
         letter = DeadLetter(
             origin="trajectories",
             entry_id="",

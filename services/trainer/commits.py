@@ -13,11 +13,15 @@ from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import Commit
-from common.streams import Entry, Garbled, append_numbered, entry_id_of, read_range
+from common.streams import Entry, Garbled, append_after, entry_id_of, id_order, last_id, read_range
 from services.trainer.collector import Dropped
 from services.trainer.step import StepResult
 
 log = structlog.get_logger(__name__)
+
+
+class LostTailError(TidemillError):
+    """The stream ends before the commit's predecessor: Redis has lost what was committed before."""
 
 
 class SecondTrainerError(TidemillError):
@@ -50,14 +54,18 @@ def make_commit(
 
 
 async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
-    """Append a commit under its step's id.
+    """Append a commit under its step's id, right behind that of the step before, in one atomic unit.
 
     Raises:
+        LostTailError: the commit before is not there: it has to come back first.
         SecondTrainerError: the step has a commit that is not this one.
     """
-    if await append_numbered(broker, keys.commits, [(commit.step, commit)]):
-        return
     entry_id = entry_id_of(commit.step)
+    while id_order(last := await last_id(broker, keys.commits)) < id_order(entry_id):
+        if commit.step and id_order(last) < id_order(entry_id_of(commit.step - 1)):
+            raise LostTailError(f"the commits of run {keys.run_id} end before step {commit.step - 1}")
+        if await append_after(broker, keys.commits, last, entry_id, commit):
+            return
     found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
     # Compared as bytes: a metric that is not a number differs from itself.
     ours = codec.encode_payload(commit)

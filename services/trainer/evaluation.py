@@ -22,7 +22,7 @@ from common.streams import (
     Entry,
     Garbled,
     OffsetReader,
-    append_numbered,
+    append_missing,
     entry_id_of,
     group_status,
     has_entry,
@@ -134,7 +134,8 @@ class Evaluator:
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:
         """Append the tickets that the stream does not have; False where it had them and let them go."""
         broker, key = self.context.broker, self.context.keys.prompts(Lane.EVAL)
-        if await append_numbered(broker, key, ((t.ticket, t) for t in tickets)) == len(tickets):
+        by_number = {ticket.ticket: ticket for ticket in tickets}
+        if len(await append_missing(broker, key, list(by_number), by_number.__getitem__)) == len(tickets):
             return True
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)

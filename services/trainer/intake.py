@@ -8,8 +8,9 @@ checkpoint remembers as its position lies below every entry that is still needed
 import asyncio
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeVar
 
 import structlog
@@ -18,7 +19,8 @@ from common import metrics
 from common.broker import Broker
 from common.keys import Keys
 from common.messages import DeadLetter, Message, Score, Trajectory
-from common.streams import START, Entry, Garbled, OffsetReader, id_before, id_order
+from common.streams import START, Entry, Garbled, OffsetReader, Trail, id_before, id_order
+from common.streams.trail import Rung
 from services.trainer.burial import bury_unread
 from services.trainer.judgement import CompleteGroup
 from services.trainer.samples import Prepared
@@ -28,8 +30,7 @@ log = structlog.get_logger(__name__)
 
 BLOCK_S = 1.0
 READ_COUNT = 256
-CLOCKS_APART_MS = 60_000
-"""Most that the clocks of two servers may differ which replace each other."""
+UNKNOWN_VERSION = 2**63
 
 M = TypeVar("M", bound=Message)
 
@@ -47,6 +48,8 @@ class PendingGroup:
     trajectories: dict[int, Entry[Trajectory]] = field(default_factory=dict)
     scores: dict[int, Entry[Score]] = field(default_factory=dict)
     started_version: int = -1
+    is_ahead: bool = False
+    """Whether a trajectory came that names a version which was not committed then."""
     is_taken: bool = False
     """Whether the step in progress trains on it."""
     prepared: Prepared | None = None
@@ -72,6 +75,12 @@ class PendingGroup:
             {index: entry.message for index, entry in self.trajectories.items()},
             {index: entry.message for index, entry in self.scores.items()},
             self.prepared,
+            {
+                i: _queued_s(self.trajectories[i], self.scores[i])
+                for i in self.trajectories
+                if i in self.scores
+            },
+            self.is_ahead,
         )
 
 
@@ -88,6 +97,8 @@ class Intake:
         self.changed = asyncio.Event()
         self.unread_at = -math.inf
         """When something last arrived that could not be decoded, so that a group may never be complete."""
+        self.version = UNKNOWN_VERSION
+        """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
         self.num_completion_tokens = 0
         self._seen_up_to: dict[str, str] = {}
@@ -150,8 +161,11 @@ class Intake:
     async def read_dead(self) -> None:
         """Follow the dead letters for ever: a dead ticket will never complete by itself."""
         while True:
-            for entry in await self._dead.read(READ_COUNT, BLOCK_S):
-                self._take_dead(entry)
+            reader = self._dead
+            entries = await reader.read(READ_COUNT, BLOCK_S)
+            if reader is self._dead:
+                for entry in entries:
+                    self._take_dead(entry)
 
     def reread(self) -> None:
         """Forget what has arrived of groups that no step has taken, and read it again.
@@ -165,30 +179,45 @@ class Intake:
             for stream, position in self.high_water().items()
         }
         low = self._low_water(untaken)
-        self._trajectories = _reader_at(self._trajectories, _with_margin(low[TRAJECTORIES]))
-        self._scores = _reader_at(self._scores, _with_margin(low[SCORES]))
+        self._trajectories = self._trajectories.reread(low[TRAJECTORIES])
+        self._scores = self._scores.reread(low[SCORES])
+        self._dead = self._dead.reread(self._dead.position)
         for group in untaken:
             group.trajectories.clear()
             group.scores.clear()
             group.started_version = -1
             group.prepared = None
+            group.is_ahead = False
         self.complete.clear()
 
     def positions(self) -> dict[str, str]:
         """Per stream, a position below every entry that an outstanding group has taken in."""
         # A dead letter that has not been acted on is read again.
         dead = [entry_id for entry_id, _ in self.dead.values()]
-        return self._low_water(self.groups.values()) | {DEAD: _low_water(dead, self._dead.position)}
+        return self._low_water(self.groups.values()) | {DEAD: _low_water(dead, self._dead.safe_position)}
 
     def high_water(self) -> dict[str, str]:
         """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
         return {TRAJECTORIES: self._trajectories.position, SCORES: self._scores.position}
 
-    def restore(self, positions: dict[str, str], high_water: dict[str, str]) -> None:
-        """Continue reading at a checkpoint's positions."""
-        self._trajectories.position = positions.get(TRAJECTORIES, START)
-        self._scores.position = positions.get(SCORES, START)
-        self._dead.position = positions.get(DEAD, START)
+    def trails(self) -> dict[str, list[Rung]]:
+        """Per stream, some of what was read: tells whether a position can still be relied on."""
+        return {
+            TRAJECTORIES: self._trajectories.trail.rungs,
+            SCORES: self._scores.trail.rungs,
+            DEAD: self._dead.trail.rungs,
+        }
+
+    def restore(
+        self,
+        positions: dict[str, str],
+        high_water: dict[str, str],
+        trails: Mapping[str, list[Rung]] = MappingProxyType({}),
+    ) -> None:
+        """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
+        self._trajectories = _restored(self._trajectories, positions, trails, TRAJECTORIES)
+        self._scores = _restored(self._scores, positions, trails, SCORES)
+        self._dead = _restored(self._dead, positions, trails, DEAD)
         self._seen_up_to = dict(high_water)
 
     def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
@@ -196,8 +225,8 @@ class Intake:
         trajectories = [entry.entry_id for group in groups for entry in group.trajectories.values()]
         scores = [entry.entry_id for group in groups for entry in group.scores.values()]
         return {
-            TRAJECTORIES: _low_water(trajectories, self._trajectories.position),
-            SCORES: _low_water(scores, self._scores.position),
+            TRAJECTORIES: _low_water(trajectories, self._trajectories.safe_position),
+            SCORES: _low_water(scores, self._scores.safe_position),
         }
 
     def _take_trajectory(self, entry: Entry[Trajectory] | Garbled) -> None:
@@ -211,6 +240,7 @@ class Intake:
             self.num_completion_tokens += sample.num_tokens
         group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
         if group is not None:
+            group.is_ahead |= sample.max_version > self.version
             self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES)
 
     async def _bury(self, entry: Garbled) -> None:
@@ -259,14 +289,17 @@ class Intake:
         return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
 
 
-def _with_margin(position: str) -> str:
-    """An earlier position: a new master's clock, and so its entry ids, may be behind those that were read."""
-    milliseconds, _ = id_order(position)
-    return f"{max(0, milliseconds - CLOCKS_APART_MS)}-0"
+def _queued_s(trajectory: Entry[Trajectory], score: Entry[Score]) -> float:
+    """Seconds from trajectory to reward: ids are times of one server, workers' clocks need not agree."""
+    between_ms = id_order(score.entry_id)[0] - id_order(trajectory.entry_id)[0]
+    return max(0.0, between_ms / 1000 - score.message.latency_s)
 
 
-def _reader_at(reader: OffsetReader[M], position: str) -> OffsetReader[M]:
-    return OffsetReader(reader.broker, reader.key, reader.message_type, position)
+def _restored(
+    reader: OffsetReader[M], positions: Mapping[str, str], trails: Mapping[str, list[Rung]], stream: str
+) -> OffsetReader[M]:
+    trail = Trail(trails.get(stream))
+    return OffsetReader(reader.broker, reader.key, reader.message_type, positions.get(stream, START), trail)
 
 
 def _low_water(entry_ids: list[str], position: str) -> str:

@@ -29,11 +29,20 @@ class CompleteGroup:
     trajectories: dict[int, Trajectory]
     scores: dict[int, Score]
     prepared: Prepared | None = None
+    queued_s: Mapping[int, float] = field(default_factory=dict)
+    """How long each trajectory waited for its reward, by the clock of Redis; empty where not known."""
+    is_ahead: bool = False
+    """Whether a token had come before the version that it names was committed: it is of a lost history."""
 
     @property
     def min_version(self) -> int:
         """The oldest version that produced a token of the group."""
         return min(trajectory.min_version for trajectory in self.trajectories.values())
+
+    @property
+    def max_version(self) -> int:
+        """The newest version that produced a token of the group."""
+        return max(trajectory.max_version for trajectory in self.trajectories.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,9 @@ class Judge:
         """
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
+            return Refusal(group.ticket, STALE, detail)
+        if group.is_ahead or group.max_version > step:
+            detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(group.ticket, STALE, detail)
         rewards, left_out = self._rewards(group.scores)
         failed = [index for index, reason in left_out if reason == FAILED_SCORE]

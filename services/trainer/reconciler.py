@@ -6,23 +6,26 @@ which cannot do harm where nothing was lost. A commit goes back only when no rec
 is needed any more: when a checkpoint covers it. Until then, history is what Redis holds.
 """
 
-from collections import deque
 from collections.abc import Iterable
 
 import structlog
 
 from common.broker import Broker
+from common.errors import TidemillError
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.messages import Commit, WeightManifest
+from common.messages import WeightManifest
 from common.streams import (
     START,
-    append_numbered,
+    append_after,
+    append_missing,
     entry_id_of,
     group_status,
+    id_after,
     id_order,
     last_id,
     pending_ids,
 )
+from services.trainer.commit_journal import CommitJournal
 from services.trainer.intake import PendingGroup
 from services.trainer.scheduler import Scheduler
 
@@ -30,12 +33,14 @@ log = structlog.get_logger(__name__)
 
 
 class Reconciler:
-    """Remembers what was appended lately; one Redis round trip or a few per check."""
+    """Knows what must be in the streams; one Redis round trip or a few per check."""
 
-    def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, keep_commits: int) -> None:
-        self.broker, self.keys, self.scheduler = broker, keys, scheduler
-        self.commits: deque[Commit] = deque(maxlen=max(keep_commits, 2))
+    def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, journal: CommitJournal) -> None:
+        self.broker, self.keys, self.scheduler, self.journal = broker, keys, scheduler, journal
         self.manifest: WeightManifest | None = None
+        self.term = 0
+        """Which trainer process of the run this is: each has a greater number than those before it."""
+        self._announced_as = ""
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
         self._server = ""
@@ -48,15 +53,29 @@ class Reconciler:
             log.warning("announced weights again that Redis had lost")
 
     async def restore_commits(self, below: int | None = None) -> None:
-        """Append again what is missing at the end of the commits, of steps below `below`."""
-        known = [commit for commit in self.commits if below is None or commit.step < below]
-        if not known:
-            return
-        last = id_order(await last_id(self.broker, self.keys.commits))
-        lost = [(c.step, c) for c in known if id_order(entry_id_of(c.step)) > last]
+        """Append again what is missing at the end of the commits, of steps below `below`.
+
+        Raises:
+            TidemillError: some are missing that the journal does not hold: history would have a hole.
+        """
+        steps = self.journal.steps
+        steps = steps if below is None else range(steps.start, min(steps.stop, max(below, steps.start)))
+        is_enough = bool(steps) and (below is None or steps.stop == below)
+        await self._check_for_hole(steps.start if is_enough else below or 0)
+        lost = await append_missing(self.broker, self.keys.commits, steps, self.journal.read)
         if lost:
-            log.warning("appending commits again that Redis has lost", first=lost[0][0], count=len(lost))
-            await append_numbered(self.broker, self.keys.commits, lost)
+            log.warning("appended commits again that Redis has lost", first=lost[0], count=len(lost))
+
+    async def _check_for_hole(self, first: int) -> None:
+        """The stream must reach up to step `first`: below it, nobody has what Redis may have lost."""
+        last = id_order(await last_id(self.broker, self.keys.commits))
+        if last >= id_order(entry_id_of(first - 1)):
+            return
+        raise TidemillError(
+            f"Redis has lost the commits of steps {last[0]} to {first - 1} of run {self.keys.run_id}, and "
+            f"{self.journal.path} does not hold them: going on would leave a hole in the run's history. "
+            "Restore Redis or that file from a backup, or start a new run from the last version's weights."
+        )
 
     async def has_restarted(self) -> bool:
         """Whether another server process answers than when this was last asked; it may hold less."""
@@ -66,10 +85,15 @@ class Reconciler:
 
     async def may_lack_records(self) -> bool:
         """Whether Redis has restarted since the last checkpoint, and may lack what was trained on since."""
-        before, self._server = self._server, (await self.broker.info("server"))["run_id"]
+        before, self._server = self._server, await self._identity()
         if before not in ("", self._server):
             self._is_news = self.needs_checkpoint = True
         return self.needs_checkpoint
+
+    async def _identity(self) -> str:
+        """Changes with each process that serves, and with each failover: one back to the first server too."""
+        server, replication = await self.broker.info("server"), await self.broker.info("replication")
+        return f"{server['run_id']} {replication.get('master_replid', '')}"
 
     async def is_announced(self, version: int) -> bool:
         """Whether the rollout workers know of `version`, or of a newer one."""
@@ -77,11 +101,28 @@ class Reconciler:
         return id_order(newest) >= id_order(entry_id_of(version))
 
     async def announce(self) -> bool:
-        """Announce the newest version; False where the stream has it already."""
+        """Announce the newest version; False where the stream has it already.
+
+        A version that an earlier trainer has announced is announced once more, behind that: workers that hold
+        a newer one of a history that is lost learn in this way that the run is here again.
+        """
         if self.manifest is None:
             return False
-        numbered = [(self.manifest.version, self.manifest)]
-        return bool(await append_numbered(self.broker, self.keys.weights, numbered))
+        while True:
+            last = await last_id(self.broker, self.keys.weights)
+            if self._announced_as and id_order(last) >= id_order(self._announced_as):
+                return False
+            first = entry_id_of(self.manifest.version)
+            entry_id = first if id_order(last) < id_order(first) else id_after(last)
+            if id_order(entry_id)[0] != id_order(first)[0]:
+                return False  # the stream is at a newer version
+            if await append_after(self.broker, self.keys.weights, last, entry_id, self.manifest):
+                self._announced_as = entry_id
+                return True
+
+    def change_manifest(self, manifest: WeightManifest) -> None:
+        """Announce this one from now on."""
+        self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
 
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
         """Ask at which version incomplete groups were started: no token of theirs will be older."""

@@ -6,7 +6,7 @@ mode the weights come out bit by bit; the digest in each commit proves it, and a
 
 import asyncio
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
@@ -49,10 +49,13 @@ def restore_checkpoint(
     state = checkpoint.state
     scheduler.prompts.check_fingerprint(state.data["fingerprint"])
     scheduler.restore(state.scheduler)
-    intake.restore(state.positions, state.intake["high_water"])
+    intake.restore(state.positions, state.intake["high_water"], state.intake.get("trails", {}))
     intake.num_trajectories = int(state.counters["trajectories"])
     intake.expect(list(scheduler.outstanding.values()))
-    reconciler.commits.extend(codec.decode_payload(b64decode(text), Commit) for text in state.commits)
+    for text in state.commits:  # of an older release, which kept no journal
+        commit = codec.decode_payload(b64decode(text), Commit)
+        if commit.step not in reconciler.journal.steps:
+            reconciler.journal.append(commit)
     policy.load_state(checkpoint.folder)
     log.info("checkpoint restored", version=state.version)
     return state.version, [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
@@ -82,10 +85,12 @@ class Replayer:
         Before the readers start, which do not keep what belongs to no outstanding ticket.
         """
         await self.reconciler.has_restarted()
-        await self.reconciler.restore_commits()  # those that the checkpoint covers
+        await self._restore_commits(version)
         adopted = await self.scheduler.adopt_issued()
         self.intake.expect(list(self.scheduler.outstanding.values()))
         commits = await read_commits(self.context.broker, self.context.keys, version)
+        for commit in commits:
+            await self._keep(commit)
         told = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
         replaced = [ticket.replaces for ticket in adopted if ticket.replaces >= 0]
         for ticket in replaced:
@@ -93,6 +98,30 @@ class Replayer:
         untold = [*dropped, *((ticket, -1, "replaced before a restart") for ticket in replaced)]
         self.pending_drops = [item for item in untold if item[0] not in told]
         return commits
+
+    async def _restore_commits(self, version: int) -> None:
+        """Give Redis back the commits that the checkpoint of `version` covers.
+
+        Those above it that only the journal has are forgotten: the records they were trained on may be gone.
+        """
+        journal, broker, keys = self.reconciler.journal, self.context.broker, self.context.keys
+        await self._store(partial(journal.cut, version))
+        if journal.next_step < version:  # of an older release, or damaged: Redis may have them all
+            try:
+                known = await read_commits(broker, keys, journal.next_step)
+            except TidemillError as error:
+                log.error("the run's history has a hole, which the journal cannot fill", problem=str(error))
+                known = []
+            for commit in known:
+                if commit.step < version:
+                    await self._keep(commit)
+        await self.reconciler.restore_commits(below=version)
+
+    async def _keep(self, commit: Commit) -> None:
+        await self._store(partial(self.reconciler.journal.append, commit))
+
+    async def _store(self, write: Callable[[], None]) -> None:
+        await until_stored(self.context, partial(asyncio.to_thread, write))
 
     async def replay(self, commits: Sequence[Commit], recorder: Recorder) -> None:
         """Train every commit again.
@@ -116,7 +145,6 @@ class Replayer:
         for ticket in commit.groups:
             self.scheduler.settle(ticket)
             self.intake.close(ticket)
-        self.reconciler.commits.append(commit)
 
     async def _gather(self, commit: Commit) -> dict[int, CompleteGroup]:
         """Wait until the streams have delivered every group of the commit."""

@@ -8,7 +8,7 @@ A ticket's number is also its position in the prompt order and (plus one) its en
 is idempotent: after a crash, tickets that the stream holds are adopted, the others issued again alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from common.config import RunConfig
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import SamplingParams, Ticket
-from common.streams import Entry, append_numbered, entry_id_of, id_order, last_id, read_range
+from common.streams import Entry, append_missing, entry_id_of, last_id, read_range
 from services.trainer.prompts import PromptSource
 
 log = structlog.get_logger(__name__)
@@ -103,13 +103,7 @@ class Scheduler:
 
     async def reissue_lost(self) -> int:
         """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""
-        last = id_order(await last_id(self.broker, self.keys.prompts()))[0] - 1
-        lost = [self.outstanding[number] for number in sorted(self.outstanding) if number > last]
-        tickets = [self._ticket(item.ticket, item.step, item.replaces) for item in lost]
-        if tickets:
-            log.warning("issuing tickets again that Redis has lost", count=len(tickets), first=lost[0].ticket)
-            await append_numbered(self.broker, self.keys.prompts(), ((t.ticket, t) for t in tickets))
-        return len(tickets)
+        return len(await self._append_missing())
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -136,18 +130,30 @@ class Scheduler:
     async def _issue(self, tickets: list[Ticket]) -> list[Outstanding]:
         if not tickets:
             return []
-        # Lost ones first: the stream takes no number below its last.
-        await self.reissue_lost()
         issued = [_outstanding(ticket) for ticket in tickets]
         self.next_ticket = tickets[-1].ticket + 1
         self.outstanding |= {item.ticket: item for item in issued}
         self.expect(issued)
-        numbered = [(ticket.ticket, ticket) for ticket in tickets]
-        if await append_numbered(self.broker, self.keys.prompts(), numbered) < len(tickets):
+        appended = await self._append_missing(tickets)
+        if not {ticket.ticket for ticket in tickets} <= appended:
             await self._check_issued(tickets)
         for item in issued:
             metrics.TICKETS_ISSUED.labels("replacement" if item.replaces >= 0 else "regular").inc()
         return issued
+
+    async def _append_missing(self, new: Sequence[Ticket] = ()) -> set[int]:
+        """Append what is outstanding and not in the stream: what Redis has lost before what is new."""
+        tickets = {ticket.ticket: ticket for ticket in new}
+
+        def ticket_of(number: int) -> Ticket:
+            item = self.outstanding[number]
+            return tickets.get(number) or self._ticket(number, item.step, item.replaces)
+
+        key = self.keys.prompts()
+        appended = await append_missing(self.broker, key, sorted(self.outstanding), ticket_of)
+        if lost := [number for number in appended if number not in tickets]:
+            log.warning("issued tickets again that Redis has lost", count=len(lost), first=lost[0])
+        return set(appended)
 
     async def _check_issued(self, tickets: list[Ticket]) -> None:
         """Some ids were taken: by these tickets, if Redis did the append before the connection broke."""

@@ -14,6 +14,7 @@ from services.trainer.best_version import BestVersion
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import Collector, StoppedError
+from services.trainer.commit_journal import CommitJournal
 from services.trainer.diagnostics import Diagnostics
 from services.trainer.evaluation import Evaluator
 from services.trainer.intake import Intake
@@ -31,6 +32,8 @@ from services.trainer.recovery import Replayer, restore_checkpoint
 from services.trainer.scheduler import Scheduler
 from services.trainer.sharded_policy import ShardedPolicy
 from services.trainer.step import StepRunner
+from services.trainer.storage import until_stored
+from services.trainer.term import next_term
 from services.trainer.trainer import Trainer
 from services.trainer.trimming import Trimmer
 from services.trainer.weights import WeightStore
@@ -78,14 +81,16 @@ async def _train_policy(
     intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
     scheduler = Scheduler(context.broker, context.keys, context.config, prompts, intake.expect)
     store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
-    reconciler = Reconciler(context.broker, context.keys, scheduler, context.config.trainer.checkpoint_every)
+    journal = await asyncio.to_thread(CommitJournal, context.run_dir)
+    reconciler = Reconciler(context.broker, context.keys, scheduler, journal)
+    reconciler.term = await until_stored(context, lambda: asyncio.to_thread(next_term, context.run_dir))
     restored, dropped = await thread.call(restore_checkpoint, store, policy, scheduler, intake, reconciler)
     judge = Judge(context.config)
     runner = StepRunner(context, policy, thread, judge)
     collector = Collector(context, scheduler, intake, judge, reconciler, runner.preparer)
     replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler)
     commits = await replayer.adopt(restored, dropped)
-    version = restored + len(commits)
+    version = intake.version = restored + len(commits)
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
         for sender in await asyncio.to_thread(_open_loggers, context):
             recorder.attach(sender)

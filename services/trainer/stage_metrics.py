@@ -1,7 +1,7 @@
 """What a step's own trajectories and scores tell of the stages before the trainer.
 
-`tidemill plan` computes from these numbers how many workers a run needs. Clocks of several machines may
-differ a little: no time is shorter than nothing.
+`tidemill plan` computes from these numbers how many workers a run needs. Clocks of several machines differ:
+only differences of one clock are counted, and none is shorter than nothing.
 """
 
 from collections import defaultdict
@@ -17,18 +17,17 @@ ENTRY_BYTES = 500
 """Of a trajectory and its score besides ids, logprobs and text: field names, times, Redis's own."""
 
 
-def stage_metrics(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> dict[str, float]:
-    """Times and sizes of one step; `scores` may be fewer than `trajectories`."""
+def stage_metrics(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], queued: Sequence[float] = ()
+) -> dict[str, float]:
+    """Times and sizes of one step; `scores` may be fewer than `trajectories`.
+
+    `queued` says how long trajectories waited for their rewards, by one clock.
+    """
     if not trajectories or not scores:
         return {}
     latencies = np.array([score.latency_s for score in scores])
     generations = np.array([max(0.0, t.finished_at - t.started_at) for t in trajectories])
-    finished = {trajectory.key: trajectory.finished_at for trajectory in trajectories}
-    queued = [
-        max(0.0, score.scored_at - score.latency_s - finished[score.key])
-        for score in scores
-        if score.key in finished
-    ]
     return {
         "stages/generation_s": float(generations.mean()),
         "stages/generation_p95_s": float(np.quantile(generations, 0.95)),

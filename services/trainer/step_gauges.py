@@ -22,6 +22,8 @@ def observe_step(commit: Commit, result: StepResult) -> None:
             _observe_staleness(trajectory, commit.step, tokens)
             if score := group.source.scores.get(index):
                 _observe_stages(trajectory, score, commit.finished_at)
+                if (queued_s := group.source.queued_s.get(index)) is not None:
+                    metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s)
     for staleness, count in tokens.items():
         metrics.TRAINED_TOKENS.labels(staleness).inc(count)
 
@@ -37,10 +39,8 @@ def _observe_staleness(trajectory: Trajectory, step: int, tokens: "Counter[int]"
 
 def _observe_stages(trajectory: Trajectory, score: Score, committed_at: float) -> None:
     """The clocks of several machines may differ a little: no stage is shorter than nothing."""
-    taken_at = score.scored_at - score.latency_s
     stages = {
         "generate": trajectory.finished_at - trajectory.started_at,
-        "reward_queue": taken_at - trajectory.finished_at,
         "reward": score.latency_s,
         "trainer": committed_at - score.scored_at,
     }

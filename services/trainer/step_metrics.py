@@ -22,6 +22,7 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
     """All metrics of a step; every value is a finite number except where the policy's own is not."""
     trajectories = [t for group in result.groups if group.source for t in group.source.trajectories.values()]
     scores = [s for group in result.groups if group.source for s in group.source.scores.values()]
+    queued = [s for group in result.groups if group.source for s in group.source.queued_s.values()]
     lengths = np.array([t.num_tokens for t in trajectories])
     staleness = np.concatenate([step - t.token_versions() for t in trajectories])
     metrics = {
@@ -38,15 +39,16 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
         "groups_dropped": float(num_dropped),
         "groups_dropped_ratio": num_dropped / (num_dropped + len(result.groups)),
         "step_time_s": step_time_s,
-        **stage_metrics(trajectories, scores),
+        **stage_metrics(trajectories, scores, queued),
     }
     return metrics | _policy_metrics(result)
 
 
 def staleness_shares(staleness: NDArray[np.int64]) -> dict[str, float]:
     """A histogram: `staleness/share_<n>`, the share of trained tokens n steps old; what is older than the
-    last bucket is in that. Buckets up to the oldest token are there, also empty ones."""
-    counts = np.bincount(np.minimum(staleness, OLDEST_BUCKET)) if staleness.size else ()
+    last bucket is in that. Buckets up to the oldest token are there, also empty ones. A token of a version
+    after its step, which no step trains on, would count as new."""
+    counts = np.bincount(np.clip(staleness, 0, OLDEST_BUCKET)) if staleness.size else ()
     return {f"staleness/share_{age}": float(count / staleness.size) for age, count in enumerate(counts)}
 
 

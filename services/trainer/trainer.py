@@ -25,7 +25,7 @@ from common.weight_files import verified_files
 from services.trainer.best_version import BestVersion
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
-from services.trainer.commits import append_commit, make_commit
+from services.trainer.commits import LostTailError, append_commit, make_commit
 from services.trainer.diagnostics import Diagnostics
 from services.trainer.evaluation import EvaluationResult, Evaluator
 from services.trainer.group_results import delete_results
@@ -151,19 +151,31 @@ class Trainer:
         What was trained on may be gone then, and neither this commit nor one that Redis has lost with it
         could be replayed.
         """
-        self.reconciler.commits.append(commit)
-        self.version = commit.version
+        await until_stored(self.context, partial(asyncio.to_thread, self.reconciler.journal.append, commit))
+        self.version = self.intake.version = commit.version
         self.collector.settle(result.groups)
         if await self.reconciler.may_lack_records():
             await self._save()
-        # What Redis has lost comes first: the stream takes no step below its last.
         await self.reconciler.restore_lost()
-        await self.reconciler.restore_commits(below=commit.step)
         with metrics.COMMIT_SECONDS.time():
-            await append_commit(self.context.broker, self.context.keys, commit)
+            await self._append(commit)
+        if await self.reconciler.may_lack_records():
+            await self._save()
+
+    async def _append(self, commit: Commit) -> None:
+        """Append a commit, and before it those that Redis has lost: the stream takes no step below its last.
+
+        Of what is lost, the newest records go first: where a commit is missing, they are too.
+        """
+        while True:
+            try:
+                return await append_commit(self.context.broker, self.context.keys, commit)
+            except LostTailError:
+                await self._save()
+                await self.reconciler.restore_commits(below=commit.step)
 
     async def _save(self) -> None:
-        await self.checkpointer.save(self.version, self.collector.dropped, self.reconciler.commits)
+        await self.checkpointer.save(self.version, self.collector.dropped)
         self.reconciler.needs_checkpoint = False
 
     def _make_commit(
@@ -206,7 +218,7 @@ class Trainer:
 
     async def _announce(self, manifest: WeightManifest) -> None:
         """Tell the rollout workers, and start the version's evaluation where one is due."""
-        self.reconciler.manifest = manifest
+        self.reconciler.change_manifest(manifest)
         await self.reconciler.announce()
         if self._must_evaluate(manifest.version):
             self._start_evaluation(manifest.version)

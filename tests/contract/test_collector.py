@@ -144,6 +144,39 @@ async def test_a_violation_of_the_staleness_bound_is_dead_lettered_and_replaced(
     assert [(t.step, t.min_version) for t in tickets if t.replaces == 4] == [(2, 1)]
 
 
+@pytest.mark.parametrize("version", [1, 7, 2**40])
+async def test_a_version_that_the_run_has_not_reached_is_a_violation_like_any_other(
+    make, broker, keys, version
+):
+    """Of a worker that outlived a history that Redis and trainer have lost, or of a poisoned trajectory."""
+    collector = make(max_staleness=0)
+    await collector.scheduler.admit(0)
+    async with reading(collector.intake):
+        await publish_group(broker, keys, 0, version=version)
+        await publish_group(broker, keys, 1)
+        assert [group.ticket for group in await collector.take(0, 2)] == [1]
+        await publish_group(broker, keys, 2)
+        assert [group.ticket for group in await collector.take(0, 1)] == [2]
+    (found,) = await messages(broker, keys.dead, DeadLetter)
+    assert (found.origin, found.ticket) == ("trajectories", 0)
+    assert f"version {version} at step 0" in found.error
+    assert collector.dropped == [(0, -1, "stale")]
+
+
+async def test_a_version_that_was_named_before_it_was_committed_is_a_violation_later_too(make, broker, keys):
+    """The run reaches the number again, by other weights than those that the tokens are of."""
+    collector = make(max_staleness=1)
+    await collector.scheduler.admit(0)
+    collector.intake.version = 0
+    async with reading(collector.intake):
+        await publish_group(broker, keys, 2, version=1)
+        await wait_until(lambda: collector.intake.complete == [2])
+        collector.intake.version = 1
+        await publish_group(broker, keys, 3, version=1)
+        assert [group.ticket for group in await collector.take(1, 2)] == [3]
+    assert collector.dropped == [(2, -1, "stale")]
+
+
 async def test_after_a_restart_of_redis_nothing_is_taken_before_it_is_read_again(
     make, broker, keys, monkeypatch
 ):

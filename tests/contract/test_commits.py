@@ -8,8 +8,14 @@ from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import Commit
-from common.streams import entry_id_of, last_id
-from services.trainer.commits import SecondTrainerError, append_commit, make_commit, read_commits
+from common.streams import append_numbered, entry_id_of, last_id
+from services.trainer.commits import (
+    LostTailError,
+    SecondTrainerError,
+    append_commit,
+    make_commit,
+    read_commits,
+)
 from services.trainer.judgement import TrainableGroup
 from services.trainer.micro_batches import form_micro_batches
 from services.trainer.step import MiniBatch, StepResult
@@ -86,10 +92,17 @@ async def test_a_trainer_that_fell_behind_cannot_commit_an_old_step(broker: Brok
 
 
 async def test_a_hole_between_commits_is_an_error(broker: Broker, keys: Keys) -> None:
-    for step in (0, 2):
-        await append_commit(broker, keys, commit_of(step))
+    await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in (0, 2)])
     with pytest.raises(TidemillError, match="has a commit of step 2 where step 1 is due"):
         await read_commits(broker, keys, 0)
+
+
+async def test_a_commit_is_not_appended_where_the_one_before_is_missing(broker: Broker, keys: Keys) -> None:
+    """There would be no place for it any more."""
+    await append_commit(broker, keys, commit_of(0))
+    with pytest.raises(LostTailError):
+        await append_commit(broker, keys, commit_of(2))
+    assert await read_commits(broker, keys, 0) == [commit_of(0)]
 
 
 async def test_a_commit_that_cannot_be_read_is_an_error(broker: Broker, keys: Keys) -> None:

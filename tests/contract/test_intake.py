@@ -1,5 +1,6 @@
 """Trajectories and scores joined from real streams: the first entry wins, and nothing needed is forgotten."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,21 @@ class TestPositions:
         assert (intake.groups, intake.complete, intake.dead) == ({}, [], {})
 
 
+async def test_the_wait_for_a_reward_is_measured_by_one_clock(make, broker, keys):
+    """Workers' clocks may be an hour apart; entry ids are times of Redis."""
+    intake = make(0)
+    late = time.time() + 3600
+    async with reading(intake):
+        for index in (0, 1):
+            sample = make_trajectory(0, index, group_size=2, started_at=1.0, finished_at=2.0)
+            score = make_score(0, index, latency_s=0.5, scored_at=late)
+            for key, clock, message in ((keys.trajectories(), 1000, sample), (keys.scores(), 3500, score)):
+                flat = [part for pair in codec.encode(message).items() for part in pair]
+                await broker.execute("XADD", key, f"{clock}-{index}", *flat)
+        await wait_until(lambda: intake.complete == [0])
+    assert intake.groups[0].complete().queued_s == {0: 2.0, 1: 2.0}
+
+
 class TestAfterRedisLostItsTail:
     async def test_a_score_never_meets_a_trajectory_that_is_gone(self, make, broker, keys):
         """Ticket 0 was read, then lost and generated again: other tokens, and a score of their own."""
@@ -248,6 +264,63 @@ class TestAfterRedisLostItsTail:
             intake.reread()
             await wait_until(lambda: intake.groups[0].trajectories)
         assert intake.groups[0].trajectories[0].entry_id == "1700000010000-0"
+
+    async def test_a_clock_that_is_set_back_by_more_than_any_margin_hides_nothing(self, make, broker, keys):
+        """Trajectory, score and letter are lost, and come again with ids ten minutes smaller."""
+        intake: Any = make(0, 1)
+        sample, score = codec.encode(make_trajectory(0, 0, group_size=2)), codec.encode(make_score(0, 0))
+        dead = codec.encode(letter(1))
+        messages = {keys.trajectories(): sample, keys.scores(): score, keys.dead: dead}
+        group = intake.groups[0]
+        async with reading(intake):
+            for clock in ("1700000600000-0", "1700000000000-0"):
+                for key, fields in messages.items():
+                    flat = [part for pair in fields.items() for part in pair]
+                    await broker.execute("XADD", key, clock, *flat)
+                await wait_until(lambda: group.trajectories and group.scores and intake.dead)
+                assert group.trajectories[0].entry_id == intake.dead[1][0] == clock
+                for key in messages if clock == "1700000600000-0" else ():
+                    await lose_tail(broker, key, START)
+                intake.dead.clear()
+                intake.reread()
+
+    async def test_what_still_stands_is_found_by_content_too(self, make, broker, keys):
+        """The same id may be given out twice: a lost entry's place is not proof that it is there."""
+        intake: Any = make(0, 1, 2)
+        async with reading(intake):
+            for number, text in ((0, "kept"), (1, "lost")):
+                fields = codec.encode(make_trajectory(number, 0, text, group_size=2))
+                flat = [part for pair in fields.items() for part in pair]
+                await broker.execute("XADD", keys.trajectories(), f"{100 + number}-0", *flat)
+            await wait_until(lambda: intake.groups[1].trajectories)
+            intake.close(0)
+            intake.close(1)
+            await lose_tail(broker, keys.trajectories(), "100-0")
+            fields = codec.encode(make_trajectory(2, 0, "new", group_size=2))
+            await broker.execute(
+                "XADD", keys.trajectories(), "101-0", *[p for pair in fields.items() for p in pair]
+            )
+            intake.reread()
+            await wait_until(lambda: intake.groups[2].trajectories)
+
+    async def test_positions_of_a_checkpoint_are_not_relied_on_where_the_stream_is_another(
+        self, make, broker, keys
+    ):
+        """Redis and trainer die together; the new server's clock is behind."""
+        first: Any = make(0)
+        fields = codec.encode(make_trajectory(0, 0, group_size=2))
+        flat = [part for pair in fields.items() for part in pair]
+        async with reading(first):
+            await broker.execute("XADD", keys.trajectories(), "1700000600000-0", *flat)
+            await wait_until(lambda: first.groups[0].trajectories)
+        first.close(0)
+        positions, high_water, trails = first.positions(), first.high_water(), first.trails()
+        await lose_tail(broker, keys.trajectories(), START)
+        second: Any = make(0)
+        second.restore(positions, high_water, trails)
+        async with reading(second):
+            await broker.execute("XADD", keys.trajectories(), "1700000000000-0", *flat)
+            await wait_until(lambda: second.groups[0].trajectories)
 
     async def test_an_answer_to_an_older_question_is_not_taken_in(self, make, broker, keys, monkeypatch):
         """`reread` comes while a read is under way whose reply is from before."""

@@ -1,5 +1,6 @@
 """After Redis lost its tail, or a worker its work, the streams hold again what they should."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from common.broker import Broker
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import Commit, Ticket, Trajectory, WeightManifest
 from common.streams import Consumer, append, ensure_group, entry_id_of, last_id
+from services.trainer.commit_journal import CommitJournal
 from services.trainer.commits import append_commit, read_commits
 from services.trainer.intake import Intake
 from services.trainer.reconciler import Reconciler
@@ -37,9 +39,9 @@ def manifest_of(version: int) -> WeightManifest:
 
 
 @pytest.fixture
-def parts(broker: Broker, keys: Keys) -> tuple[Scheduler, Intake, Reconciler]:
+def parts(broker: Broker, keys: Keys, tmp_path: Path) -> tuple[Scheduler, Intake, Reconciler]:
     scheduler, intake = make_parts(broker, keys, trainer_config(max_staleness=2))
-    return scheduler, intake, Reconciler(broker, keys, scheduler, keep_commits=4)
+    return scheduler, intake, Reconciler(broker, keys, scheduler, CommitJournal(tmp_path))
 
 
 class TestLostTails:
@@ -48,7 +50,7 @@ class TestLostTails:
         await scheduler.admit(0)
         for step in range(3):
             await append_commit(broker, keys, commit_of(step))
-            reconciler.commits.append(commit_of(step))
+            reconciler.journal.append(commit_of(step))
         reconciler.manifest = manifest_of(3)
         assert await reconciler.announce()
         streams = (keys.prompts(), keys.commits, keys.weights)
@@ -65,7 +67,7 @@ class TestLostTails:
         commits = [commit_of(step) for step in range(3)]
         for commit in commits:
             await append_commit(broker, keys, commit)
-            reconciler.commits.append(commit)
+            reconciler.journal.append(commit)
         reconciler.manifest = manifest_of(3)
         await reconciler.announce()
         for key in (keys.prompts(), keys.commits, keys.weights):

@@ -8,121 +8,35 @@ from typing import Any
 
 import pytest
 
-from common.activity import Activity
 from common.broker import Broker
 from common.errors import LeaseLostError
 from common.keys import ROLLOUT_GROUP, Keys
-from common.messages import DeadLetter, Lane, Ticket, Trajectory
-from common.service import ServiceContext
-from common.streams import Consumer, Delivery, append_numbered, group_status
-from services.rollout.engine import Generation, GenerationRequest
-from services.rollout.engines.simulated import SimulatedEngine
-from services.rollout.follower import WeightFollower
-from services.rollout.group import GroupGenerator
+from common.messages import DeadLetter, Lane, Trajectory
+from common.streams import group_status
 from services.rollout.worker import RolloutWorker
-from services.trainer.simulated_policy import SimulatedPolicy
-from services.trainer.weights import WeightStore
-from tests.training import make_parts, messages, trainer_config
+from tests.rollout_worker import (
+    SIZE,
+    Worker,
+    announce_version,
+    has_samples,
+    issue,
+    samples_of,
+    started,
+    take_over,
+)
+from tests.training import messages
 from tests.waiting import wait_until
-
-SIZE = 4
-
-
-class GatedEngine(SimulatedEngine):
-    """Notes what it is asked for; indices in `held` wait until the test lets them go."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.asked: list[int] = []
-        self.held: set[int] = set()
-        self.refused: set[int] = set()
-        self.released = asyncio.Event()
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        index = int(request.request_id.split("-")[2])
-        self.asked.append(index)
-        if index in self.refused:
-            raise ValueError("the prompt is too long")
-        if index in self.held:
-            await self.released.wait()
-        return await super().generate(request)
-
-
-class Worker:
-    """One rollout worker's parts, without its loop."""
-
-    def __init__(self, broker: Broker, keys: Keys, folder: Path, name: str, **config: Any) -> None:
-        settings = {
-            "group_size": SIZE,
-            "rollout__simulated": {"tokens": 4},
-            "streams__lease_s": 60.0,
-        } | config
-        self.config = trainer_config(**settings)
-        self.context = ServiceContext("rollout", name, keys, self.config, broker, folder, Activity("rollout"))
-        self.engine = GatedEngine(self.config)
-        self.follower = WeightFollower(self.context, self.engine)
-        self.consumer: Consumer[Ticket] = Consumer(
-            broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=60.0, dead_key=keys.dead
-        )
-        self.generator = GroupGenerator(
-            broker, keys, Lane.TRAIN, self.consumer, self.engine, self.follower, name
-        )
-
-    async def fetch(self) -> Delivery[Ticket]:
-        (delivery,) = await self.consumer.fetch(1, 1.0)
-        assert isinstance(delivery, Delivery)
-        return delivery
 
 
 @pytest.fixture
 def make(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
     """Start a worker, its follower included, for the length of a block."""
-
-    @contextlib.asynccontextmanager
-    async def make(name: str = "w1", **config: Any) -> AsyncIterator[Worker]:
-        worker = Worker(broker, keys, tmp_path, name, **config)
-        await worker.engine.start()
-        following = asyncio.ensure_future(worker.follower.run())
-        try:
-            async with worker.consumer:
-                yield worker
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-
-    return make
+    return lambda name="w1", **config: started(broker, keys, tmp_path, name, **config)
 
 
 @pytest.fixture
 def announce(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
-    async def announce(version: int) -> None:
-        policy = SimulatedPolicy(trainer_config())
-        manifest = await asyncio.to_thread(WeightStore(tmp_path).write, version, policy)
-        await append_numbered(broker, keys.weights, [(version, manifest)])
-
-    return announce
-
-
-async def issue(broker: Broker, keys: Keys, version: int = 0) -> None:
-    """Tickets of all steps up to `version + 1`, two groups each."""
-    scheduler, _ = make_parts(broker, keys, trainer_config(group_size=SIZE))
-    await scheduler.admit(version)
-
-
-async def samples_of(broker: Broker, keys: Keys, ticket: int = 0) -> list[Trajectory]:
-    found = await messages(broker, keys.trajectories(), Trajectory)
-    return [sample for sample in found if sample.ticket == ticket]
-
-
-async def take_over(
-    broker: Broker, keys: Keys, delivery: Delivery[Ticket], worker: Worker
-) -> Delivery[Ticket]:
-    """Give a held ticket to another worker, as XAUTOCLAIM does when the lease has expired."""
-    name = worker.consumer.name
-    await broker.execute("XCLAIM", keys.prompts(), ROLLOUT_GROUP, name, 0, delivery.entry_id)
-    taken = Delivery(delivery.entry_id, delivery.fields, delivery.message, delivery.attempts + 1)
-    worker.consumer.held[delivery.entry_id] = taken
-    return taken
+    return lambda version, term=1: announce_version(broker, keys, tmp_path, version, term)
 
 
 class TestOneWorker:
@@ -147,7 +61,7 @@ class TestOneWorker:
         async with make() as worker:
             worker.engine.held = {1}
             task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
-            await wait_until(lambda: _has_samples(broker, keys, 3))
+            await wait_until(lambda: has_samples(broker, keys, 3))
             assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 1
             worker.engine.released.set()
             await task
@@ -176,7 +90,7 @@ class TestTakeover:
             first.engine.held = {1, 3}
             delivery = await first.fetch()
             task = asyncio.ensure_future(first.generator.generate(delivery))
-            await wait_until(lambda: _has_samples(broker, keys, 2))
+            await wait_until(lambda: has_samples(broker, keys, 2))
             taken = await take_over(broker, keys, delivery, second)
             await second.generator.generate(taken)
             assert sorted(second.engine.asked) == [1, 3]
@@ -274,7 +188,7 @@ class TestWorkerLoop:
             await broker.execute("XCLAIM", *args)
             async with self.running(worker):
                 await wait_until(lambda: _has_length(broker, keys.dead, 1))
-                await wait_until(lambda: _has_samples(broker, keys, 3 * SIZE, None))
+                await wait_until(lambda: has_samples(broker, keys, 3 * SIZE, None))
         (letter,) = await messages(broker, keys.dead, DeadLetter)
         assert (letter.ticket, letter.fields) == (0, {k.decode(): v for k, v in delivery.fields.items()})
         assert "given up after" in letter.error
@@ -307,17 +221,12 @@ class TestWorkerLoop:
             worker.engine.held = {0}
             async with self.running(worker) as loop:
                 await wait_until(lambda: len(loop.groups) == 4)
-                await wait_until(lambda: _has_samples(broker, keys, 4 * (SIZE - 1), None))
+                await wait_until(lambda: has_samples(broker, keys, 4 * (SIZE - 1), None))
                 worker.context.stopping.set()
                 worker.engine.released.set()
         assert len(await messages(broker, keys.trajectories(), Trajectory)) == 4 * SIZE
         status = await group_status(broker, keys.prompts(), ROLLOUT_GROUP)
         assert status.pending == 0
-
-
-async def _has_samples(broker: Broker, keys: Keys, count: int, ticket: int | None = 0) -> bool:
-    found = await messages(broker, keys.trajectories(), Trajectory)
-    return sum(ticket is None or sample.ticket == ticket for sample in found) == count
 
 
 async def _has_length(broker: Broker, key: str, count: int) -> bool:

@@ -8,7 +8,7 @@ from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import Ticket
-from common.streams import append, append_numbered, entry_id_of, last_id, read_range
+from common.streams import append, append_missing, entry_id_of, last_id, read_range
 from services.trainer.scheduler import Outstanding, Scheduler
 from tests.training import lose_tail, make_prompts, messages, trainer_config
 
@@ -97,11 +97,12 @@ class TestGate:
         scheduler, order = make(), []
         scheduler.expect = lambda items: order.append(("expected", [item.ticket for item in items]))
 
-        async def spy(broker: Broker, key: str, numbered: Any) -> int:
-            order.append(("appended", [number for number, _ in numbered]))
-            return await append_numbered(broker, key, numbered)
+        async def spy(broker: Broker, key: str, numbers: Any, build: Any) -> list[int]:
+            appended = await append_missing(broker, key, numbers, build)
+            order.append(("appended", appended))
+            return appended
 
-        monkeypatch.setattr("services.trainer.scheduler.append_numbered", spy)
+        monkeypatch.setattr("services.trainer.scheduler.append_missing", spy)
         await scheduler.admit(0)
         await scheduler.replace(1, 0)
         regular = [0, 1, 2, 3]
@@ -191,6 +192,26 @@ class TestAfterRedisLostItsTail:
         await scheduler.admit(1)
         assert [t.ticket for t in await tickets_of(broker, keys)] == list(range(6))
 
+    async def test_a_tail_that_is_lost_while_new_tickets_are_issued_comes_back_before_them(
+        self, make, broker, keys, monkeypatch
+    ):
+        """Redis loses it between the look at what is missing and the append."""
+        scheduler, execute, is_lost = make(), broker.execute, False
+        await scheduler.admit(0)
+
+        async def look_and_lose(*command: Any) -> Any:
+            nonlocal is_lost
+            reply = await execute(*command)
+            if command[:2] == ("XINFO", "STREAM") and not is_lost:
+                is_lost = True
+                await lose_tail(broker, keys.prompts(), entry_id_of(1))
+            return reply
+
+        monkeypatch.setattr(broker, "execute", look_and_lose)
+        await scheduler.admit(1)
+        assert is_lost
+        assert [t.ticket for t in await tickets_of(broker, keys)] == list(range(6))
+
     async def test_a_reissued_replacement_can_still_be_adopted_as_one(self, make, broker, keys):
         first = make()
         await first.admit(0)
@@ -224,10 +245,10 @@ class TestWritersBesideTheTrainer:
     async def test_an_append_that_was_done_before_the_connection_broke_is_no_error(
         self, make, broker, keys, monkeypatch
     ):
-        async def twice(*args: Any) -> int:
-            assert await append_numbered(*args) == 4
-            return await append_numbered(*args)
+        async def twice(*args: Any) -> list[int]:
+            assert await append_missing(*args) == [0, 1, 2, 3]
+            return await append_missing(*args)
 
-        monkeypatch.setattr("services.trainer.scheduler.append_numbered", twice)
+        monkeypatch.setattr("services.trainer.scheduler.append_missing", twice)
         assert len(await make().admit(0)) == 4
         assert await last_id(broker, keys.prompts()) == entry_id_of(3)

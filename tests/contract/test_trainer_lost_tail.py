@@ -6,14 +6,30 @@ from typing import Any
 import pytest
 
 from common.broker import Broker
+from common.errors import TidemillError
 from common.keys import Keys
-from common.messages import Lane, Score, Trajectory
+from common.messages import Lane, Score, Trajectory, WeightManifest
 from common.streams import Entry, read_range
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.step import StepRunner
-from tests.training import answering, commits_of, lose_tail, num_commits
+from tests.training import (
+    answering,
+    commits_of,
+    lose_tail,
+    messages,
+    num_commits,
+    publish_group,
+)
 from tests.waiting import wait_until
-from tests.whole_trainer import GROUPS, SIZE, assert_trained_once, crash_after_commit, has_commits, run
+from tests.whole_trainer import (
+    GROUPS,
+    SIZE,
+    assert_trained_once,
+    crash_after_commit,
+    has_commits,
+    has_tickets,
+    run,
+)
 
 
 async def test_a_lost_commit_comes_back_before_the_next_one(make, broker, keys, monkeypatch):
@@ -30,6 +46,77 @@ async def test_a_lost_commit_comes_back_before_the_next_one(make, broker, keys, 
     async with answering(broker, keys):
         await run(make())
     await assert_trained_once(broker, keys, 6)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2, 4])
+async def test_commits_come_back_however_many_are_lost_and_however_often_the_trainer_saves(
+    make, broker, keys, monkeypatch, num_lost
+):
+    """A replica that takes over may be several steps behind; what is still needed must not be forgotten."""
+    train = StepRunner.run
+
+    async def lose_and_train(runner: StepRunner, step: int, collector: Any) -> Any:
+        result = await train(runner, step, collector)
+        if step == 4:
+            await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
+        return result
+
+    monkeypatch.setattr(StepRunner, "run", lose_and_train)
+    async with answering(broker, keys):
+        await run(make(checkpoint_every=1))
+    await assert_trained_once(broker, keys, 6)
+
+
+async def test_a_run_that_goes_back_with_its_trainer_trains_nothing_of_the_history_that_it_lost(
+    make, broker, keys
+):
+    """On policy; Redis loses two steps and the trainer dies, while workers live on with newer versions."""
+    async with answering(broker, keys):
+        await crash_after_commit(make(max_staleness=0, checkpoint_every=1, keep_weights=8), 1)
+    serving = asyncio.ensure_future(run(make(max_staleness=0)))
+    await wait_until(lambda: has_tickets(broker, keys, 6))
+    for ticket in (4, 5):  # by weights that this run will never have
+        await publish_group(broker, keys, ticket, size=SIZE, version=4)
+    async with answering(broker, keys):
+        await serving
+    commits = await commits_of(broker, keys)
+    assert [commit.step for commit in commits] == list(range(6))
+    assert sum(reason == "stale" for c in commits for _, index, reason in c.dropped if index < 0) == 2
+    manifests = await messages(broker, keys.weights, WeightManifest)
+    assert [manifest.term for manifest in manifests][-1] == 2
+
+
+async def test_the_next_trainer_announces_the_version_that_the_run_stands_at_once_more(make, broker, keys):
+    """Also where the stream has it: workers may hold a newer one, which nobody knows any more."""
+    async with answering(broker, keys):
+        for steps in (2, 2, 3):
+            await run(make(steps=steps, checkpoint_every=1))
+    manifests = await messages(broker, keys.weights, WeightManifest)
+    assert [(m.version, m.term) for m in manifests] == [(0, 1), (1, 1), (2, 1), (2, 2), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("num_lost", [2, 4])
+async def test_commits_that_were_lost_with_the_trainer_come_back_with_the_next_one(
+    make, broker, keys, num_lost
+):
+    async with answering(broker, keys):
+        await crash_after_commit(make(checkpoint_every=1), 4)
+        before = (await commits_of(broker, keys))[:4]
+        await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
+        await run(make(checkpoint_every=1))
+    assert (await assert_trained_once(broker, keys, 6))[:4] == before
+
+
+async def test_a_hole_among_the_commits_ends_the_run_with_what_is_missing(make, broker, keys):
+    """Commits are gone, and so is the journal that would give them back."""
+    context = make(checkpoint_every=1)
+    async with answering(broker, keys):
+        await crash_after_commit(context, 4)
+        await lose_tail(broker, keys.commits, "2-0")
+        (context.run_dir / "commits.jsonl").unlink()
+        with pytest.raises(TidemillError, match=r"lost the commits of steps 2 to 3.*Restore"):
+            await run(make(checkpoint_every=1))
+    assert [commit.step for commit in await commits_of(broker, keys)] == [0, 1]
 
 
 async def test_a_commit_that_only_a_checkpoint_still_knows_comes_back_with_the_next_trainer(
@@ -106,7 +193,7 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
     monkeypatch.setattr(Checkpointer, "save", note)
     async with answering(broker, keys):
         await run(make())
-    assert saved == [3, 4, 6]
+    assert saved == [2, 4, 6]
     await assert_trained_once(broker, keys, 6)
 
 

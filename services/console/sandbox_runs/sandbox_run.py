@@ -17,7 +17,7 @@ from common.errors import ConfigError, TidemillError
 from common.files import write_atomically
 from common.keys import REWARD_GROUP, Keys
 from common.messages import Lane
-from common.presence import GONE_AFTER_S, Heartbeat, read_heartbeats
+from common.presence import GONE_AFTER_S, Heartbeat, read_heartbeats, server_time_s
 from common.run_state import publish_config, run_exists, update_state
 from common.streams import ensure_group
 from services.console.archive import archive_rest
@@ -82,10 +82,10 @@ class SandboxRun:
 
     async def last_words(self) -> list[Heartbeat]:
         """What the workers say of themselves once everything is scored."""
-        asked_at = time.time()
+        asked_at, deadline = await server_time_s(self.broker), time.monotonic() + GONE_AFTER_S
         while True:
             beats = await read_heartbeats(self.broker, self.keys)
-            if all(beat.at > asked_at for beat in beats) or time.time() > asked_at + GONE_AFTER_S:
+            if all(beat.at > asked_at for beat in beats) or time.monotonic() > deadline:
                 return beats
             await asyncio.sleep(POLL_S)
 

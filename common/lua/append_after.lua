@@ -1,0 +1,22 @@
+-- Append numbered entries, if the stream still ends where the caller saw it end: Redis may have lost its tail
+-- since, and behind a later number there is no place for an earlier one any more.
+-- KEYS: stream.  ARGV: id of the last entry as last seen, schema, then (id, payload) pairs in ascending order.
+-- Returns 1 appended, or 0 where the stream ends elsewhere; then nothing is.
+local last = '0-0'
+local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
+if not info.err then
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then
+      last = info[i + 1]
+    end
+  end
+elseif not string.find(info.err, 'no such key', 1, true) then
+  return info
+end
+if last ~= ARGV[1] then
+  return 0
+end
+for i = 3, #ARGV, 2 do
+  redis.call('XADD', KEYS[1], ARGV[i], 'v', ARGV[2], 'p', ARGV[i + 1])
+end
+return 1
