@@ -6,7 +6,8 @@ torch's generators) as safetensors. Nothing is pickled.
 
 Invariants: a folder named after a version was complete when it got its name. What the disk did to it since
 is found by checksum, and `load_latest` then takes the one before. Older checkpoints are removed only after
-the new one is durable, so the disk holds up to `keep + 1` of them.
+the new one is durable, and only where `keep` whole ones remain: each save reads back what it keeps. So one
+more damage never leaves a run without any, and the disk holds `keep + 1` of them, more only beside torn ones.
 """
 
 import contextlib
@@ -48,6 +49,10 @@ _ENTRY_ID = re.compile(r"^[0-9]+-[0-9]+$")
 
 class CheckpointError(TidemillError):
     """There are checkpoints, but none that this trainer can continue from."""
+
+
+class NoneWholeError(CheckpointError):
+    """Every checkpoint there is has been damaged."""
 
 
 class TrainerState(BaseModel):
@@ -110,6 +115,8 @@ class CheckpointStore:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.folder = run_dir / CHECKPOINTS_FOLDER
         self.keep = keep
+        self.kept: list[TrainerState] = []
+        """Of the checkpoints that were whole when the last one was saved, in ascending order."""
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished checkpoints of an earlier process", names=leftovers)
 
@@ -131,7 +138,7 @@ class CheckpointStore:
             document = {"schema": SCHEMA, "state": body, "files": _list_files(aside)}
             write_atomically(aside / STATE_FILE, json.dumps({**document, "checksum": _checksum(document)}))
             publish_folder(aside, target)
-        self._prune(state.version)
+        self._prune(state)
         return target
 
     def load_latest(self) -> Checkpoint | None:
@@ -167,14 +174,29 @@ class CheckpointStore:
                 retire_folder(self.folder / version_name(other))
         return True
 
-    def _prune(self, saved: int) -> None:
-        """Keep the newest `keep` up to the one just saved; those above it were torn and passed over."""
+    def _prune(self, saved: TrainerState) -> None:
+        """Keep the newest `keep` whole ones up to the one just saved; torn ones go when there are so many."""
         versions = self.versions()
-        for version in [v for v in versions if v > saved]:
-            log.warning("removing a checkpoint that was passed over", version=version, saved=saved)
+        for version in [v for v in versions if v > saved.version]:
+            log.warning("removing a checkpoint that was passed over", version=version, saved=saved.version)
             retire_folder(self.folder / version_name(version))
-        for version in [v for v in versions if v <= saved][: -self.keep]:
-            retire_folder(self.folder / version_name(version))
+        whole = [saved]
+        for version in sorted((v for v in versions if v < saved.version), reverse=True):
+            if len(whole) == self.keep:
+                break
+            try:
+                whole.append(_verified_state(self.folder / version_name(version), version))
+            except (_TornError, CheckpointError) as error:
+                log.error(
+                    "a checkpoint has been damaged; keeping the one before it",
+                    version=version,
+                    problem=str(error),
+                )
+        self.kept = whole[::-1]
+        if len(whole) == self.keep:
+            kept = {state.version for state in whole}
+            for version in [v for v in versions if v < saved.version and v not in kept]:
+                retire_folder(self.folder / version_name(version))
 
 
 def read_checkpoint(run_dir: Path, at_most: int) -> Checkpoint | None:
@@ -201,7 +223,7 @@ def _newest_whole(folder: Path, versions: list[int]) -> Checkpoint | None:
             log.warning("continuing from an older checkpoint", version=version, passed_over=problems)
         return checkpoint
     if problems:
-        raise CheckpointError(
+        raise NoneWholeError(
             f"none of the {len(problems)} checkpoint(s) in {folder} is whole:\n  "
             + "\n  ".join(problems)
             + "\nRestore one from a backup, or start a new run."

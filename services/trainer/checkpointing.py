@@ -1,7 +1,7 @@
 """Saves checkpoints, and trims the streams below what the oldest kept one needs.
 
-Guarantees: an entry goes only when every checkpoint on the disk can do without it; checkpoints of earlier
-processes count too.
+Guarantees: an entry goes only when every whole checkpoint on the disk can do without it, and not before there
+are `keep_checkpoints` of them; checkpoints of earlier processes count too.
 """
 
 import asyncio
@@ -93,9 +93,8 @@ class Checkpointer:
             await until_stored(self.context, partial(asyncio.to_thread, self.recorder.sync))
             write = partial(self.thread.call, self.store.save, state, self.policy.save_state)
             await until_stored(self.context, write)
-        if self._kept and self._kept[-1].version == state.version:
-            self._kept.pop()  # replaced on the disk too: the one before is still kept
-        self._kept.append(state)
+        self._kept.clear()
+        self._kept.extend(self.store.kept)
         if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
             await self._trim(self._kept[0])
 

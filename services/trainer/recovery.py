@@ -12,10 +12,13 @@ from functools import partial
 import structlog
 
 from common import codec, metrics
+from common.broker import Broker
 from common.errors import TidemillError
+from common.keys import Keys
 from common.messages import Commit
 from common.service import ServiceContext
-from services.trainer.checkpoint import CheckpointStore
+from common.streams import entry_id_of, read_raw
+from services.trainer.checkpoint import CheckpointStore, NoneWholeError
 from services.trainer.collector import QUIET_S, Dropped, StoppedError
 from services.trainer.commits import read_commits
 from services.trainer.intake import Intake
@@ -36,14 +39,35 @@ GIVE_UP_S = 60.0
 """A committed group that the streams have not delivered after this long without news is lost."""
 
 
+async def begins_at_start(broker: Broker, keys: Keys) -> bool:
+    """Whether the streams go back to the first ticket and the first commit, so that nothing was trimmed."""
+    firsts = [await read_raw(broker, key, count=1) for key in (keys.prompts(), keys.commits)]
+    return all(found and found[0][0] == entry_id_of(0) for found in firsts)
+
+
 def restore_checkpoint(
-    store: CheckpointStore, policy: Policy, scheduler: Scheduler, intake: Intake, reconciler: Reconciler
+    store: CheckpointStore,
+    policy: Policy,
+    scheduler: Scheduler,
+    intake: Intake,
+    reconciler: Reconciler,
+    can_start_over: bool = False,
 ) -> tuple[int, list[Dropped]]:
     """Put every part into the state of the newest whole checkpoint.
 
     Returns its version (0 where there is none), and the dropped groups that the next commit must tell of.
+    Where all are damaged and `can_start_over`, that is the starting model: every commit is replayed.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none to continue from.
     """
-    checkpoint = store.load_latest()
+    try:
+        checkpoint = store.load_latest()
+    except NoneWholeError as error:
+        if not can_start_over:
+            raise
+        log.error("no checkpoint is whole; replaying the run from its start", problem=str(error))
+        checkpoint = None
     if checkpoint is None:
         return 0, []
     state = checkpoint.state

@@ -1,6 +1,7 @@
 """The trainer service: builds the parts, recovers, and trains."""
 
 import asyncio
+from functools import partial
 
 import structlog
 
@@ -28,7 +29,7 @@ from services.trainer.policy_thread import PolicyThread
 from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
-from services.trainer.recovery import Replayer, restore_checkpoint
+from services.trainer.recovery import Replayer, begins_at_start, restore_checkpoint
 from services.trainer.scheduler import Scheduler
 from services.trainer.sharded_policy import ShardedPolicy
 from services.trainer.step import StepRunner
@@ -84,7 +85,9 @@ async def _train_policy(
     journal = await asyncio.to_thread(CommitJournal, context.run_dir)
     reconciler = Reconciler(context.broker, context.keys, scheduler, journal)
     reconciler.term = await until_stored(context, lambda: asyncio.to_thread(next_term, context.run_dir))
-    restored, dropped = await thread.call(restore_checkpoint, store, policy, scheduler, intake, reconciler)
+    can_start_over = await begins_at_start(context.broker, context.keys)
+    restore = partial(restore_checkpoint, can_start_over=can_start_over)
+    restored, dropped = await thread.call(restore, store, policy, scheduler, intake, reconciler)
     judge = Judge(context.config)
     runner = StepRunner(context, policy, thread, judge)
     collector = Collector(context, scheduler, intake, judge, reconciler, runner.preparer)

@@ -321,3 +321,46 @@ def test_a_disk_that_cannot_be_written_is_told_in_plain_words_and_nothing_is_los
     assert os.listdir(store.folder) == ["v00000001"]
     store.save(state(2), Policy(2.0).save_state)
     assert loaded(tmp_path) == (2, 2.0)
+
+
+def spoil(run_dir: Path, version: int) -> None:
+    """What a failing disk does: a byte is another one, the size is the same."""
+    tensors = run_dir / "checkpoints" / f"v{version:08d}" / "model.safetensors"
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
+
+
+def test_a_torn_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+    """Or the good one before it would go, and the next damage would end the run."""
+    store = CheckpointStore(tmp_path, keep=2)
+    for version in (2, 4):
+        store.save(state(version), Policy(version).save_state)
+    spoil(tmp_path, 4)
+    store.save(state(6), Policy(6).save_state)
+    assert [known.version for known in store.kept] == [2, 6]
+    spoil(tmp_path, 6)
+    assert loaded(tmp_path) == (2, 2.0)
+
+
+def test_two_damages_in_a_row_leave_one_to_continue_from_after_a_restart(tmp_path: Path) -> None:
+    for version in (2, 4):
+        CheckpointStore(tmp_path, keep=2).save(state(version), Policy(version).save_state)
+    spoil(tmp_path, 4)
+    assert loaded(tmp_path) == (2, 2.0)
+    CheckpointStore(tmp_path, keep=2).save(state(3), Policy(3).save_state)
+    spoil(tmp_path, 3)
+    assert loaded(tmp_path) == (2, 2.0)
+
+
+def test_a_torn_checkpoint_goes_when_enough_whole_ones_are_there(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for version in (2, 4):
+        store.save(state(version), Policy(version).save_state)
+    spoil(tmp_path, 2)
+    spoil(tmp_path, 4)
+    with capture_logs() as logs:
+        store.save(state(6), Policy(6).save_state)
+    assert [line["version"] for line in logs if line["log_level"] == "error"] == [4, 2]
+    assert [known.version for known in store.kept] == [6]
+    store.save(state(8), Policy(8).save_state)
+    assert store.versions() == [6, 8]
