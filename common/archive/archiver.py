@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import structlog
 
 from common.archive import archive_folder, stream_folder
+from common.archive.adoption import kept_aside, unlisted
+from common.archive.gaps import gaps
 from common.archive.manifest import Manifest, Segment
 from common.archive.writer import OnSegment, archive_stream, writing
 from common.broker import Broker
@@ -27,6 +30,8 @@ log = structlog.get_logger(__name__)
 MIB, GIB = 1 << 20, 1 << 30
 DAY_S = 86400.0
 POLL_S = 0.2
+UNLISTED = "no manifest lists it; `tidemill archive` takes it in"
+KEPT_ASIDE = "it could not be taken into the manifest; the log of who archived last says why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +98,18 @@ def retain(run_dir: Path, config: ArchiveConfig) -> int:
     """
     manifests = [Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName]
     leaving = [segment for segment, _ in _too_much(manifests, config)]
+    num_gone = 0
     for manifest in manifests:
-        gone = [segment for segment in manifest.segments if segment in leaving]
+        # From the beginning only: where a clock was set back, a later file may look older.
+        gone = list(takewhile(lambda segment: segment in leaving, manifest.segments))
         if gone:
             manifest.without(gone)
             for segment in gone:
                 manifest.path(segment).unlink(missing_ok=True)
-    if leaving:
-        log.info("removed from the archive", segments=len(leaving), entries=sum(s.entries for s in leaving))
-    return len(leaving)
+            num_gone += len(gone)
+    if num_gone:
+        log.info("removed from the archive", segments=num_gone)
+    return num_gone
 
 
 def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[tuple[Segment, float]]:
@@ -132,7 +140,7 @@ def _newest(segment: Segment) -> float:
 
 
 def check(run_dir: Path) -> list[Damage]:
-    """Files that are missing, or whose bytes are not those that were written; reads all of them."""
+    """Files that are missing, damaged or not listed, and entries that no file has; reads all files."""
     damages = []
     for stream in StreamName:
         try:
@@ -146,6 +154,9 @@ def check(run_dir: Path) -> list[Damage]:
                 damages.append(Damage(path, "it is not there"))
             elif file_checksum(path) != segment.checksum:
                 damages.append(Damage(path, "its bytes are not those that were written"))
+        damages += [Damage(path, UNLISTED) for path in unlisted(manifest)]
+        damages += [Damage(path, KEPT_ASIDE) for path in kept_aside(manifest.folder)]
+        damages += [Damage(manifest.folder, gap) for gap in gaps(manifest)]
     return damages
 
 

@@ -1,8 +1,9 @@
 """Which segments a stream's archive has: the only truth about what is archived.
 
 Guarantees: a segment is listed only after its file is complete, flushed and renamed into place, and no entry
-is in two of them. The manifest is JSON lines, appended to; a line that a crash tore is ignored by readers and
-removed by the next writer. Removed segments leave behind how far they went: they are never written again.
+is in two of them. The manifest is JSON lines, appended to; a line that was torn is ignored by readers, and
+the next writer lists its file anew. Removed segments leave behind how far they went: they are never written
+again.
 """
 
 import json
@@ -19,6 +20,8 @@ from common.files import storage_errors, write_atomically
 MANIFEST_FILE = "_manifest.jsonl"
 """The underscore keeps it out of what other programs take for the files of a table."""
 SUFFIX = ".parquet"
+PREVIOUS_ID = b"tidemill.previous_id"
+"""Key of a segment's `previous_id` in its file, from where it is read when the manifest has lost its line."""
 
 Bounds = Mapping[str, tuple[float, float]]
 """Least and greatest `ticket`, `step`, `version` and `time` of the entries, as far as they have them."""
@@ -38,6 +41,8 @@ class Segment:
     checksum: str
     """xxh3-128 of the file's bytes, 32 hexadecimal digits."""
     archived_at: float
+    previous_id: str = ""
+    """The stream's last entry before this file, archived or trimmed; empty where that is not known."""
     bounds: Bounds = field(default_factory=dict)
 
     def may_hold(self, name: str, low: float | None, high: float | None) -> bool:
@@ -65,11 +70,11 @@ class Manifest:
     segments: tuple[Segment, ...] = ()
     removed: Removed = Removed()
     is_torn: bool = False
-    """The last line is half a line: a writer died in it."""
+    """A line is none, or half of one: a writer died in it."""
 
     @classmethod
-    def load(cls, folder: Path) -> "Manifest":
-        """What the folder's manifest says now; an empty one where there is none.
+    def load(cls, folder: Path, salvage: bool = False) -> "Manifest":
+        """What the folder's manifest says now; an empty one where there is none. `salvage` skips bad lines.
 
         Raises:
             ArchiveError: it holds something else than a manifest.
@@ -81,19 +86,22 @@ class Manifest:
             return cls(folder)
         *lines, rest = text.split(b"\n")
         removed, segments = Removed(), []
-        try:
-            for line in lines:
+        is_torn = bool(rest)
+        for line in lines:
+            try:
                 tree = json.loads(line)
                 if "removed" in tree:
                     removed = Removed(**tree["removed"])
                 else:
                     segments.append(_segment(tree))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ArchiveError(
-                f"{path} cannot be read ({error}). Restore it, or move the folder away: what Redis still "
-                "holds will be archived anew."
-            ) from None
-        return cls(folder, tuple(segments), removed, is_torn=bool(rest))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                if not salvage:
+                    raise ArchiveError(
+                        f"{path} cannot be read ({error}). `tidemill archive` restores it from the files "
+                        "beside it."
+                    ) from None
+                is_torn = True
+        return cls(folder, tuple(segments), removed, is_torn=is_torn)
 
     @property
     def last_id(self) -> str:
@@ -130,6 +138,11 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         return replace(self, segments=(*self.segments, segment))
+
+    def including(self, found: Iterable[Segment]) -> "Manifest":
+        """List these segments too, in their places, durably."""
+        segments = sorted((*self.segments, *found), key=lambda segment: id_order(segment.first_id))
+        return self._rewritten(segments, self.removed)
 
     def without(self, gone: Iterable[Segment]) -> "Manifest":
         """Take the first segments off the list, durably; their files may go then."""

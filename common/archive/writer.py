@@ -1,12 +1,12 @@
 """Writes what a stream holds beyond its archive into further segments.
 
 Guarantees: each entry is archived once, wherever this is killed. A segment's file is complete and flushed
-before the manifest lists it; what is not listed does not exist, and the next writer removes it. One process
-at a time writes. Memory is bounded by a row group, whatever the stream's length.
+before the manifest lists it; a whole file that is not listed is taken in by the next writer, because it may
+be the only copy. One process at a time writes. Memory is bounded by a row group, whatever the length.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,15 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.archive import LOCK_FILE, archive_folder, stream_folder
-from common.archive.columns import ID_MS, RawEntry, bounds_of, columns_of, derived_of, schema_of, table_of
-from common.archive.manifest import MANIFEST_FILE, SUFFIX, Manifest, Segment, segment_name
+from common.archive.adoption import with_unlisted
+from common.archive.bounds import widen
+from common.archive.columns import ID_MS, RawEntry, columns_of, derived_of, schema_of, table_of
+from common.archive.gaps import trimmed_up_to
+from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name
 from common.broker import Broker
 from common.codec import PAYLOAD_FIELD
 from common.entries import START, id_order
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
-from common.history.selection import StreamName, time_of
+from common.history.selection import StreamName
 from common.keys import Keys
-from common.messages import Commit, Message, Trajectory
+from common.messages import Message
 from common.streams import read_raw
 
 ROW_GROUP_BYTES = 4 << 20
@@ -84,10 +87,14 @@ async def write_segments(
 ) -> int:
     """Archive what comes after the last archived entry, wherever it comes from; returns how many."""
     folder = stream_folder(run_dir, stream)
-    manifest, total = sweep(folder), 0
+    manifest, total = sweep(folder, stream.message_type), 0
     while True:
         entries = entries_after(manifest.last_id)
-        segment = await _write_segment(folder, stream.message_type, entries, segment_bytes, is_last)
+        # What is trimmed already and not archived is a gap: the segment says so for good.
+        building = SegmentFile(
+            stream.message_type, max(manifest.last_id, trimmed_up_to(folder), key=id_order)
+        )
+        segment = await _write_segment(folder, building, entries, segment_bytes, is_last)
         if segment is None:
             return total
         manifest = manifest.appended(segment)
@@ -95,17 +102,12 @@ async def write_segments(
         total += segment.entries
 
 
-def sweep(folder: Path) -> Manifest:
-    """Remove what a killed writer left in a stream's folder; returns what is there for good."""
+def sweep(folder: Path, message_type: type[Message]) -> Manifest:
+    """Put right what a killed writer or a torn manifest left in a stream's folder; returns what is there."""
     if not folder.is_dir():
         return Manifest(folder)
     clear_aside(folder)
-    manifest = Manifest.load(folder)
-    listed = {segment.file for segment in manifest.segments} | {MANIFEST_FILE}
-    for path in folder.iterdir():
-        if path.suffix == SUFFIX and path.name not in listed:
-            path.unlink()
-    return manifest
+    return with_unlisted(Manifest.load(folder, salvage=True), message_type)
 
 
 async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIterator[RawEntry]:
@@ -128,13 +130,12 @@ def payload_bytes(entry: RawEntry) -> int:
 
 async def _write_segment(
     folder: Path,
-    message_type: type[Message],
+    building: "SegmentFile",
     entries: AsyncIterator[RawEntry],
     segment_bytes: int,
     is_last: bool,
 ) -> Segment | None:
     """The next segment, in its place but not listed yet; None where there is not enough for one."""
-    building = SegmentFile(message_type)
     with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
         async for entry in entries:
             building.add(entry, aside)
@@ -150,8 +151,8 @@ async def _write_segment(
 class SegmentFile:
     """A Parquet file that grows by row groups, and what is known of its entries."""
 
-    def __init__(self, message_type: type[Message]) -> None:
-        self.message_type = message_type
+    def __init__(self, message_type: type[Message], previous_id: str) -> None:
+        self.message_type, self.previous_id = message_type, previous_id
         self.entries = self.payload_bytes = 0
         self.first_id = self.last_id = START
         self._bounds: dict[str, tuple[float, float]] = {}
@@ -175,6 +176,8 @@ class SegmentFile:
     def publish(self, path: Path, folder: Path) -> Segment:
         """Complete the file and give it its name in the folder."""
         self._flush(path)
+        assert self._file is not None, "a segment has entries"
+        self._file.add_key_value_metadata({PREVIOUS_ID.decode(): self.previous_id})
         self.close()
         name = segment_name(self.first_id, self.last_id)
         checksum, num_bytes = file_checksum(path), path.stat().st_size
@@ -188,6 +191,7 @@ class SegmentFile:
             payload_bytes=self.payload_bytes,
             checksum=checksum,
             archived_at=time.time(),
+            previous_id=self.previous_id,
             bounds=self._bounds,
         )
 
@@ -205,32 +209,8 @@ class SegmentFile:
         if self._file is None:
             self._file = _open(path, self.message_type)
         self._file.write_table(table, row_group_size=len(table))
-        self._widen(messages)
+        widen(self._bounds, messages)
         self._held, self._held_bytes = [], 0
-
-    def _widen(self, messages: Sequence[Message]) -> None:
-        """Let the bounds hold these messages too."""
-        for name, values in _measures(messages).items():
-            known = self._bounds.get(name, (None, None))
-            if (bounds := bounds_of([*values, *known])) is not None:
-                self._bounds[name] = bounds
-
-
-def _measures(messages: Sequence[Message]) -> Mapping[str, list[float | None]]:
-    """What segments are searched by, over some messages of one type."""
-    found: dict[str, list[float | None]] = {"ticket": [], "step": [], "version": [], "time": []}
-    for message in messages:
-        found["time"].append(time_of(message))
-        found["step"].append(getattr(message, "step", None))
-        if isinstance(message, Trajectory):
-            found["version"] += [version for version, _ in message.spans]
-        else:
-            found["version"].append(getattr(message, "version", None))
-        if isinstance(message, Commit):
-            found["ticket"] += [*message.groups, *(ticket for ticket, _, _ in message.dropped)]
-        else:
-            found["ticket"].append(getattr(message, "ticket", None))
-    return found
 
 
 def _open(path: Path, message_type: type[Message]) -> pq.ParquetWriter:
@@ -243,6 +223,7 @@ def _open(path: Path, message_type: type[Message]) -> pq.ParquetWriter:
         path,
         schema,
         compression="zstd",
+        write_page_checksum=True,  # so that a file that has lost its manifest can be told to be whole
         compression_level=COMPRESSION_LEVEL,
         use_dictionary=[leaves[column.name] for column in columns if column.repeats],
         # Exponents beside exponents: logprobs compress a fifth better.

@@ -1,17 +1,19 @@
 """Reads a run's streams as one history, without saying where an entry is kept.
 
 Guarantees: an entry comes once and in the order of its stream, also while the run writes, archives and trims;
-what cannot be decoded comes as `Garbled`; reading changes nothing. The archive is read first, then what Redis
-holds beyond it; only files that can hold what is asked for are opened.
+what cannot be decoded comes as `Garbled`; a gap is said, once; reading changes nothing. The archive is read
+first, then what Redis holds beyond it; only files that can hold what is asked for are opened.
 """
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from common.archive import stream_folder
+from common.archive.gaps import gaps
 from common.archive.manifest import Manifest
 from common.broker import Broker
 from common.entries import START, Entry, Garbled, entry_id_of, id_before, id_order
@@ -20,6 +22,9 @@ from common.history.summary import StreamSummary, summarise
 from common.keys import Keys
 from common.messages import Commit, Lane, Message, Score, Ticket, Trajectory
 from common.streams import read_back, read_range
+
+log = logging.getLogger(__name__)
+"""Of the standard library: commands read histories too, and their output is not for logs."""
 
 Record = Entry[Message] | Garbled
 
@@ -34,6 +39,7 @@ class History:
     def __init__(self, run_id: str, run_dir: Path | None, broker: Broker | None) -> None:
         self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
         self.keys = Keys(run_id)
+        self._checked: set[StreamName] = set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -129,7 +135,12 @@ class History:
         """What is archived of a stream now."""
         if self.run_dir is None:
             return Manifest(Path())
-        return Manifest.load(stream_folder(self.run_dir, stream))
+        manifest = Manifest.load(stream_folder(self.run_dir, stream))
+        if stream not in self._checked:
+            self._checked.add(stream)
+            for gap in gaps(manifest):
+                log.warning("the archive of %s has a gap: %s", stream, gap)
+        return manifest
 
     async def _forwards(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
         """The archive, then Redis; and the archive again where it grew meanwhile.

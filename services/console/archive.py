@@ -18,6 +18,7 @@ from common.config import ArchiveConfig
 from common.errors import ConfigError, OutageError, UnreachableError
 from common.history.selection import StreamName
 from common.keys import Keys
+from common.logs import configure_logs
 from common.main_task import run_main
 from services.console.run_folder import nearest
 
@@ -50,6 +51,7 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
     from services.console.history_access import open_history
     from services.console.run_folder import find_run, folder_of_runs
 
+    configure_logs("archive")  # what is restored or kept aside is said beside the output
     if only_check:
         folder = find_run(run_id, folder_of_runs(runs_dir))
         return _check(folder.path, as_json)

@@ -6,15 +6,19 @@ What is not archived yet is trimmed as soon as it is.
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 import structlog
 
 from common.archive import stream_folder
+from common.archive.gaps import note_trim
 from common.archive.manifest import Manifest
+from common.errors import ArchiveError
 from common.history.selection import StreamName
 from common.service import ServiceContext
 from common.streams import START, id_after, id_before, id_order, read_raw, trim_before
 from services.trainer.archive_jobs import ArchiveJobs
+from services.trainer.storage import until_stored
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +51,9 @@ class Trimmer:
                 allowed = await asyncio.to_thread(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)
+                if allowed is not None and first != START:
+                    note = partial(note_trim, stream_folder(self.context.run_dir, stream), first)
+                    await until_stored(self.context, partial(asyncio.to_thread, note))
                 removed += await trim_before(broker, key, first)
                 if first == wanted or not await read_raw(broker, key, last=id_before(wanted), count=1):
                     del self._below[stream]
@@ -67,5 +74,9 @@ class Trimmer:
         """Entries below this id are archived; None where nothing has to be."""
         if not self.archives:
             return None
-        last_id = Manifest.load(stream_folder(self.context.run_dir, stream)).last_id
+        try:
+            last_id = Manifest.load(stream_folder(self.context.run_dir, stream)).last_id
+        except ArchiveError as error:
+            log.error("nothing is trimmed: the archive's manifest is damaged", problem=str(error))
+            return START
         return START if last_id == START else id_after(last_id)
