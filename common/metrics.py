@@ -170,6 +170,9 @@ GROUPS_SETTLED = Counter("tidemill_groups_settled_total", "Groups that reached t
 DUPLICATES_DROPPED = Counter(
     "tidemill_duplicates_dropped_total", "Entries whose key was there already", ["stream"]
 )
+STRAY_ENTRIES = Counter(
+    "tidemill_stray_entries_total", "Foreign entries moved out of a numbered stream", ["stream"]
+)
 STALENESS_VIOLATIONS = Counter(
     "tidemill_staleness_violations_total", "Trajectories refused because a token was too old"
 )

@@ -13,7 +13,7 @@ from redis import exceptions as redis_errors
 from common import codec
 from common.broker import MAX_BLOCK_S, Broker
 from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_order
+from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_before, id_order
 from common.messages import Message
 from common.streams.trail import Trail
 
@@ -144,10 +144,12 @@ async def scan(
 
 async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[M] | None:
     """The last entry that can be decoded, or None for an empty stream."""
-    for entry_id, raw in await broker.execute("XREVRANGE", key, "+", "-", "COUNT", 8):
-        entry = decoded(entry_id, fields_of(raw), message_type)
-        if isinstance(entry, Entry):
-            return entry
+    last = "+"
+    while entries := await read_back(broker, key, message_type, last=last, count=8):
+        for entry in entries:
+            if isinstance(entry, Entry):
+                return entry
+        last = id_before(entries[-1].entry_id)
     return None
 
 

@@ -16,7 +16,7 @@ from common import metrics
 from common.errors import WeightsError
 from common.messages import WeightManifest
 from common.service import ServiceContext
-from common.streams import Entry, OffsetReader, id_before, read_newest
+from common.streams import Entry, Garbled, OffsetReader, id_before, read_newest
 from common.weight_files import verified_files
 from services.rollout.engine import Engine
 from services.rollout.weight_download import weight_download
@@ -46,10 +46,11 @@ class WeightFollower:
     async def run(self) -> None:
         """Load the newest version whenever one is announced."""
         reader = OffsetReader(self.context.broker, self.context.keys.weights, WeightManifest)
-        newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
-        reader.position = id_before(newest.entry_id) if newest else reader.position
         while True:
-            entries = [entry for entry in await reader.read(block_s=POLL_S) if isinstance(entry, Entry)]
+            read = await reader.read(block_s=POLL_S)
+            entries = [entry for entry in read if isinstance(entry, Entry)]
+            if read and isinstance(read[-1], Garbled):
+                log.warning("a foreign entry among the weights is passed over", entry=read[-1].entry_id)
             # Where nothing came, what is there may still be news: the stream may be shorter than it was.
             newest = entries[-1] if entries else await self._newest()
             if newest and self._is_news(newest.message):

@@ -23,10 +23,8 @@ async def bury_unread(broker: Broker, keys: Keys, key: str, garbled: Garbled, wo
     but there are few, and this happens for each of them once.
     """
     origin = keys.name_of(key)
-    async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
-        letter = entry.message if isinstance(entry, Entry) else None
-        if letter and (letter.origin, letter.entry_id) == (origin, garbled.entry_id):
-            return
+    if await is_buried(broker, keys, origin, garbled.entry_id):
+        return
     buried = DeadLetter(
         origin=origin,
         entry_id=garbled.entry_id,
@@ -37,3 +35,12 @@ async def bury_unread(broker: Broker, keys: Keys, key: str, garbled: Garbled, wo
     await append(broker, keys.dead, buried)
     metrics.DEAD_LETTERS.labels(origin).inc()
     log.error("moved to the dead letters", stream=origin, entry=garbled.entry_id, error=garbled.error)
+
+
+async def is_buried(broker: Broker, keys: Keys, origin: str, entry_id: str) -> bool:
+    """Whether the dead letters hold this entry of a stream."""
+    async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
+        letter = entry.message if isinstance(entry, Entry) else None
+        if letter and (letter.origin, letter.entry_id) == (origin, entry_id):
+            return True
+    return False

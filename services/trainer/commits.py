@@ -16,6 +16,7 @@ from common.messages import Commit
 from common.streams import Entry, Garbled, append_after, entry_id_of, id_order, last_id, read_range
 from services.trainer.collector import Dropped
 from services.trainer.step import StepResult
+from services.trainer.strays import is_stray, move_strays_aside
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +67,17 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
             raise LostTailError(f"the commits of run {keys.run_id} end before step {commit.step - 1}")
         if await append_after(broker, keys.commits, last, entry_id, commit):
             return
+    if await move_strays_aside(broker, keys, keys.commits, Commit):
+        return await append_commit(broker, keys, commit)
     found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
+    for entry in found:
+        if isinstance(entry, Garbled):
+            raise TidemillError(
+                f"step {commit.step} of run {keys.run_id} cannot be committed: entry {entry.entry_id} of "
+                f"{keys.commits} has its place, and cannot be read ({entry.error}). If a newer release "
+                "wrote it, go on with that one; else remove it (XDEL, then XSETID to the commit before), and "
+                "restart."
+            )
     # Compared as bytes: a metric that is not a number differs from itself.
     ours = codec.encode_payload(commit)
     if not any(isinstance(entry, Entry) and codec.encode_payload(entry.message) == ours for entry in found):
@@ -86,9 +97,8 @@ async def read_commits(broker: Broker, keys: Keys, first_step: int) -> list[Comm
     commits: list[Commit] = []
     for entry in entries:
         expected = first_step + len(commits)
-        if isinstance(entry, Garbled) and not entry.entry_id.endswith("-0"):
-            # Commits have the ids of their steps: this one never was a commit.
-            log.error("an entry among the commits is none", entry=entry.entry_id, error=entry.error)
+        if is_stray(entry):  # with commits of ours behind it, so that it can stay
+            log.error("a foreign entry among the commits is passed over", entry=entry.entry_id)
             continue
         if isinstance(entry, Garbled):
             raise TidemillError(f"commit {entry.entry_id} of run {keys.run_id} is unreadable: {entry.error}")

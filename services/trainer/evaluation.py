@@ -19,6 +19,7 @@ from common.keys import REWARD_GROUP, ROLLOUT_GROUP
 from common.messages import DeadLetter, Lane, SamplingParams, Score, Ticket, Trajectory, TrajectoryKey
 from common.service import ServiceContext
 from common.streams import (
+    START,
     Entry,
     Garbled,
     OffsetReader,
@@ -35,6 +36,7 @@ from services.trainer.burial import bury_unread
 from services.trainer.group_results import delete_results
 from services.trainer.pass_at_k import mean_pass_at_k
 from services.trainer.prompts import Prompt
+from services.trainer.strays import move_strays_aside
 from services.trainer.trimming import Trimmer
 
 log = structlog.get_logger(__name__)
@@ -137,6 +139,9 @@ class Evaluator:
         by_number = {ticket.ticket: ticket for ticket in tickets}
         if len(await append_missing(broker, key, list(by_number), by_number.__getitem__)) == len(tickets):
             return True
+        floor = entry_id_of(tickets[0].ticket - 1) if tickets[0].ticket else START
+        if await move_strays_aside(broker, self.context.keys, key, Ticket, floor):
+            await append_missing(broker, key, list(by_number), by_number.__getitem__)
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
 
@@ -189,7 +194,7 @@ class Evaluator:
         broker, keys = self.context.broker, self.context.keys
         prompts, trajectories = keys.prompts(Lane.EVAL), keys.trajectories(Lane.EVAL)
         newest = entry_id_of(tickets[-1].ticket)
-        if id_order(await last_id(broker, prompts)) < id_order(newest):
+        if await last_id(broker, prompts) != newest:  # lost, or a foreign entry behind it
             await self._issue(tickets)
         # In this order: a ticket is acknowledged with its last trajectory, a trajectory with its score.
         return await self._is_worked_off(prompts, ROLLOUT_GROUP, newest) and await self._is_worked_off(

@@ -255,7 +255,10 @@ class Intake:
             self._join(group, group.scores, entry.message.index, entry, SCORES)
 
     def _take_dead(self, entry: Entry[DeadLetter] | Garbled) -> None:
-        if isinstance(entry, Garbled) or entry.message.origin not in ("prompts", "trajectories"):
+        if isinstance(entry, Garbled):
+            log.error("a dead letter cannot be decoded", entry=entry.entry_id, error=entry.error)
+            return
+        if entry.message.origin not in ("prompts", "trajectories"):
             return
         group = self.groups.get(entry.message.ticket)
         # What a step has taken is whole: it must not be trained and replaced as well.

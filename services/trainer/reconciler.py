@@ -24,10 +24,12 @@ from common.streams import (
     id_order,
     last_id,
     pending_ids,
+    read_newest,
 )
 from services.trainer.commit_journal import CommitJournal
 from services.trainer.intake import PendingGroup
 from services.trainer.scheduler import Scheduler
+from services.trainer.strays import move_strays_aside
 
 log = structlog.get_logger(__name__)
 
@@ -48,9 +50,16 @@ class Reconciler:
 
     async def restore_lost(self) -> None:
         """Append again what is missing at the end of prompts and weights."""
+        await self.move_strays_aside()
         await self.scheduler.reissue_lost()
         if await self.announce():
             log.warning("announced weights again that Redis had lost")
+
+    async def move_strays_aside(self) -> None:
+        """Rid the numbered streams of what others have written into them; they would take nothing more."""
+        await self.scheduler.move_strays_aside()
+        for key, kind in ((self.keys.weights, WeightManifest), (self.keys.commits, Commit)):
+            await move_strays_aside(self.broker, self.keys, key, kind)
 
     async def restore_commits(self, below: int | None = None) -> None:
         """Append again what is missing at the end of the commits, of steps below `below`.
@@ -115,10 +124,24 @@ class Reconciler:
             first = entry_id_of(self.manifest.version)
             entry_id = first if id_order(last) < id_order(first) else id_after(last)
             if id_order(entry_id)[0] != id_order(first)[0]:
-                return False  # the stream is at a newer version
+                if await move_strays_aside(self.broker, self.keys, self.keys.weights, WeightManifest):
+                    continue
+                await self._check_newer(self.manifest.version)
+                return False
             if await append_after(self.broker, self.keys.weights, last, entry_id, self.manifest):
                 self._announced_as = entry_id
                 return True
+
+    async def _check_newer(self, version: int) -> None:
+        """The stream is beyond `version`: with a newer one, or with something that cannot be read."""
+        key = self.keys.weights
+        newest = await read_newest(self.broker, key, WeightManifest)
+        if newest is None or newest.message.version < version:
+            raise TidemillError(
+                f"version {version} cannot be announced: {key} stands at {await last_id(self.broker, key)}, "
+                "with an entry that cannot be read. If a newer release wrote it, go on with that one; else "
+                "remove it (XDEL, then XSETID to the version before), and restart."
+            )
 
     def change_manifest(self, manifest: WeightManifest) -> None:
         """Announce this one from now on."""

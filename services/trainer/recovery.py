@@ -109,6 +109,7 @@ class Replayer:
         Before the readers start, which do not keep what belongs to no outstanding ticket.
         """
         await self.reconciler.has_restarted()
+        await self.reconciler.move_strays_aside()
         await self._restore_commits(version)
         adopted = await self.scheduler.adopt_issued()
         self.intake.expect(list(self.scheduler.outstanding.values()))

@@ -20,8 +20,9 @@ from common.config import RunConfig
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import SamplingParams, Ticket
-from common.streams import Entry, append_missing, entry_id_of, last_id, read_range
+from common.streams import START, Entry, append_missing, entry_id_of, last_id, read_range
 from services.trainer.prompts import PromptSource
+from services.trainer.strays import move_strays_aside
 
 log = structlog.get_logger(__name__)
 
@@ -105,6 +106,12 @@ class Scheduler:
         """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""
         return len(await self._append_missing())
 
+    async def move_strays_aside(self) -> int:
+        """Rid the stream of what others have written into it; returns how many entries went."""
+        key, first = self.keys.prompts(), min(self.outstanding, default=self.next_ticket)
+        floor = entry_id_of(first - 1) if first else START
+        return await move_strays_aside(self.broker, self.keys, key, Ticket, floor)
+
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
         return {
@@ -160,6 +167,8 @@ class Scheduler:
         key, first, last = self.keys.prompts(), tickets[0].ticket, tickets[-1].ticket
         found = await read_range(self.broker, key, Ticket, entry_id_of(first), entry_id_of(last))
         there = {entry.message.ticket for entry in found if isinstance(entry, Entry)}
+        if first not in there and await self.move_strays_aside():
+            there |= await self._append_missing(tickets)
         if missing := [ticket.ticket for ticket in tickets if ticket.ticket not in there]:
             raise TidemillError(
                 f"ticket {missing[0]} cannot be issued: {key} stands at {await last_id(self.broker, key)}, "

@@ -1,0 +1,47 @@
+-- Move entries that no service of the run wrote out of a numbered stream, and take its last id back, as one unit.
+-- Without that the stream would refuse every further number of its own.
+-- KEYS: stream, dead letters.
+-- ARGV: schema, least last id that the stream may be left with, then (entry's id, letter) pairs; an empty letter
+-- is one that is there already.  Returns how many entries were still there.
+local function number(id)
+  return tonumber(string.match(id, '^%d+'))
+end
+local groups = redis.call('XINFO', 'GROUPS', KEYS[1])
+local moved = 0
+for i = 3, #ARGV, 2 do
+  if redis.call('XDEL', KEYS[1], ARGV[i]) == 1 then
+    moved = moved + 1
+    if ARGV[i + 1] ~= '' then
+      redis.call('XADD', KEYS[2], '*', 'v', ARGV[1], 'p', ARGV[i + 1])
+    end
+  end
+  for _, group in ipairs(groups) do
+    redis.call('XACK', KEYS[1], group[2], ARGV[i])
+  end
+end
+-- What was trimmed lay below what is left: the newest entry is the last one, unless there is none.
+local last = ARGV[2]
+local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+if #newest > 0 then
+  last = newest[1][1]
+end
+local added = 0
+local info = redis.call('XINFO', 'STREAM', KEYS[1])
+for i = 1, #info, 2 do
+  if info[i] == 'entries-added' then
+    added = info[i + 1]
+  end
+end
+-- Redis 7 remembers the greatest id that was ever removed, and 6.2 knows no such option.
+local reply = redis.pcall('XSETID', KEYS[1], last, 'ENTRIESADDED', added, 'MAXDELETEDID', last)
+if type(reply) == 'table' and reply.err then
+  redis.call('XSETID', KEYS[1], last)
+end
+for _, group in ipairs(groups) do
+  for i = 1, #group, 2 do
+    if group[i] == 'last-delivered-id' and number(group[i + 1]) > number(last) then
+      redis.call('XGROUP', 'SETID', KEYS[1], group[2], last)
+    end
+  end
+end
+return moved
