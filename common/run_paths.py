@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+CONFIG_FILE = "config.yaml"
+"""Below a run's folder: its resolved config, as it is in Redis."""
 RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 
 

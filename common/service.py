@@ -25,14 +25,14 @@ from common import metrics
 from common.activity import Activity
 from common.advertised import advertised_host
 from common.broker import Broker
-from common.config import RunConfig, load_config, override_config
+from common.config import RunConfig, load_config, load_recorded, override_config
 from common.errors import TidemillError, first_cause
 from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
 from common.logs import configure_logs
 from common.main_task import run_main
 from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
-from common.run_paths import runs_dir
+from common.run_paths import CONFIG_FILE, runs_dir
 from common.run_state import UnknownRunError, has_finished, read_config, register_config
 
 log = structlog.get_logger(__name__)
@@ -70,6 +70,8 @@ class ServiceContext:
     """Why the service must end with an error, once it has drained."""
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     """The command line, with what the service added to it."""
+    registered: RunConfig | None = None
+    """The run's config without what `--set` has changed for this process."""
     started_at: float = field(default_factory=time.monotonic)
     """On the machine's monotonic clock."""
 
@@ -178,7 +180,8 @@ async def _serve(
     keys = Keys(options.run)
     broker = await Broker.connect()
     try:
-        config = override_config(await _find_config(role, broker, keys, options), options.set)
+        registered = await _find_config(role, broker, keys, options)
+        config = override_config(registered, options.set)
         if role in WORKER_ROLES and await has_finished(broker, keys, config.trainer.steps):
             log.info("the run is finished: nothing is left to do", run=keys.run_id)
             return 0
@@ -188,7 +191,7 @@ async def _serve(
         run_dir = runs_dir() / keys.run_id
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
-        context.collectors = endpoint.collectors
+        context.collectors, context.registered = endpoint.collectors, registered
         async with _signals(context), _heartbeat(context, endpoint):
             await load()(context)
         return 0
@@ -211,6 +214,10 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
         try:
             return await read_config(broker, keys)
         except UnknownRunError as error:
+            if role == TRAINER and (runs_dir() / keys.run_id / CONFIG_FILE).exists():
+                log.warning("Redis does not know the run: taking its config from its folder", run=keys.run_id)
+                kept = load_recorded(runs_dir() / keys.run_id / CONFIG_FILE)
+                return await register_config(broker, keys, kept)
             if time.monotonic() > deadline:
                 raise
             log.warning("waiting for the run to appear", reason=str(error), at_most_s=wait_s)

@@ -16,6 +16,7 @@ from common.config import RunConfig, load_config
 from common.errors import ConfigError, TidemillError
 from common.main_task import run_main
 from common.redis_client import URL_VARIABLE
+from common.run_paths import CONFIG_FILE
 from services.console.assumptions import assumed_times
 from services.console.attach import look
 from services.console.bottleneck import Verdict
@@ -23,7 +24,7 @@ from services.console.console_log import log_nothing
 from services.console.model_folder import inspect_model
 from services.console.offline import read_folder
 from services.console.plan_view import print_plan
-from services.console.run_folder import CONFIG_FILE, RunFolder, find_run, folder_of_runs, nearest
+from services.console.run_folder import RunFolder, find_run, folder_of_runs, nearest
 from services.console.sizing import (
     StepTime,
     Workers,

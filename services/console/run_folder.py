@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from common.errors import ConfigError
 from common.files import write_atomically
 from common.redis_client import URL_VARIABLE
-from common.run_paths import runs_dir
+from common.run_paths import CONFIG_FILE, runs_dir
 
 if TYPE_CHECKING:
     from common.config import RunConfig
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 LATEST = "latest"
 RUN_VARIABLE = "TIDEMILL_RUN_ID"
 """The run that commands are about when none is given, as in the containers of docker-compose.yml."""
-CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "reward.png"
 

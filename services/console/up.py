@@ -23,12 +23,13 @@ from common.keys import Keys
 from common.main_task import run_main
 from common.records import METRICS_FILE, STEP, read_records
 from common.redis_client import URL_VARIABLE
+from common.run_paths import CONFIG_FILE
 from common.run_state import run_exists
 from common.service import METRICS_HOST_VARIABLE
 from services.console.local_run import LocalRun
 from services.console.preflight import examine
 from services.console.processes import ServiceSpec, exporter_spec, metrics_ports, service_specs
-from services.console.run_folder import CONFIG_FILE, RunFolder, folder_of_runs, nearest
+from services.console.run_folder import RunFolder, folder_of_runs, nearest
 
 
 @dataclass(frozen=True, slots=True)

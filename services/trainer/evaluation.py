@@ -8,7 +8,8 @@ crash interrupted goes on where it was.
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import structlog
 
@@ -17,6 +18,7 @@ from common.config import RunConfig
 from common.history.selection import StreamName
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP
 from common.messages import DeadLetter, Lane, SamplingParams, Score, Ticket, Trajectory, TrajectoryKey
+from common.records import EVALUATION, METRICS_FILE, read_records
 from common.service import ServiceContext
 from common.streams import (
     START,
@@ -42,6 +44,7 @@ from services.trainer.trimming import Trimmer
 log = structlog.get_logger(__name__)
 
 BLOCK_S = 0.5
+PASS_AT = "pass_at_"
 READ_COUNT = 512
 
 Trajectories = dict[TrajectoryKey, Trajectory]
@@ -77,7 +80,23 @@ class EvaluationResult:
             "num_failed",
         )
         numbers = {name: float(getattr(self, name)) for name in names}
-        return numbers | {f"pass_at_{k}": value for k, value in self.pass_at.items()}
+        return numbers | {f"{PASS_AT}{k}": value for k, value in self.pass_at.items()}
+
+
+def evaluations_on_record(run_dir: Path) -> list[dict[str, object]]:
+    """The evaluations of `metrics.jsonl` as the run's state has them, for a Redis that has lost it."""
+    found: list[dict[str, object]] = []
+    for record in read_records(run_dir / METRICS_FILE):
+        if record["kind"] != EVALUATION:
+            continue
+        names = [item.name for item in fields(EvaluationResult) if item.name in record]
+        pass_at = {k.removeprefix(PASS_AT): v for k, v in record.items() if k.startswith(PASS_AT)}
+        pass_at = {k: v for k, v in pass_at.items() if k.isdigit()}
+        found.append(
+            {name: record[name] for name in names}
+            | {"dataset": record["set"], "pass_at": pass_at, "at": record["time"]}
+        )
+    return found
 
 
 class Evaluator:

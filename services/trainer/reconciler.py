@@ -13,7 +13,7 @@ import structlog
 from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.messages import WeightManifest
+from common.messages import Commit, WeightManifest
 from common.streams import (
     START,
     append_after,
@@ -28,6 +28,7 @@ from common.streams import (
 )
 from services.trainer.commit_journal import CommitJournal
 from services.trainer.intake import PendingGroup
+from services.trainer.registration import Registration
 from services.trainer.scheduler import Scheduler
 from services.trainer.strays import move_strays_aside
 
@@ -40,6 +41,7 @@ class Reconciler:
     def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, journal: CommitJournal) -> None:
         self.broker, self.keys, self.scheduler, self.journal = broker, keys, scheduler, journal
         self.manifest: WeightManifest | None = None
+        self.registration: Registration | None = None
         self.term = 0
         """Which trainer process of the run this is: each has a greater number than those before it."""
         self._announced_as = ""
@@ -87,7 +89,7 @@ class Reconciler:
         )
 
     async def has_restarted(self) -> bool:
-        """Whether another server process answers than when this was last asked; it may hold less."""
+        """Whether another server process answers than when this was last asked, or an emptied one."""
         await self.may_lack_records()
         is_news, self._is_news = self._is_news, False
         return is_news
@@ -96,6 +98,8 @@ class Reconciler:
         """Whether Redis has restarted since the last checkpoint, and may lack what was trained on since."""
         before, self._server = self._server, await self._identity()
         if before not in ("", self._server):
+            self._is_news = self.needs_checkpoint = True
+        if self.registration is not None and await self.registration.is_lost():
             self._is_news = self.needs_checkpoint = True
         return self.needs_checkpoint
 

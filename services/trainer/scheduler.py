@@ -16,6 +16,7 @@ import structlog
 
 from common import metrics
 from common.broker import Broker
+from common.codec import SCHEMA
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.keys import Keys
@@ -93,14 +94,35 @@ class Scheduler:
     async def adopt_issued(self) -> list[Ticket]:
         """Take in tickets that an earlier process issued after the state this one was restored from."""
         adopted: list[Ticket] = []
+        orphans: list[Entry[Ticket]] = []
         first = entry_id_of(self.next_ticket)
         while entries := await read_range(self.broker, self.keys.prompts(), Ticket, first, count=READ_BATCH):
             for entry in entries:
                 if isinstance(entry, Entry) and entry.message.ticket == self.next_ticket:
                     self._adopt(entry.message)
                     adopted.append(entry.message)
+                elif isinstance(entry, Entry):
+                    orphans.append(entry)
             first = f"({entries[-1].entry_id}"
+        if orphans:
+            await self._withdraw(orphans)
         return adopted
+
+    async def _withdraw(self, orphans: list[Entry[Ticket]]) -> None:
+        """Take tickets back that follow no other: Redis was emptied, and an earlier trainer issued its own again.
+
+        What they were part of is lost with it. This trainer will issue their numbers once more.
+        """
+        log.warning(
+            "taking back tickets of a history that is lost",
+            first=orphans[0].message.ticket,
+            count=len(orphans),
+        )
+        key, keep = self.keys.prompts(), min([*self.outstanding, self.next_ticket])
+        pairs = [part for entry in orphans for part in (entry.entry_id, "")]
+        floor = entry_id_of(keep - 1) if keep else START
+        await self.broker.script("move_aside", [key, self.keys.dead], [SCHEMA, floor, *pairs])
+        await self.broker.pipeline([("DEL", self.keys.progress(entry.message.ticket)) for entry in orphans])
 
     async def reissue_lost(self) -> int:
         """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""

@@ -30,6 +30,7 @@ from services.trainer.prompts import PromptSource, load_eval_prompts, load_token
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
 from services.trainer.recovery import Replayer, begins_at_start, restore_checkpoint
+from services.trainer.registration import Registration
 from services.trainer.scheduler import Scheduler
 from services.trainer.sharded_policy import ShardedPolicy
 from services.trainer.step import StepRunner
@@ -85,6 +86,8 @@ async def _train_policy(
     journal = await asyncio.to_thread(CommitJournal, context.run_dir)
     reconciler = Reconciler(context.broker, context.keys, scheduler, journal)
     reconciler.term = await until_stored(context, lambda: asyncio.to_thread(next_term, context.run_dir))
+    reconciler.registration = Registration(context)
+    await until_stored(context, reconciler.registration.begin)
     can_start_over = await begins_at_start(context.broker, context.keys)
     restore = partial(restore_checkpoint, can_start_over=can_start_over)
     restored, dropped = await thread.call(restore, store, policy, scheduler, intake, reconciler)

@@ -27,7 +27,7 @@ from services.trainer.checkpointing import Checkpointer
 from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
 from services.trainer.commits import LostTailError, append_commit, make_commit
 from services.trainer.diagnostics import Diagnostics
-from services.trainer.evaluation import EvaluationResult, Evaluator
+from services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
 from services.trainer.group_results import delete_results
 from services.trainer.intake import Intake
 from services.trainer.memory_watch import MemoryWatch
@@ -102,7 +102,7 @@ class Trainer:
     async def _resume(self) -> None:
         """Announce the version that the run is at; finish what a crash cut off before that."""
         state = await read_state(self.context.broker, self.context.keys)
-        self._evaluations = list(state.get("evaluations") or [])
+        self._evaluations = list(state.get("evaluations") or evaluations_on_record(self.context.run_dir))
         manifest = await self._announced_weights() or await self._write_weights(self.version)
         if self._must_evaluate(self.version - 1) and not await self.reconciler.is_announced(self.version):
             self._start_evaluation(self.version - 1)

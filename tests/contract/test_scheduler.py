@@ -8,7 +8,7 @@ from common.broker import Broker
 from common.errors import TidemillError
 from common.keys import Keys
 from common.messages import Ticket
-from common.streams import append, append_missing, entry_id_of, last_id, read_range
+from common.streams import append, append_missing, append_numbered, entry_id_of, last_id, read_range
 from services.trainer.scheduler import Outstanding, Scheduler
 from tests.training import lose_tail, make_prompts, messages, trainer_config
 

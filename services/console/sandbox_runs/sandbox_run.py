@@ -18,13 +18,14 @@ from common.files import write_atomically
 from common.keys import REWARD_GROUP, Keys
 from common.messages import Lane
 from common.presence import GONE_AFTER_S, Heartbeat, read_heartbeats, server_time_s
+from common.run_paths import CONFIG_FILE
 from common.run_state import publish_config, run_exists, update_state
 from common.streams import ensure_group
 from services.console.archive import archive_rest
 from services.console.guard import Guard
 from services.console.local_redis import LocalRedis
 from services.console.processes import ServiceSpec, service_environment, service_specs
-from services.console.run_folder import CONFIG_FILE, RunFolder
+from services.console.run_folder import RunFolder
 from services.console.supervisor import Supervisor
 
 ROLES = ("reward", "replica", "sandbox")

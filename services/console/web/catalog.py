@@ -15,9 +15,10 @@ from common.errors import TidemillError
 from common.keys import RUN_ID
 from common.records import METRICS_FILE
 from common.redis_client import URL_VARIABLE
+from common.run_paths import CONFIG_FILE
 from common.run_state import known_runs
 from services.console.report import read_report
-from services.console.run_folder import CONFIG_FILE, RunFolder
+from services.console.run_folder import RunFolder
 from services.console.web.watched_run import WatchedRun
 
 MAX_OPEN_RUNS = 4
