@@ -7,9 +7,11 @@ be safe to repeat; `common.streams` sees to that.
 """
 
 import asyncio
+import errno
 import os
 import random
 import re
+import resource
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
@@ -121,6 +123,8 @@ class Broker:
             raise _explain(error, url) from None
         except (OSError, ValueError) as error:
             await broker.close()
+            if _is_out_of_files(error):
+                raise _explain(error, url) from None
             raise UnreachableError(
                 f"cannot reach Redis at {public_address(url)}: {str(error) or 'it does not answer'}"
             ) from None
@@ -236,7 +240,10 @@ class Broker:
         metrics.REDIS_RETRIES.inc()
         metrics.REDIS_WAIT.labels("memory" if _is_full(error) else "redis").inc(pause_s)
         if state.attempt_number in (1, 5) or state.attempt_number % 20 == 0:
-            log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
+            if _is_out_of_files(error):
+                log.error("no connection to Redis can be opened", attempt=state.attempt_number, why=_files())
+            else:
+                log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
 
 
 def _give_up(state: RetryCallState) -> NoReturn:
@@ -287,6 +294,27 @@ def _is_full(error: BaseException | None) -> bool:
     return isinstance(error, redis_errors.OutOfMemoryError) or str(error).startswith("OOM")
 
 
+def _is_out_of_files(error: BaseException | None) -> bool:
+    """Whether no more files and connections may be opened here: Redis has no part in it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        if any(os.strerror(number) in str(error) for number in (errno.EMFILE, errno.ENFILE)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _files() -> str:
+    """What is wrong when no file can be opened, and what to do."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"this process may have {limit} files and connections open, and has them; or the machine has none. "
+        "Raise the limit: `ulimit -n 65536` before the start, LimitNOFILE= of a systemd unit, or "
+        "`ulimits: nofile` in Compose"
+    )
+
+
 def _parse_info(reply: bytes | str) -> dict[str, str]:
     text = reply.decode() if isinstance(reply, bytes) else reply
     pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#"))
@@ -314,6 +342,8 @@ def _check_server(info: dict[str, str], url: str) -> None:
 def _explain(error: Exception, url: str) -> BrokerError:
     """The error of a first contact, in words."""
     text, where = str(error).rstrip("."), public_address(url)
+    if _is_out_of_files(error):
+        return BrokerError(f"no connection to Redis at {where} can be opened: {_files()}.")
     if isinstance(error.__cause__, _FINAL):
         error = error.__cause__  # what the server answered to the greeting; around it is a ConnectionError
     if isinstance(error, redis_errors.AuthenticationError):

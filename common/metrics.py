@@ -39,6 +39,10 @@ REDIS_SECONDS = Histogram(
     "Time of one Redis command that does not block, as it was felt",
     buckets=_SHORT_S,
 )
+REDIS_MAY_EVICT = Gauge("tidemill_redis_may_evict", "1 while the maxmemory-policy lets Redis delete keys")
+REDIS_EVICTED_KEYS = Counter(
+    "tidemill_redis_evicted_keys_total", "Keys that Redis has deleted to make room, which it must never do"
+)
 REDIS_MEMORY_SHARE = Gauge(
     "tidemill_redis_memory_share", "Memory of Redis in use over its maxmemory; 0 without a limit"
 )

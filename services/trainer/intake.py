@@ -19,7 +19,7 @@ from common import metrics
 from common.broker import Broker
 from common.keys import Keys
 from common.messages import DeadLetter, Message, Score, Trajectory
-from common.streams import START, Entry, Garbled, OffsetReader, Trail, id_before, id_order
+from common.streams import START, Entry, Garbled, OffsetReader, Trail, id_before, id_order, read_raw
 from common.streams.trail import Rung
 from services.trainer.burial import bury_unread
 from services.trainer.judgement import CompleteGroup
@@ -199,6 +199,12 @@ class Intake:
     def high_water(self) -> dict[str, str]:
         """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
         return {TRAJECTORIES: self._trajectories.position, SCORES: self._scores.position}
+
+    async def has_read_all(self) -> bool:
+        """Whether the streams hold nothing that the readers have not been given."""
+        ends = {self._trajectories.key: self._trajectories.position, self._scores.key: self._scores.position}
+        unread = [await read_raw(self._broker, key, f"({end}", count=1) for key, end in ends.items()]
+        return not any(unread)
 
     def trails(self) -> dict[str, list[Rung]]:
         """Per stream, some of what was read: tells whether a position can still be relied on."""

@@ -65,7 +65,7 @@ class Recorder:
         if step < self._next_step:
             log.debug("step is on record already", step=step)
             return
-        record = _record({"kind": STEP, "step": step}, metrics)
+        record = record_of({"kind": STEP, "step": step}, metrics)
         self._append(record)
         self._next_step = step + 1
         self._show(record, "", step)
@@ -76,7 +76,7 @@ class Recorder:
         if self.has_evaluation(version, name):
             log.debug("evaluation is on record already", version=version, set=name)
             return
-        record = _record({"kind": EVALUATION, "version": version, "set": name}, metrics)
+        record = record_of({"kind": EVALUATION, "version": version, "set": name}, metrics)
         self._append(record)
         self._evaluated.add((version, name))
         self._show(record, f"eval/{name}/", version)
@@ -142,9 +142,9 @@ class Recorder:
             self._board = None
 
 
-def _record(head: Record, metrics: Mapping[str, float | None]) -> Record:
+def record_of(head: Record, metrics: Mapping[str, float | None], at: float | None = None) -> Record:
     """One line: what it is about, when, and the metrics as JSON numbers."""
-    record: Record = {**head, "time": round(time.time(), 3)}
+    record: Record = {**head, "time": round(time.time() if at is None else at, 3)}
     if clash := sorted(record.keys() & metrics.keys()):
         raise ValueError(f"metrics cannot be named {', '.join(clash)}: a record has these fields already")
     return record | {name: _number(value) for name, value in metrics.items()}

@@ -36,7 +36,7 @@ from services.trainer.storage import until_stored
 log = structlog.get_logger(__name__)
 
 GIVE_UP_S = 60.0
-"""A committed group that the streams have not delivered after this long without news is lost."""
+"""Where it cannot be told that all was read: after this long without news a committed group is lost."""
 
 
 async def begins_at_start(broker: Broker, keys: Keys) -> bool:
@@ -179,7 +179,7 @@ class Replayer:
             if has_news is None:
                 raise StoppedError
             quiet_s = 0.0 if has_news else quiet_s + QUIET_S
-            if quiet_s > GIVE_UP_S:
+            if quiet_s > GIVE_UP_S or (not has_news and await self.intake.has_read_all()):
                 raise TidemillError(
                     f"step {commit.step} was committed, but the streams hold no complete group for "
                     f"{len(missing)} of its tickets (first: {missing[0]}). Restore Redis from its backup, "

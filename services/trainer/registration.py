@@ -1,8 +1,8 @@
 """The run's mark in Redis, by which the trainer knows that Redis still holds what it held.
 
-FLUSHALL, a lost AOF or an operator's mistake can empty a Redis that answers as if nothing had happened. The mark
-goes with everything else; the config that workers start from is then published again. A copy of the config is
-in the run's folder, for a trainer that starts when Redis knows nothing.
+FLUSHALL, a lost AOF or an operator's mistake can empty a Redis that answers as if nothing had happened. The
+mark goes with everything else; the config that workers start from is then published again. A copy of the
+config is in the run's folder, for a trainer that starts when Redis knows nothing.
 """
 
 import secrets

@@ -109,12 +109,12 @@ class Scheduler:
         return adopted
 
     async def _withdraw(self, orphans: list[Entry[Ticket]]) -> None:
-        """Take tickets back that follow no other: Redis was emptied, and an earlier trainer issued its own again.
+        """Take tickets back that follow no other: an emptied Redis was given them by an earlier trainer.
 
         What they were part of is lost with it. This trainer will issue their numbers once more.
         """
         log.warning(
-            "taking back tickets of a history that is lost",
+            "taking back tickets of a lost history",
             first=orphans[0].message.ticket,
             count=len(orphans),
         )

@@ -8,8 +8,10 @@ import structlog
 from common.config.diagnostics import HealthyRange
 from common.files import locked
 from common.logger_check import check_loggers
+from common.messages import Commit
 from common.presence import Heartbeat
 from common.records import METRICS_FILE, read_records
+from common.run_state import read_state
 from common.service import ServiceContext
 from services.trainer.best_version import BestVersion
 from services.trainer.checkpoint import CheckpointStore
@@ -29,6 +31,7 @@ from services.trainer.policy_thread import PolicyThread
 from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
 from services.trainer.reconciler import Reconciler
 from services.trainer.recorder import Recorder
+from services.trainer.records_on_file import rebuild
 from services.trainer.recovery import Replayer, begins_at_start, restore_checkpoint
 from services.trainer.registration import Registration
 from services.trainer.scheduler import Scheduler
@@ -97,6 +100,7 @@ async def _train_policy(
     replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler)
     commits = await replayer.adopt(restored, dropped)
     version = intake.version = restored + len(commits)
+    await until_stored(context, partial(_rebuild_records, context, restored, version, journal))
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
         for sender in await asyncio.to_thread(_open_loggers, context):
             recorder.attach(sender)
@@ -137,6 +141,17 @@ async def _train_policy(
             await asyncio.gather(*background, return_exceptions=True)
             await trimmer.close()
     context.raise_failure()
+
+
+async def _rebuild_records(context: ServiceContext, saved: int, version: int, journal: CommitJournal) -> None:
+    """Before the recorder opens the file and trackers are sent what is on it."""
+    state = await read_state(context.broker, context.keys)
+
+    def commit_of(step: int) -> Commit | None:
+        return journal.read(step) if step in journal.steps else None
+
+    evaluations = [item for item in state.get("evaluations") or [] if item["version"] <= version]
+    await asyncio.to_thread(rebuild, context.run_dir, saved, version, commit_of, evaluations)
 
 
 def _start_readers(context: ServiceContext, intake: Intake) -> list[asyncio.Task[None]]:

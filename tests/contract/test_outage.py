@@ -1,6 +1,9 @@
 """What one outage, or one mistake of an operator, must not do to a run."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from common.files import LockedError, locked
 from common.keys import REWARD_GROUP, Keys
 from common.messages import Trajectory
 from common.streams import Consumer, append, ensure_group
+from tests.runs import REPO
 from tests.trajectories import make_trajectory
 from tests.waiting import wait_until
 
@@ -120,3 +124,45 @@ async def test_a_consumer_whose_renewal_died_says_so(broker: Broker, keys: Keys)
         with pytest.raises(PermissionError, match="no XCLAIM"):
             await consumer.fetch(1, 0)
         consumer._renewal = None
+
+
+def test_a_process_that_may_open_no_more_files_says_that_and_not_that_redis_is_away(tmp_path: Path) -> None:
+    """With the limit, and how to raise it: at the start, and when it happens later."""
+    script = (
+        "import asyncio, resource, sys\n"
+        "from common.broker import Broker\n"
+        "async def main():\n"
+        "    broker = await Broker.connect()\n"
+        "    held = []\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "    try:\n"
+        "        while True: held.append(open('/dev/null'))\n"
+        "    except OSError: pass\n"
+        "    await broker.redis.connection_pool.disconnect()\n"
+        "    try:\n"
+        "        while True: held.append(open('/dev/null'))\n"
+        "    except OSError: pass\n"
+        "    work = asyncio.ensure_future(broker.execute('PING'))\n"
+        "    await asyncio.wait({work}, timeout=2)\n"
+        "    for file in held[:8]: file.close()\n"
+        "    print(await work)\n"
+        "    held += [open('/dev/null') for _ in range(3)]\n"
+        "    while True:\n"
+        "        try: held.append(open('/dev/null'))\n"
+        "        except OSError: break\n"
+        "    await Broker.connect()\n"
+        "asyncio.run(main())\n"
+    )
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    try:
+        environment = {**os.environ, "TIDEMILL_REDIS_URL": server.url, "TIDEMILL_REDIS_WAIT_S": "60"}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+    finally:
+        server.stop()
+    said = done.stdout + done.stderr
+    assert "b'PONG'" in said, "it goes on when there is room again"
+    assert "no connection to Redis can be opened" in said and "64 files" in said and "ulimit -n" in said
+    assert "waiting for Redis" not in said
+    assert done.returncode == 1 and "BrokerError: no connection to Redis at" in said

@@ -1,4 +1,4 @@
-"""Redis has lost everything (FLUSHALL, or its AOF is gone) and the trainer gives it back what the run needs."""
+"""Redis has lost everything (FLUSHALL, or its AOF is gone); the trainer gives back what the run needs."""
 
 import asyncio
 from typing import Any
