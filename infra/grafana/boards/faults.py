@@ -91,7 +91,10 @@ DELIVERY = Row(
             "Entries whose key was there already; none is trained twice.",
             "Many: work is done twice; look at takeovers.",
             "Many takeovers",
-            (Query(increase("tidemill_duplicates_dropped_total", "stream"), "{{stream}}"),),
+            (
+                Query(increase("tidemill_duplicates_dropped_total", "stream"), "{{stream}}"),
+                Query(increase("tidemill_stray_entries_total", "stream"), "foreign in {{stream}}"),
+            ),
         ),
         Panel(
             "Dead letters",
