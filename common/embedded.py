@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import BrokerError
@@ -29,10 +30,18 @@ REWRITE_MIN_SIZE = "512mb"
 class EmbeddedRedis:
     """A child process; `start` returns when it answers, `stop` when its data is on disk."""
 
-    def __init__(self, data_dir: Path, appendfsync: str = "everysec", executable: str | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        appendfsync: str = "everysec",
+        executable: str | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        """`options` are passed on to the server after its own, which they override."""
         self.data_dir = data_dir
         self.appendfsync = appendfsync
         self.executable = executable or find_server()
+        self.options = tuple(options)
         self._socket_dir: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -78,6 +87,7 @@ class EmbeddedRedis:
             command += ["--appendonly", "yes", "--appendfsync", self.appendfsync]
             command += ["--auto-aof-rewrite-min-size", REWRITE_MIN_SIZE]
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
+        command += self.options
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
         with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
             self._process = subprocess.Popen(

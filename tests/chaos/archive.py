@@ -65,7 +65,10 @@ class StreamCopy(Generic[M]):
     def _take(self, found: list[Entry[M] | Garbled]) -> None:
         for entry in found:
             if isinstance(entry, Entry):
-                if entry.entry_id not in self.entries:
+                before = self.entries.get(entry.entry_id)
+                if before is not None and before != entry.message:
+                    self.lost[entry.entry_id] = before  # and its number was given again
+                if before is None:
                     self.news.append((entry.entry_id, entry.message))
                 self.entries[entry.entry_id] = entry.message
             elif entry.entry_id not in self.garbled:

@@ -13,9 +13,9 @@ from common.streams import id_order, last_id
 from services.trainer.policy import Policy
 from tests.chaos.archive import Archive
 from tests.chaos.archiver import ArchiverKiller, disagreements
-from tests.chaos.faults import KILLS, Fault, Kind
+from tests.chaos.faults import KILLS, LONGEST_LAG_S, LOSSES, Fault, Kind
 from tests.chaos.fleet import Fleet
-from tests.chaos.recovery import Event, RecoveryWatch
+from tests.chaos.recovery import TRAINER, Event, RecoveryWatch
 from tests.chaos.replay import CheckpointCopies, ReplayResult, replay
 from tests.chaos.verdict import Verdict, judge
 from tests.waiting import wait_until
@@ -119,6 +119,8 @@ class Driver:
             event.died_at = await self.fleet.kill_redis()
             event.loaded_s = event.recovered_s = time.time() - event.died_at
             await self.archive.compare()
+        elif fault.kind in LOSSES:
+            await self._lose(fault.kind)
         elif fault.kind is Kind.JOIN:
             self._note(fault.kind, self.fleet.join(fault.role), time.time())
         elif fault.kind is Kind.LEAVE:
@@ -130,6 +132,21 @@ class Driver:
             version = await self._exact_version()
             died_at = self.fleet.kill(victim)
             self._note(fault.kind, victim, died_at, version)
+
+    async def _lose(self, kind: Kind) -> None:
+        """Redis loses writes that services took for done."""
+        event = self._note(kind, TRAINER if kind is Kind.POWER else "redis", time.time())
+        if kind is Kind.FAILOVER:
+            lag_s = self.rng.uniform(0, LONGEST_LAG_S)
+            event.died_at = await self.fleet.redis.fail_over(lag_s)
+            event.note = f"the replica was {lag_s:.2f} s behind"
+        else:
+            lose = self.fleet.cut_power if kind is Kind.POWER else self.fleet.lose_tail
+            event.died_at, num_bytes = await lose(self.rng)
+            event.note = f"{num_bytes:,} bytes of Redis's file gone"
+        if kind is not Kind.POWER:  # then the next commit tells
+            event.loaded_s = event.recovered_s = time.time() - event.died_at
+        await self.archive.compare()
 
     async def _victims(self, role: str) -> list[str]:
         """Processes of the role that can be killed; waits while all of them are dead already."""
@@ -149,7 +166,8 @@ class Driver:
         event.recovered_s = time.time() - event.died_at if is_term else None
         event.note = f"{'SIGTERM' if is_term else 'SIGKILL'}, exit code {code}"
         # Without its signal handler a process dies of SIGTERM: before it begins, when it holds nothing.
-        if is_term and code not in (0, -signal.SIGTERM):
+        expected = (-signal.SIGKILL,) if self.fleet.members[name].has_lost_power else ()
+        if is_term and code not in (0, -signal.SIGTERM, *expected):
             raise AssertionError(
                 f"{name} was asked to stop and ended with {code}:\n{self.fleet.log_of(name)[-3000:]}"
             )

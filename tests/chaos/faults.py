@@ -11,20 +11,30 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What is done. The first four are `kill -9` of something that is started again."""
+    """What is done. All but the last two are `kill -9` of something that is started again."""
 
     ROLLOUT = "rollout"
     REWARD = "reward"
     TRAINER = "trainer"
     REDIS = "redis"
+    TAIL = "lost tail"
+    """Redis comes back without the end of what it wrote within the last fsync window."""
+    FAILOVER = "failover"
+    """Redis dies, and a replica takes over that has not seen the last moments."""
+    POWER = "power cut"
+    """Everything dies at once, and Redis has lost its tail."""
     JOIN = "join"
     LEAVE = "leave"
     """SIGTERM, or SIGKILL, of a worker that joined; nobody starts it again."""
 
 
-KILLS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS)
+LOSSES = (Kind.TAIL, Kind.FAILOVER, Kind.POWER)
+"""What loses writes that services took for done."""
+KILLS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS, *LOSSES)
 LONGEST_DELAY_S = 3.0
 STEPS_PER_MOVE = 12
+LONGEST_LAG_S = 1.0
+"""Of a replica that takes over."""
 QUIET_STEPS = 3
 """No fault begins in the last steps: the run must still be there for it."""
 

@@ -6,6 +6,7 @@ Guarantees: when the fleet is closed, none of its processes is left.
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,11 +17,11 @@ from types import TracebackType
 
 from common.broker import Broker
 from common.config import RunConfig
-from common.embedded import EmbeddedRedis
 from common.keys import Keys
 from common.run_state import publish_config
 from services.console.processes import ServiceSpec, service_environment, service_specs
 from services.console.supervisor import FIRST_PAUSE_S
+from tests.chaos.mortal_redis import MortalRedis
 
 POLL_S = 0.05
 LEAVE_TIMEOUT_S = 120.0
@@ -39,6 +40,8 @@ class Member:
     started_at: float
     is_kept: bool = True
     """Whether it is started again when it dies."""
+    has_lost_power: bool = False
+    """Whether it died of a power cut, whatever else it was told to do."""
 
     @property
     def is_running(self) -> bool:
@@ -50,7 +53,7 @@ class Fleet:
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder, self.config, self.keys = folder, config, Keys(config.run_id)
-        self.redis = EmbeddedRedis(folder / "redis")
+        self.redis = MortalRedis(folder / "redis")
         self.members: dict[str, Member] = {}
         self.is_finished = False
         """The trainer has ended with 0: all steps are committed."""
@@ -63,7 +66,7 @@ class Fleet:
         return self.folder / self.keys.run_id
 
     async def __aenter__(self) -> "Fleet":
-        await asyncio.to_thread(self.redis.start)
+        await self.redis.start()
         self.broker = await Broker.connect(self.redis.url)
         await publish_config(self.broker, self.keys, self.config)
         for spec in service_specs(self.config):
@@ -81,7 +84,7 @@ class Fleet:
             member.process.kill()
             member.process.wait()
         await self.broker.close()
-        await asyncio.to_thread(self.redis.stop)
+        await self.redis.stop()
 
     def check(self) -> None:
         """Pass on what went wrong in the background."""
@@ -108,8 +111,28 @@ class Fleet:
         self.redis.kill()
         died_at = time.time()
         await asyncio.sleep(FIRST_PAUSE_S)
-        await asyncio.to_thread(self.redis.start)
+        await self.redis.restart()
         return died_at
+
+    async def lose_tail(self, rng: random.Random) -> tuple[float, int]:
+        """Redis dies and comes back without its last writes; returns when, and the bytes that are gone."""
+        self.redis.kill()
+        died_at, num_bytes = time.time(), self.redis.lose_tail(rng)
+        await asyncio.sleep(FIRST_PAUSE_S)
+        await self.redis.restart()
+        return died_at, num_bytes
+
+    async def cut_power(self, rng: random.Random) -> tuple[float, int]:
+        """Every process dies at once, Redis first; returns when, and the bytes that Redis has lost."""
+        self.redis.kill()
+        died_at = time.time()
+        for member in self.members.values():
+            if member.is_running:
+                member.has_lost_power = True
+                member.process.kill()
+        num_bytes = self.redis.lose_tail(rng)
+        await self.redis.restart()
+        return died_at, num_bytes
 
     def join(self, role: str) -> str:
         """One worker more; returns its name."""

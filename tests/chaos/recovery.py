@@ -98,7 +98,7 @@ class RecoveryWatch:
             if event.recovered_s is not None or done_at <= event.died_at:
                 continue
             is_its_work = event.victim == name and began_at > event.died_at
-            if is_its_work and event.kind in (kind, Kind.JOIN):
+            if is_its_work and event.kind in (kind, Kind.JOIN, Kind.POWER):
                 event.recovered_s = done_at - event.died_at
 
 

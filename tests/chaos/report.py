@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.report import print_table
 from tests.chaos.driver import Driver, Outcome
-from tests.chaos.faults import KILLS
+from tests.chaos.faults import KILLS, LOSSES
 from tests.chaos.recovery import Event, summary
 
 REFRESH_S = 0.5
@@ -87,7 +87,8 @@ def _row(event: Event) -> tuple[str, ...]:
         note = "nothing was left for it to do"
     if event.is_overtaken:
         note = "killed again before that"
-    kind = f"kill {event.kind.value}" if event.kind in KILLS else event.kind.value
+    is_kill = event.kind in KILLS and event.kind not in LOSSES
+    kind = f"kill {event.kind.value}" if is_kill else event.kind.value
     times = (_seconds(event.loaded_s), _seconds(event.recovered_s))
     return (kind, event.victim, f"{event.at_s:.1f}", str(event.version), *times, note)
 

@@ -10,7 +10,7 @@ from tests.chaos.faults import KILLS, Kind, plan
 from tests.chaos.recovery import summary
 from tests.runs import simulated_config
 
-STEPS, NUM_KILLS, SEED = 16, 8, 5
+STEPS, NUM_KILLS, SEED = 16, 7, 5
 
 
 @pytest.mark.timeout(900)  # a dozen starts of processes, on a busy machine

@@ -1,0 +1,132 @@
+"""A Redis that can lose what it has not made durable: its last writes, or those its replica has not seen.
+
+Services know one address, a link to the socket of the server that is in charge, as they would know the name
+of a service or an address that moves. A server that was killed loses nothing that it has answered, since the
+kernel keeps what was written to the append-only file; so the end of that file is cut off, at any byte of what
+came within the last fsync window, as a machine that loses power would.
+"""
+
+import asyncio
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import redis
+
+from common.embedded import EmbeddedRedis
+from tests.servers import free_port
+from tests.waiting import wait_until
+
+FSYNC_WINDOW_S = 1.0
+"""`appendfsync everysec`: what is older than this is on the disk."""
+SAMPLE_S = 0.05
+LINK_TIMEOUT_S = 60.0
+
+
+class MortalRedis:
+    """The server in charge, at an address that stays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._home = Path(tempfile.mkdtemp(prefix="tidemill-chaos-"))
+        self._generation = 0
+        self._sizes: deque[tuple[float, Path, int]] = deque()
+        """When the append-only file had which size, over the last window."""
+        self._sampler: asyncio.Task[None] | None = None
+        self.server, self.port = self._next_server()
+
+    @property
+    def url(self) -> str:
+        """The address of whichever server is in charge."""
+        return f"unix://{self._address}"
+
+    async def start(self) -> None:
+        """Start it, and watch its append-only file grow."""
+        await asyncio.to_thread(self.server.start)
+        self._take_charge()
+        self._sampler = asyncio.create_task(self._sample(), name="sampler of the append-only file")
+
+    async def stop(self) -> None:
+        """Stop for good."""
+        if self._sampler is not None:
+            self._sampler.cancel()
+            await asyncio.gather(self._sampler, return_exceptions=True)
+        await asyncio.to_thread(self.server.stop)
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def kill(self) -> None:
+        """SIGKILL; what it has answered is in its file."""
+        self.server.kill()
+
+    async def restart(self) -> None:
+        """Come back with what the append-only file holds."""
+        await asyncio.to_thread(self.server.start)
+
+    def lose_tail(self, rng: random.Random) -> int:
+        """Cut the file of a killed server within its last window; returns how many bytes went."""
+        path = _append_only_file(self.server.data_dir)
+        size = path.stat().st_size
+        durable = next((known for _, of, known in self._sizes if of == path), size)
+        kept = rng.randint(durable, size) if durable < size else size
+        os.truncate(path, kept)
+        self._sizes.clear()
+        return size - kept
+
+    async def fail_over(self, lag_s: float) -> float:
+        """Promote a replica that has not seen the master's last `lag_s`; returns when the master died."""
+        replica, port = self._next_server("--replicaof", "127.0.0.1", str(self.port))
+        await asyncio.to_thread(replica.start)
+        client = redis.Redis(unix_socket_path=str(replica.socket))
+        await wait_until(lambda: self._follows(client), LINK_TIMEOUT_S)
+        client.execute_command("REPLICAOF", "NO", "ONE")
+        client.close()
+        await asyncio.sleep(lag_s)
+        master, self.server, self.port = self.server, replica, port
+        master.kill()
+        died_at = time.time()
+        self._take_charge()
+        await asyncio.to_thread(master.stop)
+        return died_at
+
+    @property
+    def _address(self) -> Path:
+        return self._home / "redis.sock"
+
+    def _next_server(self, *options: str) -> tuple[EmbeddedRedis, int]:
+        self._generation += 1
+        port = free_port()  # replication needs one
+        network = ("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0")
+        data_dir = self.folder / f"server-{self._generation}"
+        return EmbeddedRedis(data_dir, options=(*network, *options)), port
+
+    def _take_charge(self) -> None:
+        """From now on the address leads to the present server."""
+        link = self._home / "next"
+        link.symlink_to(self.server.socket)
+        link.replace(self._address)
+        self._sizes.clear()
+
+    def _follows(self, replica: redis.Redis) -> bool:
+        """Whether the replica has about all that the master has, and a file of its own to come back from."""
+        found = replica.info()
+        is_rewriting = found["aof_rewrite_in_progress"] or found["aof_rewrite_scheduled"]
+        return found.get("master_link_status") == "up" and not is_rewriting
+
+    async def _sample(self) -> None:
+        while True:
+            now = time.monotonic()
+            if (path := _append_only_file(self.server.data_dir)).exists():
+                self._sizes.append((now, path, path.stat().st_size))
+            while self._sizes and self._sizes[0][0] < now - FSYNC_WINDOW_S:
+                self._sizes.popleft()
+            await asyncio.sleep(SAMPLE_S)
+
+
+def _append_only_file(data_dir: Path) -> Path:
+    """The file that is written now: one of several since Redis 7."""
+    parts = sorted((data_dir / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns)
+    return parts[-1] if parts else data_dir / "appendonly.aof"
