@@ -6,6 +6,7 @@ or when the trajectory is buried. An error that nobody expected ends the whole p
 """
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
@@ -14,6 +15,7 @@ from common.keys import REWARD_GROUP
 from common.messages import DeadLetter, Lane, Score, Trajectory
 from common.service import ServiceContext
 from common.streams import Consumer, Delivery, Garbled
+from services.reward.capacity import Capacity
 from services.reward.grouping import GroupScoring
 from services.reward.hybrid import make_hybrid
 from services.reward.post_processing import PostProcessing
@@ -33,16 +35,19 @@ async def serve(context: ServiceContext) -> None:
     config = context.config.reward
     services = RewardServices.of(context)
     reward = make_hybrid(config, services)
-    slots = min(config.max_in_flight, reward.slots or config.max_in_flight)
+    capacity = Capacity(config, reward)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
-    parallel = min(slots, config.processes) if reward.has_processes else slots
-    tally = Tally(context.activity, lambda: reward.failures() | post_processing.failures_by_name(), parallel)
-    context.reporters.append(tally.report)
+    tally = Tally(
+        context.activity,
+        lambda: reward.failures() | post_processing.failures_by_name(),
+        capacity.parallel,
+    )
+    context.reporters += [tally.report, capacity.report]
     try:
         async with asyncio.TaskGroup() as lanes:
             for lane in (Lane.EVAL, Lane.TRAIN):
-                worker = RewardLane(context, lane, scorer, tally, slots, post_processing)
+                worker = RewardLane(context, lane, scorer, tally, capacity.slots, post_processing)
                 lanes.create_task(worker.run(), name=f"lane {lane}")
     finally:
         await post_processing.close()
@@ -59,7 +64,7 @@ class RewardLane:
         lane: Lane,
         scorer: Scorer,
         tally: Tally,
-        slots: int,
+        slots: int | Callable[[], int],
         post_processing: PostProcessing,
     ) -> None:
         self.context, self.lane, self.scorer, self.tally = context, lane, scorer, tally
@@ -86,8 +91,9 @@ class RewardLane:
         )
         self.publisher = Publisher(self.consumer, self.keys.scores(lane), self._settle)
         self.scoring: set[asyncio.Task[Score | None]] = set()
-        self.slots, self.num_held = slots, 0
-        metrics.SCORE_SLOTS.labels(lane).set(slots)
+        self.slots = slots if callable(slots) else lambda: slots
+        self.num_held = 0
+        metrics.SCORE_SLOTS.labels(lane).set_function(self.slots)
         self.slot_freed = asyncio.Event()
 
     async def run(self) -> None:
@@ -95,7 +101,7 @@ class RewardLane:
         async with self.consumer, asyncio.TaskGroup() as tasks:
             publishing = tasks.create_task(self.publisher.run(), name=f"publish {self.lane}")
             while not self.context.stopping.is_set():
-                free = self.slots - self.num_held
+                free = self.slots() - self.num_held
                 if free <= 0:
                     self.slot_freed.clear()
                     await self.context.unless_stopping(self.slot_freed.wait())
