@@ -31,10 +31,10 @@ def sendable(text: str) -> str:
     return _LONE.sub(LOST, text)
 
 
-def _replace(error: UnicodeError) -> tuple[str, int]:
+def _replace(error: UnicodeError) -> tuple[bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return LOST * (error.end - error.start), error.end
+    return LOST.encode() * (error.end - error.start), error.end  # UTF-8 takes only ASCII as text here
 
 
 codecs.register_error(_ERRORS, _replace)

@@ -1,8 +1,10 @@
 """Reward functions that do what their sample says, and pools of processes for them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
+from common.messages import Score
 from services.reward.outcome import Outcome
 from services.reward.processes import ProcessPool
 from services.reward.request import Request
@@ -52,7 +54,7 @@ class Pool(ProcessPool):
         return outcome
 
 
-def peak(outcomes: list[Outcome]) -> int:
+def peak(outcomes: Sequence[Outcome | Score]) -> int:
     """How many of the calls ran at once, at most."""
     moments = [(float(outcome.components["started"] or 0), 1) for outcome in outcomes]
     moments += [(float(outcome.components["ended"] or 0), -1) for outcome in outcomes]

@@ -225,6 +225,25 @@ class Consumer(Generic[M]):
             self.held.pop(entry_id, None)
         metrics.HANDED_BACK.labels(self.label).inc(len(ids))
 
+    async def park(self, deliveries: Sequence[Delivery[M]]) -> None:
+        """Keep messages for later: they stay held, and this delivery does not count until `unpark`."""
+        await self._count_deliveries(deliveries, -1)
+
+    async def unpark(self, deliveries: Sequence[Delivery[M]]) -> None:
+        """Work on parked messages begins: from now on this delivery counts."""
+        await self._count_deliveries(deliveries, 0)
+
+    async def _count_deliveries(self, deliveries: Sequence[Delivery[M]], change: int) -> None:
+        pairs = [
+            (delivery.entry_id, max(delivery.attempts + change, 0))
+            for delivery in deliveries
+            if not delivery.lost.is_set()
+        ]
+        if pairs:
+            args = [self.group, self.name, *(part for pair in pairs for part in pair)]
+            for entry_id in await self._script("park", args, [pair[0].encode() for pair in pairs]):
+                self._lose(entry_id.decode())
+
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
         await self.hand_back(list(self.held.values()))
