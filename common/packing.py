@@ -1,8 +1,8 @@
 """msgpack for all that leaves a process, and the rule for text that is no valid Unicode.
 
-Half of a surrogate pair (`"\\ud800"`, which JSON can say and UTF-8 cannot) becomes U+FFFD, the mark of a character
-that was lost. Whoever sends text sends it through here: an answer of a judge, or the message of an exception,
-must not end the process that reports it.
+Half of a surrogate pair (`"\\ud800"`, which JSON can say and UTF-8 cannot) becomes U+FFFD, the mark of a
+character that was lost. Whoever sends text sends it through here: an answer of a judge, or the message of an
+exception, must not end the process that reports it.
 """
 
 import codecs

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from common import metrics
 from common.activity import Activity
 from common.advertised import advertised_host
-from common.broker import Broker
+from common.broker import Broker, redis_url
 from common.config import RunConfig, load_config, override_config
 from common.errors import TidemillError, first_cause
 from common.http_endpoint import HttpEndpoint
@@ -32,8 +32,10 @@ from common.keys import Keys
 from common.logs import configure_logs
 from common.main_task import run_main
 from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
+from common.redis_client import make_client
 from common.run_paths import runs_dir
 from common.run_state import UnknownRunError, has_finished, read_config, register_config
+from common.stand_in import StandIn
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +74,8 @@ class ServiceContext:
     """The command line, with what the service added to it."""
     started_at: float = field(default_factory=time.monotonic)
     """On the machine's monotonic clock."""
+    stand_in: StandIn | None = None
+    """Renews leases while the event loop is blocked."""
 
     def __post_init__(self) -> None:
         # A restarted process has the name of the one before, but must not pass for the holder of its leases.
@@ -189,6 +193,8 @@ async def _serve(
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors = endpoint.collectors
+        context.stand_in = StandIn(lambda: Broker(make_client(redis_url())))
+        context.reporters.append(context.stand_in.report)
         async with _signals(context), _heartbeat(context, endpoint):
             await load()(context)
         return 0
@@ -258,6 +264,8 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         loop = asyncio.get_running_loop()
         while True:
             endpoint.beat()
+            if context.stand_in:
+                context.stand_in.turned()
             due_at = loop.time() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
             lag_s = max(0.0, loop.time() - due_at)
@@ -265,9 +273,13 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             longest_lag_s = max(longest_lag_s, lag_s)
 
     tasks = [asyncio.create_task(forever()), asyncio.create_task(watch_loop())]
+    if context.stand_in:
+        context.stand_in.start()
     try:
         yield
     finally:
+        if context.stand_in:
+            context.stand_in.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

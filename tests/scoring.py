@@ -18,7 +18,8 @@ SOURCE = """
 
     def answer(started):
         is_main = threading.current_thread() is threading.main_thread()
-        return {{"score": 1.0, "pid": os.getpid(), "started": started, "ended": time.monotonic(), "main": is_main}}
+        times = {{"started": started, "ended": time.monotonic()}}
+        return {{"score": 1.0, "pid": os.getpid(), "main": is_main, **times}}
 
     def plain(data_source, solution_str, ground_truth, extra_info=None):
         started = time.monotonic()
@@ -30,7 +31,8 @@ SOURCE = """
         started = time.monotonic()
         (FOLDER / f"{{ground_truth}}.pid").write_text(str(os.getpid()))
         found = {{}}
-        exec("async def code():\\n" + "".join(f"    {{line}}\\n" for line in solution_str.split("\\n")), globals(), found)
+        body = "".join(f"    {{line}}\\n" for line in solution_str.split("\\n"))
+        exec("async def code():\\n" + body, globals(), found)
         await found["code"]()
         return answer(started)
 """

@@ -1,8 +1,9 @@
 """Runs async functions on the event loop of a scoring process, any number at once, and watches that loop.
 
-A function that blocks in place of awaiting holds up its neighbours and nothing else: no lease and no heartbeat
-depends on this process. While the loop stands still, every beat says for how long, and where in whose call. Time in
-which the loop stood still counts against no call's limit; a single step that is longer than its limit does.
+A function that blocks in place of awaiting holds up its neighbours and nothing else: no lease and no
+heartbeat depends on this process. While the loop stands still, every beat says for how long, and where in
+whose call. Time in which the loop stood still counts against no call's limit; a single step that is longer
+than its limit does.
 """
 
 import asyncio
@@ -133,4 +134,6 @@ def _where(stack: "traceback.StackSummary") -> str:
     inside = [frame for frame in stack[started:] if frame in users] or [stack[-1]]
     first, last = inside[0], stack[-1]
     text = f"{first.name} ({Path(first.filename).name}, line {first.lineno})"
-    return text if last is first else f"{text}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
+    return (
+        text if last is first else f"{text}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
+    )

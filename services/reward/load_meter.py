@@ -32,7 +32,7 @@ class LoadMeter:
             self._num_running += 1
 
     def end(self) -> float | None:
-        """A call has ended: the load since the last time that this had an answer; None where it is too early."""
+        """A call has ended: the load since the last answer to this; None where it is too early."""
         with self._lock:
             now = time.monotonic()
             self._busy_s += now - self._since

@@ -1,8 +1,8 @@
-"""Notices functions that set signals or alarms, as timeouts of parsers do: those work in the main thread only.
+"""Notices functions that set signals or alarms, as timeouts of parsers do: they need the main thread.
 
 From another thread `signal.signal` raises, and many a library takes that for a wrong answer; an alarm would
-interrupt whatever the main thread is doing. So both are noted, whoever swallows the exception: a call that did
-it in another thread is worth nothing, and is made again in the main thread.
+interrupt whatever the main thread is doing. So both are noted, whoever swallows the exception: a call that
+did it in another thread is worth nothing, and is made again in the main thread.
 """
 
 import signal

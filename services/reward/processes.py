@@ -1,8 +1,9 @@
 """A pool of scoring processes for one function.
 
-Plain functions get `size` processes, each with as many calls at once as `Sizing` says; async ones get a single
-process with any number. A call that is late, breaks off or dies costs its process; what else that process was
-running goes on to its end there, or is run again. A process that is gone is replaced by the next call.
+Plain functions get `size` processes, each with as many calls at once as `Sizing` says; async ones get a
+single process with any number. A call that is late, breaks off or dies costs its process; what else that
+process was running goes on to its end there, or is run again. A process that is gone is replaced by the next
+call.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
 """Samples that were in flight when workers died run apart from others, first few at a time and then alone.
 
-The number of deliveries says how suspect a sample is: once is bad luck, for a worker that is killed takes along
-whatever it holds. Who was there again and again runs in smaller company, so that only a sample that was alone
-when its worker died can go to the dead letters. A sample that waits for its turn does not count as delivered.
+The number of deliveries says how suspect a sample is: once is bad luck, for a worker that is killed takes
+along whatever it holds. Who was there again and again runs in smaller company, so that only a sample that was
+alone when its worker died can go to the dead letters. A sample that waits for its turn does not count as
+delivered.
 """
 
 import asyncio
@@ -72,7 +73,7 @@ class Quarantine:
             await consumer.unpark(deliveries)
 
     async def work_off(self, holder: Holder, suspects: list[Delivery[Trajectory]]) -> None:
-        """Run suspects, each with as much company as it may have; more than a few are left to other workers."""
+        """Run suspects, each with the company that it may have; all but a few are left to other workers."""
         suspects = sorted(suspects, key=lambda delivery: delivery.attempts)
         await holder.consumer.hand_back(suspects[FEW:])
         waiting = suspects[:FEW]

@@ -2,8 +2,8 @@
 
 Invariant: every call ends. Plain functions are timed here, and a process with a call that is late takes no
 more, ends its others, and is killed with all that it started. Async functions are timed by their own process,
-which is killed when its loop stands still for longer than a call may take. When a process ends in the middle of its
-calls, all of them are told of the same `Death`.
+which is killed when its loop stands still for longer than a call may take. When a process ends in the middle
+of its calls, all of them are told of the same `Death`.
 """
 
 import asyncio
@@ -42,7 +42,9 @@ Waiting = tuple[Call, "asyncio.Future[dict[str, Any]]"]
 class ScoringProcess:
     """It is sound while it may be given calls."""
 
-    def __init__(self, is_async: bool = False, on_beat: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+    def __init__(
+        self, is_async: bool = False, on_beat: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> None:
         self._is_async, self._on_beat = is_async, on_beat
         self._channel, theirs = socket.socketpair()
         with theirs:
@@ -158,7 +160,7 @@ class ScoringProcess:
             self._tell(waiting, await self._obituary())
 
     async def _watch(self) -> None:
-        """End an async process that does not even beat: whatever holds its interpreter's lock holds up all."""
+        """End an async process that does not even beat: some call holds the interpreter's lock."""
         while self.is_sound:
             await asyncio.sleep(SILENT_S)
             limit_s = GRACE_S + min((call.timeout_s for call, _ in self._waiting.values()), default=0.0)
@@ -181,9 +183,13 @@ class ScoringProcess:
     def _end_if_stuck(self, beat: dict[str, Any]) -> None:
         """A loop that stands still within one step for longer than its call may take will not turn again."""
         call, _ = self._waiting.get(beat["id"], (None, None))
-        limit_s = call.timeout_s if call else max((call.timeout_s for call, _ in self._waiting.values()), default=0)
+        limit_s = (
+            call.timeout_s if call else max((call.timeout_s for call, _ in self._waiting.values()), default=0)
+        )
         if self._waiting and beat["step_s"] > limit_s:
-            reason = f"no result within {limit_s:g} s (timeout_s): {beat['where']} blocks; its process was killed"
+            reason = (
+                f"no result within {limit_s:g} s (timeout_s): {beat['where']} blocks; its process was killed"
+            )
             self._end(reason, call)
 
     def _end(self, reason: str, culprit: Call | None = None) -> None:

@@ -16,7 +16,7 @@ class Sizing:
         self._most, self.calls = most, 1
 
     def observe(self, load: float | None, is_wanted: bool) -> None:
-        """A call has ended; `load` is what the process measured, `is_wanted` whether others wait for a place."""
+        """A call has ended; `load` was measured, `is_wanted` says whether others wait for a place."""
         if load is None:
             return
         if load > FULL:

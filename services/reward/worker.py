@@ -49,9 +49,7 @@ async def serve(context: ServiceContext) -> None:
     try:
         async with asyncio.TaskGroup() as lanes:
             for lane in (Lane.EVAL, Lane.TRAIN):
-                worker = RewardLane(
-                    context, lane, scorer, tally, capacity.slots, post_processing, quarantine
-                )
+                worker = RewardLane(context, lane, scorer, tally, capacity.slots, post_processing, quarantine)
                 lanes.create_task(worker.run(), name=f"lane {lane}")
     finally:
         await post_processing.close()
@@ -84,6 +82,7 @@ class RewardLane:
             dead_key=self.keys.dead,
             label=self.keys.name_of(self.keys.trajectories(lane)),
             max_bytes=self.config.streams.max_message_mb << 20,
+            stand_in=context.stand_in,
         )
         self.groups = GroupScoring(
             self.consumer,

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.reward.outcome import AttemptError, Outcome
 from common.config import RewardConfig
 from common.messages import Lane, Score, ScoreStatus
 from services.reward.functions import load_function
+from services.reward.outcome import AttemptError, Outcome
 from services.reward.rewards import FunctionReward
 from tests.rewards import scorer_of
 from tests.scoring import Pool, obedient_functions, peak
@@ -76,7 +76,7 @@ async def test_what_will_not_be_cancelled_holds_up_nobody_and_ends_with_the_pool
         )
     )
     async with pool_of(tmp_path) as pool:
-        with pytest.raises(AttemptError, match="no result within 0.5 s") as caught:
+        with pytest.raises(AttemptError, match=r"no result within 0\.5 s") as caught:
             await pool.score(code, 0.5, "stubborn")
         assert caught.value.is_timeout
         held = asyncio.create_task(pool.score(code, 3600))

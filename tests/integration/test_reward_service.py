@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -271,7 +272,9 @@ async def test_a_reward_that_blocks_in_async_def_costs_no_lease_and_is_named(
 
     async def is_named() -> bool:
         beats = await read_heartbeats(broker, KEYS)
-        return any("blocks its event loop" in beat.detail and "reward.py, line 4" in beat.detail for beat in beats)
+        return any(
+            "blocks its event loop" in beat.detail and "reward.py, line 4" in beat.detail for beat in beats
+        )
 
     await wait_until(is_named, 60)
     await wait_until(lambda: has(broker, 80), 120)
@@ -301,14 +304,16 @@ async def test_of_forty_samples_that_die_with_their_worker_only_the_poison_is_bu
         max_in_flight=40,
     )
     texts = ["poison" if ticket == 17 else "fine" for ticket in range(40)]
-    await append(broker, KEYS.trajectories(), *[make_trajectory(i, text=text) for i, text in enumerate(texts)])
+    await append(
+        broker, KEYS.trajectories(), *[make_trajectory(i, text=text) for i, text in enumerate(texts)]
+    )
+
+    async def is_over(worker: Service) -> bool:
+        return worker.process.returncode is not None or await broker.execute("XLEN", KEYS.dead) > 0
+
     for life in range(8):
         worker = await start(f"w{life}")
-
-        async def is_over() -> bool:
-            return worker.process.returncode is not None or await broker.execute("XLEN", KEYS.dead) > 0
-
-        await wait_until(is_over, 60)
+        await wait_until(partial(is_over, worker), 60)
         if worker.process.returncode is None:
             break
     await wait_until(lambda: has(broker, 39), 60)

@@ -52,7 +52,9 @@ async def test_one_thread_is_one_call_at_a_time(tmp_path: Path) -> None:
         assert peak(await asyncio.gather(*(pool.score(WAIT) for _ in range(6)))) == 1
 
 
-async def test_what_sets_alarms_runs_in_main_threads_also_when_it_swallows_the_refusal(tmp_path: Path) -> None:
+async def test_what_sets_alarms_runs_in_main_threads_whatever_it_swallows(
+    tmp_path: Path,
+) -> None:
     code = "\n".join(
         (
             "try:",
@@ -79,7 +81,7 @@ async def test_a_call_that_ends_its_process_fails_alone(tmp_path: Path) -> None:
         )
         failed = [i for i, result in enumerate(results) if isinstance(result, BaseException)]
         assert failed == [7]
-        with pytest.raises(AttemptError, match="process of the reward function died .exit code 3"):
+        with pytest.raises(AttemptError, match="process of the reward function died"):
             raise results[7]  # type: ignore[misc]
         with pytest.raises(AttemptError, match="exit code 3"):  # again, and it takes nobody with it
             others = [asyncio.create_task(pool.score(WAIT)) for _ in range(4)]
