@@ -31,7 +31,14 @@ from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
 from common.logs import configure_logs
 from common.main_task import run_main
-from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
+from common.presence import (
+    BLOCKING,
+    HEARTBEAT_S,
+    Heartbeat,
+    Reporter,
+    publish_heartbeat,
+    remove_heartbeat,
+)
 from common.redis_client import make_client
 from common.run_paths import runs_dir
 from common.run_state import UnknownRunError, has_finished, read_config, register_config
@@ -250,6 +257,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
     async def forever() -> None:
         nonlocal longest_lag_s
         while True:
+            beat.counts[BLOCKING] = 0
             beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
             beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
             beat.state, beat.detail = context.activity.state, context.activity.detail

@@ -18,7 +18,7 @@ from typing import Protocol
 import structlog
 
 from common.broker import Broker
-from common.presence import Heartbeat
+from common.presence import BLOCKING, Heartbeat
 
 log = structlog.get_logger(__name__)
 
@@ -79,6 +79,7 @@ class StandIn:
     def report(self, beat: Heartbeat) -> None:
         """Say in a heartbeat what held up the loop."""
         if time.monotonic() - self._seen_at < SHOWN_S:
+            beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + 1
             note = f"the event loop was blocked for {self._longest_s:.1f} s: {self._where}"
             beat.detail = "; ".join([*([beat.detail] if beat.detail else []), note])
 

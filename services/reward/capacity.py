@@ -1,7 +1,7 @@
 """How much one worker takes at once, and what its functions do wrong: it follows what is measured."""
 
 from common.config import RewardConfig
-from common.presence import Heartbeat
+from common.presence import BLOCKING, Heartbeat
 from services.reward.hybrid import HybridReward
 from services.reward.rewards import FunctionReward
 
@@ -27,5 +27,5 @@ class Capacity:
     def report(self, beat: Heartbeat) -> None:
         """Say in a heartbeat which functions block."""
         notes = [note for execution in self._executions for note in execution.notes]
-        beat.counts["blocking"] = len(notes)
+        beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + len(notes)
         beat.detail = "; ".join([*([beat.detail] if beat.detail else []), *notes])
