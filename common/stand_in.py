@@ -50,7 +50,7 @@ class StandIn:
         self._connect, self._leases = connect, list[Leases]()
         self._watched, self._turned_at = threading.get_ident(), time.monotonic()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True, name="stand-in")
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="stand-in")
         self._broker: Broker | None = None
         self._is_blocked, self._num_blocked, self._longest_s = False, 0, 0.0
         self._where, self._seen_at = "", float("-inf")
@@ -82,6 +82,10 @@ class StandIn:
             beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + 1
             note = f"the event loop was blocked for {self._longest_s:.1f} s: {self._where}"
             beat.detail = "; ".join([*([beat.detail] if beat.detail else []), note])
+
+    def _serve(self) -> None:
+        with asyncio.Runner() as runner:
+            runner.run(self._run())
 
     async def _run(self) -> None:
         try:
