@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from common.arrays import pack_bits
 from common.errors import CodecError
 from common.messages import Message
+from common.packing import pack
 
 SCHEMA_MAJOR = 1
 SCHEMA = b"1.0"
@@ -47,8 +48,7 @@ def encode_payload(message: Message) -> bytes:
         # Arrays are always written: comparing one gives an array.
         if value is not default and (isinstance(value, np.ndarray) or value != default):
             tree[name] = value
-    packed: bytes = msgpack.packb(tree, default=_plain)
-    return packed
+    return pack(tree, _plain)
 
 
 def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES) -> M:

@@ -99,7 +99,7 @@ GROUPS_POST_PROCESSED = Counter(
 SCORES_IN_FLIGHT = Gauge("tidemill_scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
 SCORE_SLOTS = Gauge("tidemill_score_slots", "Trajectories this reward worker can hold", ["lane"])
 SCORING_PROCESSES_KILLED = Counter(
-    "tidemill_scoring_processes_killed_total", "Processes of plain reward functions killed or found dead"
+    "tidemill_scoring_processes_killed_total", "Processes of reward functions killed or found dead"
 )
 
 REMOTE_SECONDS = Histogram(

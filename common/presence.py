@@ -18,6 +18,8 @@ from common.keys import Keys
 
 HEARTBEAT_S = 2.0
 GONE_AFTER_S = 10.0
+BLOCKING = "blocking"
+"""Count of a heartbeat: event loops that code is holding up; `detail` names it."""
 FAILURES = "failures:"
 """Counts of a heartbeat that begin with it say `<reward>:<kind>`: how often a reward failed, and how."""
 

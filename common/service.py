@@ -24,16 +24,25 @@ from prometheus_client.registry import Collector
 from common import metrics
 from common.activity import Activity
 from common.advertised import advertised_host
-from common.broker import Broker
+from common.broker import Broker, redis_url
 from common.config import RunConfig, load_config, load_recorded, override_config
 from common.errors import TidemillError, first_cause
 from common.http_endpoint import HttpEndpoint
 from common.keys import Keys
 from common.logs import configure_logs
 from common.main_task import run_main
-from common.presence import HEARTBEAT_S, Heartbeat, Reporter, publish_heartbeat, remove_heartbeat
+from common.presence import (
+    BLOCKING,
+    HEARTBEAT_S,
+    Heartbeat,
+    Reporter,
+    publish_heartbeat,
+    remove_heartbeat,
+)
+from common.redis_client import make_client
 from common.run_paths import CONFIG_FILE, runs_dir
 from common.run_state import UnknownRunError, has_finished, read_config, register_config
+from common.stand_in import StandIn
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +83,8 @@ class ServiceContext:
     """The run's config without what `--set` has changed for this process."""
     started_at: float = field(default_factory=time.monotonic)
     """On the machine's monotonic clock."""
+    stand_in: StandIn | None = None
+    """Renews leases while the event loop is blocked."""
 
     def __post_init__(self) -> None:
         # A restarted process has the name of the one before, but must not pass for the holder of its leases.
@@ -192,6 +203,8 @@ async def _serve(
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered
+        context.stand_in = StandIn(lambda: Broker(make_client(redis_url())))
+        context.reporters.append(context.stand_in.report)
         async with _signals(context), _heartbeat(context, endpoint):
             await load()(context)
         return 0
@@ -251,6 +264,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
     async def forever() -> None:
         nonlocal longest_lag_s
         while True:
+            beat.counts[BLOCKING] = 0
             beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
             beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
             beat.state, beat.detail = context.activity.state, context.activity.detail
@@ -265,6 +279,8 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         loop = asyncio.get_running_loop()
         while True:
             endpoint.beat()
+            if context.stand_in:
+                context.stand_in.turned()
             due_at = loop.time() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
             lag_s = max(0.0, loop.time() - due_at)
@@ -272,9 +288,13 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             longest_lag_s = max(longest_lag_s, lag_s)
 
     tasks = [asyncio.create_task(forever()), asyncio.create_task(watch_loop())]
+    if context.stand_in:
+        context.stand_in.start()
     try:
         yield
     finally:
+        if context.stand_in:
+            context.stand_in.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

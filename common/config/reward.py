@@ -33,6 +33,9 @@ class RewardConfig(RewardLimits, FunctionConfig):
     """Trajectories one worker scores at once; a published score frees a slot."""
     processes: int = Field(2, ge=1, le=256)
     """Processes that run plain (not async) functions, so that they never block the loop."""
+    threads: int = Field(16, ge=1, le=256)
+    """Most calls that each of them runs at once, in threads, where the function is measured to wait more than
+    it computes; 1 runs one at a time."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: a group with fewer scored samples is replaced."""
     drain_s: float = Field(8.0, ge=0.0, le=3600.0)

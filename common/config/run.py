@@ -19,7 +19,8 @@ class StreamsConfig(Section):
     drain_s: float = Field(20.0, ge=0.0, le=3600.0)
     """How long a stopping service finishes what it holds before it hands the rest back."""
     max_attempts: int = Field(5, ge=1, le=100)
-    """Deliveries of one message before it goes to the dead-letter stream."""
+    """Deliveries of one message before it goes to the dead-letter stream; a trajectory must have been alone
+    in its worker in the last ones, so that it is not buried for what another one did."""
     max_message_mb: int = Field(64, ge=1, le=512)
     """Larger messages are refused before they are decoded, in MiB."""
     trim: bool = True

@@ -22,6 +22,7 @@ from common.codec import MAX_PAYLOAD_BYTES, SCHEMA
 from common.entries import START, Fields, Garbled, decoded
 from common.errors import LeaseLostError
 from common.messages import Message, Trajectory
+from common.stand_in import StandIn
 from common.streams.log import block_ms, ensure_group, fields_of
 
 log = structlog.get_logger(__name__)
@@ -68,6 +69,7 @@ class Consumer(Generic[M]):
         dead_key: str,
         label: str = "",
         max_bytes: int = MAX_PAYLOAD_BYTES,
+        stand_in: StandIn | None = None,
     ) -> None:
         self.broker, self.key, self.group, self.name = broker, key, group, name
         self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
@@ -81,13 +83,20 @@ class Consumer(Generic[M]):
         """The clock of Redis when it was last asked, and ours then."""
         self._waited_s = broker.waited_s
         self._renewal: asyncio.Task[None] | None = None
+        self._stand_in = stand_in
+        self.renewed_at = time.monotonic()
 
     async def __aenter__(self) -> "Consumer[M]":
         await ensure_group(self.broker, self.key, self.group)
         self._renewal = asyncio.create_task(self._renew_forever(), name=f"renew {self.label}")
+        self.renewed_at = time.monotonic()
+        if self._stand_in:
+            self._stand_in.add(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._stand_in:
+            self._stand_in.remove(self)
         if self._renewal:
             self._renewal.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -241,6 +250,18 @@ class Consumer(Generic[M]):
             for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
                 if entry_id.decode() not in self._settling:  # the settling call finds out for itself
                     self._lose(entry_id.decode())
+        self.renewed_at = time.monotonic()
+
+    async def renew_by(self, broker: Broker) -> None:
+        """Renew every held lease through another connection, from another thread than the one of `fetch`.
+
+        What is lost, the loop of this consumer finds out when it turns again.
+        """
+        ids = list(self.held)
+        for start in range(0, len(ids), MAX_HELD_IN_ONE_CALL):
+            part = ids[start : start + MAX_HELD_IN_ONE_CALL]
+            with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
+                await broker.script("renew", [self.key], [self.group, self.name, *part])
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]]) -> None:
         """Give messages back unfinished: whoever reclaims next gets them, and no attempt is counted."""
@@ -252,6 +273,25 @@ class Consumer(Generic[M]):
         for entry_id in ids:
             self.held.pop(entry_id, None)
         metrics.HANDED_BACK.labels(self.label).inc(len(ids))
+
+    async def park(self, deliveries: Sequence[Delivery[M]]) -> None:
+        """Keep messages for later: they stay held, and this delivery does not count until `unpark`."""
+        await self._count_deliveries(deliveries, -1)
+
+    async def unpark(self, deliveries: Sequence[Delivery[M]]) -> None:
+        """Work on parked messages begins: from now on this delivery counts."""
+        await self._count_deliveries(deliveries, 0)
+
+    async def _count_deliveries(self, deliveries: Sequence[Delivery[M]], change: int) -> None:
+        pairs = [
+            (delivery.entry_id, max(delivery.attempts + change, 0))
+            for delivery in deliveries
+            if not delivery.lost.is_set()
+        ]
+        if pairs:
+            args = [self.group, self.name, *(part for pair in pairs for part in pair)]
+            for entry_id in await self._script("park", args, [pair[0].encode() for pair in pairs]):
+                self._lose(entry_id.decode())
 
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""

@@ -118,6 +118,8 @@ def _warnings(snapshot: RunSnapshot) -> list[Text]:
     lines = [Text.assemble(("warning  ", "bold yellow"), warning_line(item)) for item in held[-MAX_WARNINGS:]]
     if len(held) > MAX_WARNINGS:
         lines.append(Text(f"and {len(held) - MAX_WARNINGS} older warnings: tidemill status --json", "yellow"))
+    for name, note in snapshot.blocked.items():
+        lines.append(Text.assemble(("warning  ", "bold yellow"), f"{name}: {note}"))
     return lines
 
 

@@ -15,7 +15,7 @@ from common.entries import Entry, entry_id_of
 from common.errors import BrokerError
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import Commit, Lane
-from common.presence import Heartbeat, read_heartbeats
+from common.presence import BLOCKING, Heartbeat, read_heartbeats
 from common.run_state import read_config, read_state
 from common.streams import OffsetReader, group_status, last_id, length, read_newest
 from services.console.bottleneck import Verdict, find_bottleneck
@@ -79,6 +79,12 @@ class RunSnapshot:
         """All evaluations, oldest first."""
         found = self.state.get("evaluations") or []
         return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
+
+    @property
+    def blocked(self) -> dict[str, str]:
+        """By worker: which code holds up an event loop, so that samples wait for one another."""
+        alive = (beat for beat in self.workers if beat.is_alive)
+        return {beat.name: beat.detail for beat in alive if beat.counts.get(BLOCKING)}
 
     @property
     def warnings(self) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ class PlainView:
         self._next_step: int | None = None
         self._evaluated: set[tuple[object, object]] = set()
         self._warned: set[tuple[object, ...]] | None = None
+        self._blocked: set[str] = set()
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Print what is new since the last call; what a resumed run did before is not new."""
@@ -90,6 +91,9 @@ class PlainView:
         for _, _, line in sorted(lines):
             self.event(line)
         self._show_warnings(snapshot)
+        for name in snapshot.blocked.keys() - self._blocked:
+            self.event(f"warning: {name}: {snapshot.blocked[name]}")
+        self._blocked = set(snapshot.blocked)
 
     def _show_warnings(self, snapshot: RunSnapshot) -> None:
         """Each once when it begins and once when it ends; what a resumed run said before is not new."""

@@ -23,6 +23,7 @@ from common import metrics
 from common.broker import Broker
 from common.config import NamedRewardConfig, RewardCacheConfig
 from common.keys import Keys
+from common.packing import pack
 from services.reward.part import Part
 from services.reward.sample import Sample
 
@@ -120,7 +121,7 @@ class RewardCache:
         metrics.REWARD_CACHE.labels("miss").inc()
         part = await make()
         if part.is_ok:
-            payload = msgpack.packb(asdict(replace(part, tries=[])))
+            payload = pack(asdict(replace(part, tries=[])))
             await self._broker.script("cache_put", self._keys, [digest, payload, *self._limits])
         return part
 
@@ -137,4 +138,4 @@ def _digest(version: str, sample: Sample) -> str:
         sample.ground_truth,
         sample.extra_info,
     ]
-    return hashlib.blake2b(msgpack.packb(parts, default=str), digest_size=16).hexdigest()
+    return hashlib.blake2b(pack(parts, str), digest_size=16).hexdigest()

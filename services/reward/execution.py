@@ -1,13 +1,12 @@
-"""Where a reward function runs: cheap ones and coroutines on the event loop, plain ones in processes.
+"""Where a reward function runs: cheap ones on the worker's loop, all others in processes of their own.
 
-Invariant: `run` takes no longer than its limit of time, once it has begun to run. The one exception no
-one can help is an async function that computes instead of awaiting: it holds up the loop.
+Invariant: `run` takes no longer than its limit of time, once it has begun to run, and nothing that a function
+does, blocking, computing or dying, holds up this process: its leases and heartbeats go on.
 """
 
-import asyncio
 from typing import Protocol
 
-from services.reward.outcome import AttemptError, Outcome
+from services.reward.outcome import Outcome
 from services.reward.processes import ProcessPool
 from services.reward.request import Callee, Request
 
@@ -15,8 +14,17 @@ from services.reward.request import Callee, Request
 class Execution(Protocol):
     """Runs one function."""
 
-    slots: int | None
-    """Samples it makes sense to hold at once; None where only memory sets a limit."""
+    @property
+    def slots(self) -> int | None:
+        """Samples it makes sense to hold at once; None where only memory sets a limit."""
+
+    @property
+    def parallel(self) -> int | None:
+        """Samples that are scored at once; None where only `slots` sets a limit."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What is wrong with how the function behaves, in words."""
 
     async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
         """One outcome for each sample of the request, or an `AttemptError`."""
@@ -25,20 +33,22 @@ class Execution(Protocol):
         """Stop what was started."""
 
 
-def execution_of(function: Callee, num_processes: int) -> Execution:
+def execution_of(function: Callee, num_processes: int, threads: int = 1) -> Execution:
     """The way in which this function has to run."""
-    if function.is_async:
-        return LoopExecution(function)
-    return InlineExecution(function) if function.is_cheap else ProcessExecution(function, num_processes)
+    if function.is_cheap and not function.is_async:
+        return InlineExecution(function)
+    return ProcessExecution(function, num_processes, threads)
 
 
 class InlineExecution:
     """Calls functions of microseconds directly: anything else would cost more than they do."""
 
     slots: int | None = None
+    parallel: int | None = None
 
     def __init__(self, function: Callee) -> None:
         self._function = function
+        self.notes: list[str] = []
 
     async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
         """Call the function."""
@@ -48,55 +58,41 @@ class InlineExecution:
         """Nothing was started."""
 
 
-class LoopExecution:
-    """Awaits async functions, any number of them at once."""
-
-    slots: int | None = None
-
-    def __init__(self, function: Callee) -> None:
-        self._function = function
-        self._tasks: set[asyncio.Task[list[Outcome]]] = set()
-
-    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
-        """Await the function; at the limit it is cancelled, and left alone if it does not mind that."""
-        task = asyncio.create_task(self._function.call_async(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        try:
-            await asyncio.wait({task}, timeout=timeout_s)
-        finally:
-            is_late = not task.done()
-            task.cancel()
-        if is_late:
-            raise AttemptError(f"no result within {timeout_s:g} s (timeout_s)", is_timeout=True)
-        if task.cancelled():
-            raise AttemptError("the function was cancelled from inside")
-        return task.result()
-
-    async def close(self) -> None:
-        """Cancel what is still running."""
-        for task in self._tasks:
-            task.cancel()
-
-    def _forget(self, task: asyncio.Task[list[Outcome]]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, also where nobody waits any more
-
-
 SAMPLES_PER_PROCESS = 8
 """Enough to keep a process busy; more would keep samples from workers that have nothing to do."""
 
 
 class ProcessExecution:
-    """Calls plain functions in processes. Evaluation has its own, as many, so that it never queues."""
+    """Calls a function in processes. Evaluation has its own, as many, so that it never queues.
 
-    def __init__(self, function: Callee, num_processes: int) -> None:
-        self.slots: int | None = SAMPLES_PER_PROCESS * num_processes
-        self._training, self._evaluation = (ProcessPool(function.spec(), num_processes) for _ in range(2))
+    An async function has one process, whose loop awaits any number of calls.
+    """
+
+    def __init__(self, function: Callee, num_processes: int, threads: int = 1) -> None:
+        self._is_async = function.is_async
+        self._least = SAMPLES_PER_PROCESS * num_processes
+        size = 1 if function.is_async else num_processes
+        self._training, self._evaluation = (
+            ProcessPool(function.spec(), size, threads, function.is_async) for _ in range(2)
+        )
+
+    @property
+    def slots(self) -> int | None:
+        """Twice what runs: while one call ends, the next sample is there."""
+        return None if self._is_async else max(self._least, 2 * self._training.capacity)
+
+    @property
+    def parallel(self) -> int | None:
+        """As many as the processes take at once now; it follows what is measured."""
+        return None if self._is_async else self._training.capacity
+
+    @property
+    def notes(self) -> list[str]:
+        """Where an async function blocks."""
+        return [text for pool in (self._training, self._evaluation) if (text := pool.blockage.note_text)]
 
     async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
-        """Call the function in a free process; at the limit that process is killed."""
+        """Call the function in a process; see `ProcessPool.run`."""
         pool = self._evaluation if request.samples[0].is_evaluation else self._training
         return await pool.run(request, timeout_s)
 

@@ -71,11 +71,6 @@ class HybridReward:
         known = [count for count in counts if count is not None]
         return max(known) if len(known) == len(counts) else None
 
-    @property
-    def has_processes(self) -> bool:
-        """Whether some reward runs in processes: then no more samples are scored at once than there are."""
-        return any(named.reward.slots is not None for named in self.rewards)
-
     async def score(self, sample: Sample) -> Parts:
         """The part of each reward that scores samples one by one; all are asked at once."""
         single = [named for named in self.rewards if not named.is_per_group]

@@ -5,7 +5,6 @@ place of this service where a broad `except` stands.
 """
 
 import math
-import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import RewardError
+from common.packing import sendable
 
 MAX_ERROR_CHARS = 500
 MAX_DETAIL_CHARS = 10_000
@@ -49,7 +49,7 @@ class AttemptError(RewardError):
         kind: str = "",
         retry_after_s: float = 0.0,
     ) -> None:
-        super().__init__(message)
+        super().__init__(sendable(message))
         self.is_timeout = is_timeout
         self.is_final = is_final
         self.kind = kind or ("timeout" if is_timeout else "error")
@@ -200,5 +200,4 @@ def _plain(value: Any, depth: int) -> Any:
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    # Lone surrogates cannot be sent as UTF-8.
-    return re.sub("[\ud800-\udfff]", "\ufffd", text[:MAX_DETAIL_CHARS])
+    return sendable(text[:MAX_DETAIL_CHARS])

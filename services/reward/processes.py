@@ -1,157 +1,147 @@
-"""A pool of processes for plain reward functions.
+"""A pool of scoring processes for one function.
 
-Every process has a socket of its own and works on one request at a time, so that killing one, which happens
-at the limit of time and when the lease is lost, cannot disturb another. SIGKILL goes to its whole process
-group: what the function started dies with it. A killed or crashed process is replaced by the next call.
+Plain functions get `size` processes, each with as many calls at once as `Sizing` says; async ones get a
+single process with any number. A call that is late, breaks off or dies costs its process; what else that
+process was running goes on to its end there, or is run again. A process that is gone is replaced by the next
+call.
 """
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
+from collections import deque
 from typing import Any
 
-import msgpack
-
 from common import metrics
-from services.reward.child import LENGTH
-from services.reward.outcome import AttemptError, Outcome
+from services.reward.blockage import Blockage
+from services.reward.calls import Call, MainThreadError, ProcessLostError
+from services.reward.outcome import Outcome
 from services.reward.request import Request
+from services.reward.scoring_process import ScoringProcess
+from services.reward.sizing import Sizing
+from services.reward.suspects import Suspects
 
-START_TIMEOUT_S = 120.0
-"""Longest time a process may take to import its function."""
-
-# The child imports from where its parent does, without a variable that would reach what it starts in turn.
-_BOOTSTRAP = (
-    "import sys; fd, parent = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
-    "from services.reward.child import main; main(fd, parent)"
-)
-
-
-class ScoringProcess:
-    """One process with one function. It is sound while every question has been answered whole."""
-
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), *sys.path]
-            # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self.is_sound = False
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is that of its group too."""
-        return self._process.pid
-
-    async def load(self, spec: dict[str, Any]) -> None:
-        """Have it import the function, once; `spec` says which.
-
-        Raises:
-            AttemptError: it cannot, or not in time.
-        """
-        self._streams = await asyncio.open_connection(sock=self._channel)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                answer = await self._ask(spec)
-        except TimeoutError:
-            raise AttemptError(f"importing the function took longer than {START_TIMEOUT_S:g} s") from None
-        if "error" in answer:
-            self.is_sound = False
-            raise AttemptError(answer["error"])
-
-    async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
-        """Answer one request.
-
-        Raises:
-            AttemptError: the function failed, the process died, or the time ran out.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._ask(request.to_wire())
-        except TimeoutError:
-            message = f"no result within {timeout_s:g} s (timeout_s); its process was killed"
-            raise AttemptError(message, is_timeout=True) from None
-        if "error" in answer:
-            raise AttemptError(answer.pop("error"), **answer)
-        return [Outcome(*parts) for parts in answer["outcomes"]]
-
-    def kill(self) -> None:
-        """Kill it with all that it started, whatever it is doing."""
-        self.is_sound = False
-        if self._process.returncode is None:  # not reaped yet, so the number is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        if self._streams is not None:
-            self._streams[1].transport.abort()
-        else:
-            self._channel.close()
-
-    async def wait(self) -> int:
-        """Reap it after `kill`; returns its exit code, negative for a signal."""
-        return await asyncio.to_thread(self._process.wait)
-
-    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._streams is not None
-        reader, writer = self._streams
-        self.is_sound = False
-        body = msgpack.packb(request)
-        try:
-            writer.write(LENGTH.pack(len(body)) + body)
-            await writer.drain()
-            (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            answer: dict[str, Any] = msgpack.unpackb(await reader.readexactly(num_bytes))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self.kill()  # it is ending already, and its exit code stands; what it started may linger
-            code = await self.wait()
-            reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise AttemptError(f"the process of the reward function died ({reason})") from None
-        self.is_sound = True
-        return answer
+ANY_NUMBER = 1 << 30
 
 
 class ProcessPool:
-    """At most `size` processes, started when first needed. A call that ends, in any way, frees a slot."""
+    """A call that ends, in any way, frees a place."""
 
-    def __init__(self, spec: dict[str, Any], size: int) -> None:
-        self._spec = spec
-        self._slots = asyncio.Semaphore(size)
-        self._idle: list[ScoringProcess] = []
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        size: int,
+        threads: int = 1,
+        is_async: bool = False,
+    ) -> None:
+        self._spec, self._size, self._is_async = spec, size, is_async
+        self._sizing = Sizing(threads)
+        self._processes: list[ScoringProcess] = []
+        self._line: deque[asyncio.Future[None]] = deque()
         self._reapers: set[asyncio.Task[int]] = set()
+        self._suspects = Suspects(self._start_apart)
+        self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
+
+    @property
+    def capacity(self) -> int:
+        """Calls that run at once."""
+        return self._size * self._calls_each
 
     async def run(self, request: Request, timeout_s: float) -> list[Outcome]:
-        """Answer a request in the next free process. Waiting for one does not count as its time.
+        """Run a call in the next free place. Waiting for one does not count as its time.
 
         Raises:
-            AttemptError: see `ScoringProcess.run`.
+            AttemptError: the function failed, its time ran out, or it ended its process.
         """
-        async with self._slots:
-            is_new = not self._idle
-            process = ScoringProcess() if is_new else self._idle.pop()
+        call = Call(request, timeout_s)
+        while True:
+            if self._suspects.is_known(call):
+                return await self._suspects.run(call)
             try:
-                if is_new:
-                    await process.load(self._spec)
-                return await process.run(request, timeout_s)
-            finally:  # also where this call was cancelled
-                if process.is_sound:
-                    self._idle.append(process)
-                else:
-                    metrics.SCORING_PROCESSES_KILLED.inc()
-                    self._discard(process)
+                return await self._once(call)
+            except ProcessLostError as lost:
+                if lost.death.culprit is call:
+                    raise lost.death.error() from None
+                if lost.death.culprit is None:
+                    return await self._suspects.run(call, lost.death)
+            except MainThreadError:
+                pass  # `_release` saw to it that it runs alone now
 
     async def close(self) -> None:
         """Kill all processes and wait until they are gone."""
-        while self._idle:
-            self._discard(self._idle.pop())
+        await self._suspects.close()
+        for process in list(self._processes):
+            self._discard(process)
         await asyncio.gather(*self._reapers)
 
+    @property
+    def _calls_each(self) -> int:
+        return ANY_NUMBER if self._is_async else self._sizing.calls
+
+    async def _once(self, call: Call) -> list[Outcome]:
+        process = await self._place()
+        try:
+            await process.load_function(self._spec)
+            return await process.run(call)
+        finally:  # also where this call was cancelled
+            self._release(process)
+
+    async def _place(self) -> ScoringProcess:
+        """A process with a place for one call; the place is taken."""
+        while (process := self._free()) is None:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._line.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._wake()  # the place that was meant for it is for the next
+                raise
+        process.num_taken += 1
+        return process
+
+    def _free(self) -> ScoringProcess | None:
+        """The process with the fewest calls: an idle one, a new one, or one that takes one more."""
+        sound = [process for process in self._processes if process.is_sound]
+        best = min(sound, key=lambda process: process.num_taken, default=None)
+        if (best is None or best.num_taken) and len(sound) < self._size:
+            best = ScoringProcess(self._is_async, self.blockage.note)
+            self._processes.append(best)
+            return best
+        return best if best is not None and best.num_taken < self._calls_each else None
+
+    def _release(self, process: ScoringProcess) -> None:
+        process.num_taken -= 1
+        if process.is_main_only:
+            self._sizing.pin()
+        self._sizing.observe(process.load, bool(self._line))
+        process.load = None
+        if not process.is_sound and not process.num_taken:
+            self._discard(process)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let as many look for a place as there may be places."""
+        taken = sum(process.num_taken for process in self._processes if process.is_sound)
+        for _ in range(min(len(self._line), max(1, self.capacity - taken))):
+            turn = self._line.popleft()
+            if not turn.done():
+                turn.set_result(None)
+
+    async def _start_apart(self) -> ScoringProcess:
+        """A process beside the pool's, for suspects."""
+        process = ScoringProcess(self._is_async, self.blockage.note)
+        try:
+            await process.load_function(self._spec)
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
+        return process
+
     def _discard(self, process: ScoringProcess) -> None:
+        if process in self._processes:
+            self._processes.remove(process)
+            if process.num_taken or not process.is_sound:
+                metrics.SCORING_PROCESSES_KILLED.inc()
         process.kill()
         reaper = asyncio.create_task(process.wait())
         self._reapers.add(reaper)

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from services.reward.outcome import Outcome
+from services.reward.outcome import AttemptError, Outcome
 from services.reward.sample import Sample
 
+FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
 SAMPLE_FIELDS = tuple(field.name for field in fields(Sample))
 
 
@@ -41,6 +42,34 @@ class Request:
         return cls(
             [_unwired(sample) for sample in tree["samples"]], tree["given"], tree["scores"], tree["notes"]
         )
+
+
+def outcomes_to_wire(outcomes: list[Outcome]) -> dict[str, Any]:
+    """What a call came to, as plain values."""
+    return {"outcomes": [(outcome.value, outcome.components, outcome.detail) for outcome in outcomes]}
+
+
+def failure_to_wire(error: AttemptError) -> dict[str, Any]:
+    """The failure of a call, as plain values."""
+    return {
+        "error": str(error),
+        "is_timeout": error.is_timeout,
+        "is_final": error.is_final,
+        "kind": error.kind,
+        "retry_after_s": error.retry_after_s,
+    }
+
+
+def outcomes_of(answer: dict[str, Any]) -> list[Outcome]:
+    """What the two functions above wrote.
+
+    Raises:
+        AttemptError: the failure that was written.
+    """
+    if "error" in answer:
+        further = {name: answer[name] for name in FAILURE_FIELDS if name in answer}
+        raise AttemptError(answer["error"], **further)
+    return [Outcome(*parts) for parts in answer["outcomes"]]
 
 
 class Callee(Protocol):

@@ -27,8 +27,9 @@ from services.reward.signature import ROUTER, Style
 class Reward(Protocol):
     """Scores samples, many at once."""
 
-    slots: int | None
-    """Samples it makes sense to hold at once; None where only memory sets a limit."""
+    @property
+    def slots(self) -> int | None:
+        """Samples it makes sense to hold at once; None where only memory sets a limit."""
 
     async def score(self, sample: Sample) -> Outcome:
         """One attempt, within the reward's own limit of time. Whoever calls decides on retries.
@@ -50,11 +51,16 @@ class FunctionReward:
         timeout_s: float,
         num_processes: int,
         router: Callable[[], Awaitable[str]] | None = None,
+        threads: int = 1,
     ) -> None:
         self.function = function
-        self._execution = execution_of(function, num_processes)
-        self.slots = self._execution.slots
+        self.execution = execution_of(function, num_processes, threads)
         self._timeout_s, self._router = timeout_s, router
+
+    @property
+    def slots(self) -> int | None:
+        """Those of the function's processes; it grows where they are found to wait."""
+        return self.execution.slots
 
     async def score(self, sample: Sample) -> Outcome:
         """Call the function once, for one sample."""
@@ -64,15 +70,15 @@ class FunctionReward:
     async def score_group(self, samples: list[Sample]) -> list[Outcome]:
         """Call the function once, for all samples of a group."""
         given = {ROUTER: await self._router()} if self._router else {}
-        return await self._execution.run(Request(samples, given), self._timeout_s)
+        return await self.execution.run(Request(samples, given), self._timeout_s)
 
     async def post_process(self, samples: list[Sample], scores: list[float | None]) -> list[Outcome]:
         """Have a class post-process its own scores of a group."""
-        return await self._execution.run(Request(samples, scores=scores), self._timeout_s)
+        return await self.execution.run(Request(samples, scores=scores), self._timeout_s)
 
     async def close(self) -> None:
         """End its processes."""
-        await self._execution.close()
+        await self.execution.close()
 
 
 def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) -> Reward:
@@ -83,8 +89,10 @@ def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) 
     """
     if config.function is not None:
         router = partial(services.router_address, config.router) if config.router else None
-        processes = services.config.reward.processes
-        return FunctionReward(_function(name, config), config.timeout_s, processes, router)
+        section = services.config.reward
+        return FunctionReward(
+            _function(name, config), config.timeout_s, section.processes, router, section.threads
+        )
     if config.sandbox is not None:
         return SandboxReward(config.sandbox, SandboxJobs(services.broker, services.keys))
     if config.model is not None:

@@ -23,7 +23,10 @@ class Tally:
     """What is in flight and what came of the rest, over both lanes."""
 
     def __init__(
-        self, activity: Activity, failures: Callable[[], dict[str, int]] = dict, parallel: int = 1
+        self,
+        activity: Activity,
+        failures: Callable[[], dict[str, int]] = dict,
+        parallel: Callable[[], int] = lambda: 1,
     ) -> None:
         """`parallel` is how many samples this worker can score at once."""
         self._activity, self._failures, self._parallel = activity, failures, parallel
@@ -68,7 +71,7 @@ class Tally:
         self._rated_at, self._rated = now, scored
         beat.counts.update(
             in_flight=self._in_flight.total(),
-            parallel=self._parallel,
+            parallel=self._parallel(),
             scored=scored,
             failed=self._statuses[ScoreStatus.FAILED],
             timeout=self._statuses[ScoreStatus.TIMEOUT],

@@ -6,6 +6,7 @@ or when the trajectory is buried. An error that nobody expected ends the whole p
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -14,10 +15,12 @@ from common.keys import REWARD_GROUP
 from common.messages import DeadLetter, Lane, Score, Trajectory
 from common.service import ServiceContext
 from common.streams import Consumer, Delivery, Garbled
+from services.reward.capacity import Capacity
 from services.reward.grouping import GroupScoring
 from services.reward.hybrid import make_hybrid
 from services.reward.post_processing import PostProcessing
 from services.reward.publisher import Publisher
+from services.reward.quarantine import Quarantine
 from services.reward.scorer import Scorer
 from services.reward.services import RewardServices
 from services.reward.tally import Tally
@@ -33,16 +36,20 @@ async def serve(context: ServiceContext) -> None:
     config = context.config.reward
     services = RewardServices.of(context)
     reward = make_hybrid(config, services)
-    slots = min(config.max_in_flight, reward.slots or config.max_in_flight)
+    capacity = Capacity(config, reward)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
-    parallel = min(slots, config.processes) if reward.has_processes else slots
-    tally = Tally(context.activity, lambda: reward.failures() | post_processing.failures_by_name(), parallel)
-    context.reporters.append(tally.report)
+    tally = Tally(
+        context.activity,
+        lambda: reward.failures() | post_processing.failures_by_name(),
+        capacity.parallel,
+    )
+    context.reporters += [tally.report, capacity.report]
+    quarantine = Quarantine(context)
     try:
         async with asyncio.TaskGroup() as lanes:
             for lane in (Lane.EVAL, Lane.TRAIN):
-                worker = RewardLane(context, lane, scorer, tally, slots, post_processing)
+                worker = RewardLane(context, lane, scorer, tally, capacity.slots, post_processing, quarantine)
                 lanes.create_task(worker.run(), name=f"lane {lane}")
     finally:
         await post_processing.close()
@@ -59,8 +66,9 @@ class RewardLane:
         lane: Lane,
         scorer: Scorer,
         tally: Tally,
-        slots: int,
+        slots: int | Callable[[], int],
         post_processing: PostProcessing,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.context, self.lane, self.scorer, self.tally = context, lane, scorer, tally
         self.keys, self.config = context.keys, context.config
@@ -74,6 +82,7 @@ class RewardLane:
             dead_key=self.keys.dead,
             label=self.keys.name_of(self.keys.trajectories(lane)),
             max_bytes=self.config.streams.max_message_mb << 20,
+            stand_in=context.stand_in,
         )
         self.groups = GroupScoring(
             self.consumer,
@@ -86,34 +95,52 @@ class RewardLane:
         )
         self.publisher = Publisher(self.consumer, self.keys.scores(lane), self._settle)
         self.scoring: set[asyncio.Task[Score | None]] = set()
-        self.slots, self.num_held = slots, 0
-        metrics.SCORE_SLOTS.labels(lane).set(slots)
+        self.slots = slots if callable(slots) else lambda: slots
+        self.num_held = 0
+        metrics.SCORE_SLOTS.labels(lane).set_function(self.slots)
         self.slot_freed = asyncio.Event()
+        self.quarantine = quarantine or Quarantine(context)
+        self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
         """Fetch and score until the service stops, then finish or hand back what is held."""
-        async with self.consumer, asyncio.TaskGroup() as tasks:
-            publishing = tasks.create_task(self.publisher.run(), name=f"publish {self.lane}")
+        async with self.consumer, self._tasks:
+            publishing = self._tasks.create_task(self.publisher.run(), name=f"publish {self.lane}")
             while not self.context.stopping.is_set():
-                free = self.slots - self.num_held
+                free = self.slots() - self.num_held
                 if free <= 0:
                     self.slot_freed.clear()
                     await self.context.unless_stopping(self.slot_freed.wait())
                     continue
+                await self.quarantine.until_open()
                 # Not cancelled by a stop: what a broken-off call was given would stay pending until its
                 # lease expires.
-                for entry in await self.consumer.fetch(free, BLOCK_S):
-                    if isinstance(entry, Garbled) or entry.attempts > self.config.streams.max_attempts:
-                        await self._bury(entry)
-                    else:
-                        self._start(tasks, entry)
+                await self._accept(await self.consumer.fetch(free, BLOCK_S))
             await self._drain()
             publishing.cancel()
 
-    def _start(self, tasks: asyncio.TaskGroup, delivery: Delivery[Trajectory]) -> None:
+    async def _accept(self, entries: Sequence[Delivery[Trajectory] | Garbled]) -> None:
+        """Score what can be scored, and see to the rest."""
+        trusted: list[Delivery[Trajectory]] = []
+        suspects: list[Delivery[Trajectory]] = []
+        for entry in entries:
+            if isinstance(entry, Garbled) or self.quarantine.is_worn_out(entry):
+                await self._bury(entry)
+            else:
+                (suspects if self.quarantine.is_suspect(entry) else trusted).append(entry)
+        await self.quarantine.admit(self.consumer, trusted)
+        for delivery in trusted:
+            if not delivery.lost.is_set():
+                self.start(delivery)
+        if suspects:
+            await self.quarantine.work_off(self, suspects)
+
+    def start(self, delivery: Delivery[Trajectory]) -> None:
+        """Begin to score a trajectory that is held."""
         self.num_held += 1
+        self.quarantine.began()
         self.tally.took(self.lane)
-        task = tasks.create_task(self._score(delivery))
+        task = self._tasks.create_task(self._score(delivery))
         self.scoring.add(task)
         # Another worker has the trajectory then: what was begun here is worth nothing any more.
         delivery.on_lost = task.cancel
@@ -144,6 +171,7 @@ class RewardLane:
 
     def _free_slot(self) -> None:
         self.num_held -= 1
+        self.quarantine.ended()
         self.slot_freed.set()
 
     async def _bury(self, entry: Delivery[Trajectory] | Garbled) -> None:
@@ -164,7 +192,8 @@ class RewardLane:
     def _worn_out(self, delivery: Delivery[Trajectory]) -> str:
         return (
             f"delivered {delivery.attempts - 1} times without a score; each worker that took it died or lost "
-            f"its lease (streams.max_attempts is {self.config.streams.max_attempts})"
+            "its lease, in the end with nothing else in flight "
+            f"(streams.max_attempts is {self.config.streams.max_attempts})"
         )
 
     async def _drain(self) -> None:

@@ -40,6 +40,7 @@ class RolloutWorker:
             dead_key=context.keys.dead,
             label=context.keys.name_of(context.keys.prompts(lane)),
             max_bytes=streams.max_message_mb << 20,
+            stand_in=context.stand_in,
         )
         self.generator = GroupGenerator(
             context.broker, context.keys, lane, self.consumer, engine, follower, context.name

@@ -142,10 +142,12 @@ class Stage:
         *found: MisbehavingServer,
         timeout_s: float = 20.0,
         hedge: HedgeConfig | None = None,
+        patience_s: float = 20.0,
         **limits: Any,
     ) -> AsyncIterator[RemoteCalls]:
         limiter = Limiter(self.broker, self.keys, "judge", LimitsConfig(**limits))
-        calls = RemoteCalls("judge", make_router(self.http, *found), limiter, timeout_s, hedge)
+        router = make_router(self.http, *found, patience_s=patience_s)
+        calls = RemoteCalls("judge", router, limiter, timeout_s, hedge)
         try:
             yield calls
         finally:
@@ -192,6 +194,77 @@ async def test_a_lone_replica_that_fails_fails_the_attempt_at_once(stage: Stage)
         with pytest.raises(RemoteFault, match="status 500"):
             await calls.ask(stage.send, Lane.TRAIN, 0)
         assert len(broken.requests) == 1  # whoever waits and tries again is the reward's policy
+
+
+async def test_one_failed_request_diverts_nothing_but_itself(stage: Stage) -> None:
+    async with servers(2) as (stumbles, well), stage.calls(stumbles, well) as calls:
+        stumbles.script.append(says(500))
+        stumbles.default = well.default = answers(delay_s=0.02)
+        while not calls.errors:
+            await calls.ask(stage.send, Lane.TRAIN, 0)
+        urls = await asyncio.gather(*(calls.ask(stage.send, Lane.TRAIN, 0) for _ in range(500)))
+        assert min(Counter(urls)[server.url] for server in (stumbles, well)) > 200
+
+
+async def test_a_server_that_was_killed_and_came_back_gets_requests_again(stage: Stage) -> None:
+    async with servers(2) as (victim, well), stage.calls(victim, well) as calls:
+        victim.default = well.default = answers(delay_s=0.01)
+        asking = [asyncio.create_task(calls.ask(stage.send, Lane.TRAIN, 0)) for _ in range(100)]
+        await wait_until(lambda: len(victim.requests) > 5)
+        await victim.stop()
+        await asyncio.gather(*asking)
+        await wait_until(lambda: calls.router.states()["down"] == 1)
+        await victim.start()
+        await wait_until(lambda: calls.router.states()["up"] == 2)
+        urls = await asyncio.gather(*(calls.ask(stage.send, Lane.TRAIN, 0) for _ in range(320)))
+        assert Counter(urls)[victim.url] > 100
+
+
+async def test_health_that_comes_back_ends_the_pause_of_a_breaker(http: httpx.AsyncClient) -> None:
+    async with servers(1) as (sick,):
+        router = make_router(http, sick, breaker_failures=1, breaker_cooldown_s=3600.0)
+        async with router:
+            with pytest.raises(RemoteFault):
+                async with router.lease():
+                    raise RemoteFault(FaultKind.CONNECTION, "cut")
+            assert router.states()["open"] == 1
+            await sick.stop()
+            await wait_until(lambda: router.states()["down"] == 1)
+            await sick.start()
+            assert await _leased(router) == sick.url
+
+
+@pytest.mark.parametrize("end", ["refuses", "cuts", "says 500"])
+async def test_a_dead_server_costs_no_attempt_the_samples_wait_for_one(stage: Stage, end: str) -> None:
+    """Whether it dies before, in the middle, or with a last word; the limit is routing.patience_s."""
+    async with servers(1) as (lone,), stage.calls(lone) as calls:
+
+        async def dies(server: MisbehavingServer, writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
+            server.health = 503
+            if end == "says 500":
+                await says(500)(server, writer, _)
+
+        if end == "refuses":
+            await lone.stop()
+        else:
+            lone.script.extend([dies] * 8)
+        asking = [asyncio.create_task(calls.ask(stage.send, Lane.TRAIN, 0)) for _ in range(8)]
+        await wait_until(lambda: calls.errors.total() == 8)
+        await wait_until(lambda: calls.router.states()["down"] == 1 and not calls.router._looks)
+        assert not any(task.done() for task in asking)
+        lone.health = 200
+        if end == "refuses":
+            await lone.start()
+        assert await asyncio.gather(*asking) == [lone.url] * 8
+
+
+async def test_waiting_for_a_dead_server_ends_with_the_users_patience(stage: Stage) -> None:
+    async with servers(1) as (lone,):
+        await lone.stop()
+        async with stage.calls(lone, patience_s=0.3) as calls:
+            with pytest.raises(RemoteFault, match=r"patience_s.*is down") as caught:
+                await calls.ask(stage.send, Lane.TRAIN, 0)
+        assert caught.value.kind == "no_replica" and caught.value.is_final
 
 
 async def test_a_slow_request_gets_a_second_one_and_the_slow_one_is_cancelled(stage: Stage) -> None:

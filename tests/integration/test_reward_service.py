@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -17,11 +18,12 @@ from common.broker import URL_VARIABLE, Broker
 from common.embedded import EmbeddedRedis
 from common.errors import ConfigError
 from common.keys import REWARD_GROUP, Keys
-from common.messages import Lane, Score, ScoreStatus
+from common.messages import DeadLetter, Lane, Score, ScoreStatus
 from common.presence import read_heartbeats
 from common.rewards import check_reward
 from common.run_state import publish_config
 from common.streams import Entry, append, group_status, read_range
+from tests.scoring import peak
 from tests.trajectories import make_config, make_trajectory
 from tests.waiting import wait_until
 
@@ -251,3 +253,126 @@ async def _num_consumers(broker: Broker, holding: int) -> bool:
 
 def _read_number(path: Path) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
+
+
+async def test_a_reward_that_blocks_in_async_def_costs_no_lease_and_is_named(
+    broker: Broker, start: Any, reward: Any
+) -> None:
+    await reward(
+        """
+        import time
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            time.sleep(0.2)  # as requests.post does
+            return 1.0
+        """,
+        streams={"lease_s": 1.0},
+    )
+    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(80)])
+    workers = [await start(f"w{number}") for number in (1, 2)]
+
+    async def is_named() -> bool:
+        beats = await read_heartbeats(broker, KEYS)
+        return any(
+            "blocks its event loop" in beat.detail and "reward.py, line 4" in beat.detail for beat in beats
+        )
+
+    await wait_until(is_named, 60)
+    await wait_until(lambda: has(broker, 80), 120)
+    assert {score.status for score in await scores(broker)} == {ScoreStatus.OK}
+    assert await broker.execute("XLEN", KEYS.dead) == 0
+    for worker in workers:
+        worker.process.terminate()
+        assert await worker.ends() == 0
+        assert "lease lost" not in worker.stderr
+    assert any("blocks its event loop" in worker.stderr for worker in workers)
+
+
+async def test_of_forty_samples_that_die_with_their_worker_only_the_poison_is_buried(
+    broker: Broker, start: Any, reward: Any
+) -> None:
+    await reward(
+        """
+        import os, signal, time
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            time.sleep(0.1)
+            if solution_str == "poison":
+                os.kill(os.getppid(), signal.SIGKILL)  # the worker: as running out of memory does
+            return 1.0
+        """,
+        streams={"lease_s": 0.5},
+        processes=1,
+        max_in_flight=40,
+    )
+    texts = ["poison" if ticket == 17 else "fine" for ticket in range(40)]
+    await append(
+        broker, KEYS.trajectories(), *[make_trajectory(i, text=text) for i, text in enumerate(texts)]
+    )
+
+    async def is_over(worker: Service) -> bool:
+        return worker.process.returncode is not None or await broker.execute("XLEN", KEYS.dead) > 0
+
+    for life in range(8):
+        worker = await start(f"w{life}")
+        await wait_until(partial(is_over, worker), 60)
+        if worker.process.returncode is None:
+            break
+    await wait_until(lambda: has(broker, 39), 60)
+    letters = [
+        entry.message for entry in await read_range(broker, KEYS.dead, DeadLetter) if isinstance(entry, Entry)
+    ]
+    assert [letter.ticket for letter in letters] == [17]
+    assert sorted(score.ticket for score in await scores(broker)) == [i for i in range(40) if i != 17]
+
+
+async def test_half_a_surrogate_pair_in_an_error_ends_nobody(broker: Broker, start: Any, reward: Any) -> None:
+    await reward(
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            raise ValueError("\\ud800 cannot be sent")
+        """,
+        max_attempts=1,
+    )
+    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(4)])
+    worker = await start()
+    await wait_until(lambda: has(broker, 4), 60)
+    assert all("\ufffd cannot be sent" in score.error for score in await scores(broker))
+    worker.process.terminate()
+    assert await worker.ends() == 0
+
+
+async def test_plain_functions_that_wait_do_so_many_at_once(broker: Broker, start: Any, reward: Any) -> None:
+    await reward("""
+        import time
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            started = time.monotonic()
+            time.sleep(0.5)
+            return {"score": 1.0, "started": started, "ended": time.monotonic()}
+    """)
+    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(128)])
+    await start()
+    await wait_until(lambda: has(broker, 128), 120)
+    assert peak(await scores(broker)) > 8
+
+
+async def test_a_function_that_will_not_be_cancelled_does_not_keep_a_stopping_worker_alive(
+    broker: Broker, start: Any, reward: Any, tmp_path: Path
+) -> None:
+    await reward(
+        f"""
+        import asyncio, pathlib
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            pathlib.Path({str(tmp_path)!r}, "begun").touch()
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    pass
+        """,
+        drain_s=0.2,
+    )
+    await append(broker, KEYS.trajectories(), make_trajectory(1))
+    worker = await start()
+    await wait_until(lambda: (tmp_path / "begun").exists(), 60)
+    worker.process.terminate()
+    assert await worker.ends() == 0
+    assert await num_pending(broker) == 1  # handed back

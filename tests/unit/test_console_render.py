@@ -38,6 +38,17 @@ def test_rates_leave_out_the_first_step() -> None:
     assert (run.version, run.step_s, run.eta_s, run.tokens_per_s) == (3, 2.0, 14.0, 150.0)
 
 
+def test_code_that_blocks_an_event_loop_is_a_warning_with_its_line() -> None:
+    blocked = beat("reward-1", "reward", "score")
+    blocked.counts, blocked.detail = (
+        {"blocking": 1},
+        "score blocks its event loop, up to 3.0 s: score (my.py, line 4)",
+    )
+    text = shown(dashboard(snapshot(workers=[blocked, beat("reward-2", "reward", "score")])), width=200)
+    assert "warning  reward-1: score blocks its event loop" in text and "my.py, line 4" in text
+    assert "warning  reward-2" not in text
+
+
 def test_failures_are_seen_and_never_shown_as_numbers() -> None:
     evaluations = [{"version": 0, "dataset": "held", "score": float("nan"), "num_failed": 12}]
     run = snapshot(state={"evaluations": evaluations})

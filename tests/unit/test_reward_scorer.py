@@ -1,18 +1,14 @@
 """Attempts, backoff, and what a score says in the end."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from common.config import RewardConfig
 from common.messages import Lane, Score, ScoreStatus
-from services.reward.functions import RewardFunction
 from services.reward.outcome import AttemptError, Outcome
-from services.reward.rewards import FunctionReward
 from services.reward.sample import Sample
-from services.reward.signature import recognise
 from tests.rewards import scorer_of
 from tests.trajectories import make_trajectory
 
@@ -108,50 +104,3 @@ async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
     assert slept[:3] == slept[3:]
     assert len(set(slept)) == 3
     assert all(1.0 <= delay_s <= 40.0 for delay_s in slept)
-
-
-def reward_of(function: Callable[..., Any], timeout_s: float = 30.0) -> FunctionReward:
-    return FunctionReward(
-        RewardFunction("function", function, recognise(function, {}, "function")), timeout_s, 1
-    )
-
-
-async def test_an_async_function_past_its_limit_is_cancelled_and_times_out() -> None:
-    ended = asyncio.Event()
-
-    async def hang(data_source: str, solution_str: str, ground_truth: str) -> float:
-        try:
-            return float(await asyncio.Event().wait())
-        finally:
-            ended.set()
-
-    made = await score(reward_of(hang, timeout_s=0.05), max_attempts=1)
-    assert (made.status, made.value) == (ScoreStatus.TIMEOUT, None)
-    assert "no result within 0.05 s" in made.error
-    await asyncio.wait_for(ended.wait(), 5)
-
-
-async def test_an_async_function_that_will_not_be_cancelled_holds_up_nobody() -> None:
-    release = asyncio.Event()
-
-    async def stubborn(data_source: str, solution_str: str, ground_truth: str) -> float:
-        while not release.is_set():
-            try:
-                await release.wait()
-            except asyncio.CancelledError:
-                continue
-        return 1.0
-
-    made = await asyncio.wait_for(score(reward_of(stubborn, timeout_s=0.05), max_attempts=1), 20)
-    assert made.status is ScoreStatus.TIMEOUT
-    release.set()
-
-
-@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), TimeoutError("upstream")])
-async def test_an_async_function_can_neither_end_nor_cancel_the_worker(error: BaseException) -> None:
-    async def escape(data_source: str, solution_str: str, ground_truth: str) -> float:
-        raise error
-
-    made = await score(reward_of(escape), max_attempts=1)
-    assert made.status is ScoreStatus.FAILED
-    assert made.error

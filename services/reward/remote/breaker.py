@@ -22,11 +22,6 @@ class Breaker:
         self._is_trying = False
 
     @property
-    def failures(self) -> int:
-        """Failures since the last success."""
-        return self._failures
-
-    @property
     def is_closed(self) -> bool:
         """Whether requests pass as usual."""
         return self._open_until is None
@@ -61,6 +56,10 @@ class Breaker:
         if self._is_trying or (self.is_closed and self._failures >= self._max_failures):
             self._open_until = self._clock() + self._cooldown_s
         self._is_trying = False
+
+    def reset(self) -> None:
+        """Forget everything: what failed is gone, and something new stands in its place."""
+        self.succeeded()
 
     def abandoned(self) -> None:
         """The request ended without an answer that says anything: it was cancelled."""

@@ -2,7 +2,8 @@
 
 A judge and a reward model differ in what they send and read; everything between stands here. An attempt asks
 each replica at most once, and never waits for one that fails; pauses and further attempts are the policy of
-the reward (`named.py`).
+the reward (`named.py`). A server that dies fails nobody but itself: what it had is asked of another one, or
+waits for one, `routing.patience_s` in all.
 """
 
 import asyncio
@@ -61,16 +62,32 @@ class RemoteCalls:
             RemoteFault: none of those that were asked did, or asking another one cannot help.
         """
         tried: set[str] = set()
-        for num_failovers in range(self.router.config.max_failovers + 1):
+        num_failovers, waits_until = 0, None
+        while True:
             try:
                 return await self._try(send, lane, tokens, tried)
             except RemoteFault as fault:
-                is_last = num_failovers == self.router.config.max_failovers
-                if is_last or not fault.may_fail_over or not self.router.has_another(tried):
-                    raise
+                if fault.is_replicas and await self.router.is_down(fault.replica_url):
+                    waits_until = waits_until or time.monotonic() + self.router.config.patience_s
+                    if time.monotonic() >= waits_until:
+                        raise self._out_of_patience(fault) from fault
+                    if not self.router.has_another(tried):
+                        tried.clear()  # who comes back is as good as new
+                else:
+                    is_last = num_failovers == self.router.config.max_failovers
+                    if is_last or not fault.may_fail_over or not self.router.has_another(tried):
+                        raise
+                    num_failovers += 1
                 self.num_failovers += 1
                 metrics.REMOTE_FAILOVERS.labels(self.name).inc()
-        raise AssertionError("the last round returns or raises")
+
+    def _out_of_patience(self, fault: RemoteFault) -> RemoteFault:
+        """The servers keep dying: after `patience_s` of that the sample is not the only one to suffer."""
+        return RemoteFault(
+            FaultKind.NO_REPLICA,
+            f"the servers of {self.name} kept dying for {self.router.config.patience_s:g} s "
+            f"(routing.patience_s); the last one: {fault}",
+        )
 
     def count(self, fault: RemoteFault) -> None:
         """A request, or what was read from its answer, was of no use."""

@@ -44,6 +44,8 @@ class RemoteFault(AttemptError):
             retry_after_s=retry_after_s,
         )
         self.fault = fault
+        self.replica_url = ""
+        """Whose fault it was; the router says so."""
 
     @property
     def is_replicas(self) -> bool:

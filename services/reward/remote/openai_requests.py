@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.judge import JudgeConfig
 from common.errors import ConfigError
+from common.packing import sendable
 from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
 from services.reward.remote.replica import Replica
 from services.reward.remote.template import Message
@@ -127,7 +128,7 @@ class OpenAIRequests:
             raise _garbage(replica, str(answer)) from None
         if not isinstance(words, str):
             raise _garbage(replica, f"choices[0] holds {type(words).__name__} in place of text")
-        return Judgement(words, *counts)
+        return Judgement(sendable(words), *counts)
 
 
 def _garbage(replica: Replica, said: str) -> RemoteFault:

@@ -51,9 +51,13 @@ class Replica:
         return "paused" if self._paused_s else "up"
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
-        """Order of choice: those that did not just fail, then the least loaded, then who waited longest."""
-        return self.breaker.failures > 0, self.in_flight, self.last_used
+    def rank(self) -> tuple[int, int]:
+        """Order of choice: the least loaded, then who waited longest.
+
+        That it failed lately is no part of it: the breaker keeps requests away from who fails in a row, and
+        only a request can show that all is well again.
+        """
+        return self.in_flight, self.last_used
 
     @property
     def _paused_s(self) -> float:

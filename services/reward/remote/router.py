@@ -47,6 +47,7 @@ class Router:
         self._turns = itertools.count(1)
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._looks: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> "Router":
         self.start()
@@ -62,9 +63,10 @@ class Router:
 
     async def close(self) -> None:
         """Stop watching."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        tasks = [*self._looks.values(), *([self._watch] if self._watch else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -74,6 +76,21 @@ class Router:
     def has_another(self, avoid: Collection[str]) -> bool:
         """Whether a replica outside `avoid` can be used now."""
         return any(replica.is_usable and replica.url not in avoid for replica in self.replicas)
+
+    async def is_down(self, url: str) -> bool:
+        """Whether the replica that just failed a request is dead, by a look at its /health now.
+
+        A server that dies takes all its requests with it at once: those that ask here share one look.
+        """
+        replica = self._replicas.get(url)
+        if replica is None or not replica.is_healthy:
+            return True
+        look = self._looks.get(url)
+        if look is None:
+            look = self._looks[url] = asyncio.create_task(self._examine(replica))
+            look.add_done_callback(lambda _: self._looks.pop(url, None))
+        await asyncio.shield(look)
+        return not replica.is_healthy
 
     @contextlib.asynccontextmanager
     async def lease(self, avoid: Collection[str] = ()) -> AsyncIterator[Replica]:
@@ -88,6 +105,7 @@ class Router:
         try:
             yield replica
         except RemoteFault as fault:
+            fault.replica_url = replica.url
             self._blame(replica, fault)
             raise
         except BaseException:
@@ -183,6 +201,8 @@ class Router:
         except (httpx.HTTPError, httpx.InvalidURL):
             replica.is_healthy = False
         if was_healthy != replica.is_healthy:
+            if replica.is_healthy:
+                replica.breaker.reset()  # what failed was the server that is gone
             log.info(
                 "a replica is " + ("up" if replica.is_healthy else "down"),
                 reward=self.name,

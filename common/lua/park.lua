@@ -1,0 +1,13 @@
+-- Set how often held entries count as delivered, and renew their leases.  An entry that waits for its turn does
+-- not count as delivered: whoever takes it over from a holder that died meanwhile knows that it was not begun.
+-- KEYS: input stream.  ARGV: group, consumer, then (entry id, deliveries) pairs.  Returns the ids held no more.
+local lost = {}
+for i = 3, #ARGV, 2 do
+  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
+  if #held == 1 then
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'RETRYCOUNT', ARGV[i + 1], 'JUSTID')
+  else
+    lost[#lost + 1] = ARGV[i]
+  end
+end
+return lost

@@ -1,0 +1,105 @@
+"""Samples that were in flight when workers died run apart from others, first few at a time and then alone.
+
+The number of deliveries says how suspect a sample is: once is bad luck, for a worker that is killed takes
+along whatever it holds. Who was there again and again runs in smaller company, so that only a sample that was
+alone when its worker died can go to the dead letters. A sample that waits for its turn does not count as
+delivered.
+"""
+
+import asyncio
+from typing import Protocol
+
+from common.messages import Trajectory
+from common.service import ServiceContext
+from common.streams import Consumer, Delivery
+
+FEW = 8
+"""Samples that run together where their first deliveries cleared nobody."""
+FULL_COMPANY = 2
+"""Deliveries among any number of others, where `streams.max_attempts` leaves enough for those after them."""
+
+
+class Holder(Protocol):
+    """A lane, as the quarantine sees it."""
+
+    consumer: Consumer[Trajectory]
+
+    def start(self, delivery: Delivery[Trajectory]) -> None:
+        """Begin to score a trajectory."""
+
+
+class Quarantine:
+    """One for all lanes of a worker, because they die together."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._lone_from = min(FULL_COMPANY + 2, max(2, context.config.streams.max_attempts))
+        self._most = max(self._lone_from, context.config.streams.max_attempts)
+        self._num_running = 0
+        self._is_quiet, self._is_open = asyncio.Event(), asyncio.Event()
+        self._is_quiet.set()
+        self._is_open.set()
+        self._one_at_a_time = asyncio.Lock()
+
+    def is_worn_out(self, delivery: Delivery[Trajectory]) -> bool:
+        """Whether its deliveries are used up, of which the last ones had nothing else in flight."""
+        return delivery.attempts > self._most
+
+    def is_suspect(self, delivery: Delivery[Trajectory]) -> bool:
+        """Whether it may not run beside just anybody."""
+        return self._company(delivery) is not None
+
+    def began(self) -> None:
+        """A sample is in flight."""
+        self._num_running += 1
+        self._is_quiet.clear()
+
+    def ended(self) -> None:
+        """It is no more."""
+        self._num_running -= 1
+        if not self._num_running:
+            self._is_quiet.set()
+
+    async def until_open(self) -> None:
+        """Wait while suspects run: nothing new is fetched then."""
+        if not self._is_open.is_set():
+            await self._context.unless_stopping(self._is_open.wait())
+
+    async def admit(self, consumer: Consumer[Trajectory], deliveries: list[Delivery[Trajectory]]) -> None:
+        """Have what was fetched just as the suspects of another lane began wait until they are done."""
+        if deliveries and not self._is_open.is_set():
+            await consumer.park(deliveries)
+            await self.until_open()
+            await consumer.unpark(deliveries)
+
+    async def work_off(self, holder: Holder, suspects: list[Delivery[Trajectory]]) -> None:
+        """Run suspects, each with the company that it may have; all but a few are left to other workers."""
+        suspects = sorted(suspects, key=lambda delivery: delivery.attempts)
+        await holder.consumer.hand_back(suspects[FEW:])
+        waiting = suspects[:FEW]
+        await holder.consumer.park(waiting)
+        async with self._one_at_a_time:
+            self._is_open.clear()
+            try:
+                while waiting and await self._is_alone():
+                    company = self._company(waiting[0]) or FEW
+                    together, waiting = waiting[:company], waiting[company:]
+                    together = [delivery for delivery in together if not delivery.lost.is_set()]
+                    await holder.consumer.unpark(together)
+                    for delivery in together:
+                        holder.start(delivery)
+                await self._is_alone()
+            finally:
+                self._is_open.set()
+        await holder.consumer.unpark(waiting)  # where the worker stops: handing back takes that one off
+
+    async def _is_alone(self) -> bool:
+        """Wait until nothing is in flight; False where the worker must stop before."""
+        await self._context.unless_stopping(self._is_quiet.wait())
+        return self._is_quiet.is_set() and not self._context.stopping.is_set()
+
+    def _company(self, delivery: Delivery[Trajectory]) -> int | None:
+        """How many may be in flight with it; None is any number."""
+        if delivery.attempts >= self._lone_from:
+            return 1
+        return FEW if delivery.attempts == self._lone_from - 1 and delivery.attempts > 1 else None
