@@ -42,10 +42,11 @@ class FunctionConfig(Section):
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the function; of a class, those of its constructor."""
-    style: Literal["auto", "verl", "trl", "class"] = "auto"
+    style: Literal["auto", "verl", "verl_batch", "trl", "verifiers", "class"] = "auto"
     """Whose conventions the function follows; `auto` recognises them by its signature."""
     per: Literal["sample", "group"] = "sample"
-    """Whether a function in TRL's style is given one sample at a time or a whole group at once."""
+    """Whether a function that takes lists (TRL's style, verl's batch manager) is given one sample at a time
+    or a whole group at once."""
     tokenizer: str = ""
     """Folder or hub name of what a function is given as `reward_model_tokenizer`."""
     router: str = ""

@@ -21,7 +21,7 @@ from services.reward.sample import Sample
 from services.reward.sandbox import SandboxReward
 from services.reward.sandbox_jobs import SandboxJobs
 from services.reward.services import RewardServices
-from services.reward.signature import ROUTER, Style
+from services.reward.signature import ROUTER
 
 
 class Reward(Protocol):
@@ -111,11 +111,11 @@ def check_reward(name: str, config: NamedRewardConfig) -> None:
 def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
     assert config.function is not None
     function = load_function(config.function, config.kwargs, config.style, config.tokenizer)
-    if config.per == "group" and function.how.style is not Style.TRL:
+    if config.per == "group" and not function.how.style.takes_lists:
         raise ConfigError(
-            f"reward {name}: per: group needs a function in TRL's style, which takes lists; "
-            f"{config.function} is in the style {function.how.style}. A function over the scores of a group "
-            "goes into reward.group."
+            f"reward {name}: per: group needs a function in TRL's style or of verl's batch manager, which "
+            f"take lists; {config.function} is in the style {function.how.style}. A function over the "
+            "scores of a group goes into reward.group."
         )
     if ROUTER in function.how.required and not config.router:
         raise ConfigError(
