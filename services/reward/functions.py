@@ -34,7 +34,7 @@ from services.reward.outcome import (
     interpret_list,
 )
 from services.reward.request import Request
-from services.reward.signature import EXPECTED, TOKENIZER, Call, Style, recognise, signature_of
+from services.reward.signature import EXPECTED, TOKENIZER, Call, Style, is_async, recognise, signature_of
 
 T = TypeVar("T")
 
@@ -74,7 +74,9 @@ class RewardFunction:
         """
         with contained():
             if request.scores is not None:
-                return self._post_processed(request)
+                if self._awaits_post_process:
+                    return asyncio.run(self._post_processed_async(request.scores))
+                return self._post_processed(request.scores)
             log = TrlLog()
             returned = [self.function(**arguments) for arguments in self._calls(request, log)]
             return self._read(returned, request, log)
@@ -82,11 +84,18 @@ class RewardFunction:
     async def call_async(self, request: Request) -> list[Outcome]:
         """Call an async function; raises as `call` does."""
         with contained():
-            if request.scores is not None:  # often plain beside an async compute_score
-                return await asyncio.to_thread(self._post_processed, request)
+            if request.scores is not None:
+                if self._awaits_post_process:
+                    return await self._post_processed_async(request.scores)
+                return await asyncio.to_thread(self._post_processed, request.scores)
             log = TrlLog()
             returned = [await self.function(**arguments) for arguments in self._calls(request, log)]
             return self._read(returned, request, log)
+
+    @property
+    def _awaits_post_process(self) -> bool:
+        """Often it is plain beside an async `compute_score`, and it may be the reverse."""
+        return self.post_process is not None and is_async(self.post_process)
 
     def _calls(self, request: Request, log: TrlLog) -> Iterator[dict[str, Any]]:
         """The arguments of each call: one for all samples where the function takes lists."""
@@ -122,15 +131,40 @@ class RewardFunction:
             self.tokenizers.append(AutoTokenizer.from_pretrained(self.tokenizer))
         return self.tokenizers[0]
 
-    def _post_processed(self, request: Request) -> list[Outcome]:
-        """The class sees the scores that there are; what failed stays as it is."""
+    def _post_processed(self, scores: list[float | None]) -> list[Outcome]:
+        """What the class makes of a group's scores, in which None is a failure that it may fill in.
+
+        One that cannot take None (it raises TypeError) is given those that are there; what failed stays so.
+        """
         assert self.post_process is not None
-        assert request.scores is not None
-        known = [score for score in request.scores if score is not None]
+        known = [score for score in scores if score is not None]
         if not known:
-            return [Outcome(None) for _ in request.scores]
-        new = iter(interpret_list(self.post_process(known), len(known)))
-        return [Outcome(None) if score is None else next(new) for score in request.scores]
+            return [Outcome(None) for _ in scores]
+        try:
+            return interpret_list(self.post_process(list(scores)), len(scores))
+        except TypeError:
+            if len(known) == len(scores):
+                raise
+        return _placed(scores, interpret_list(self.post_process(known), len(known)))
+
+    async def _post_processed_async(self, scores: list[float | None]) -> list[Outcome]:
+        """The same for an async method."""
+        assert self.post_process is not None
+        known = [score for score in scores if score is not None]
+        if not known:
+            return [Outcome(None) for _ in scores]
+        try:
+            return interpret_list(await self.post_process(list(scores)), len(scores))
+        except TypeError:
+            if len(known) == len(scores):
+                raise
+        return _placed(scores, interpret_list(await self.post_process(known), len(known)))
+
+
+def _placed(scores: list[float | None], outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes of those scores that there are, in their places."""
+    new = iter(outcomes)
+    return [Outcome(None) if score is None else next(new) for score in scores]
 
 
 def load_function(
