@@ -58,10 +58,10 @@ def batch_arguments(call: Call, samples: Sequence[Sample], kwargs: Mapping[str, 
 def rubric_arguments(call: Call, sample: Sample, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What a rubric of `verifiers` passes: the row, the completion, and both once more as `state`.
 
-    Completion and prompt are chats where the model was asked through a chat template, otherwise text.
+    Completion and prompt are chats where the dataset's prompt is one, otherwise text.
     """
     offered: dict[str, Any] = {
-        "prompt": sample.messages or sample.prompt_text,
+        "prompt": sample.messages or sample.prompt,
         "completion": _completion(sample),
         "answer": sample.ground_truth,
         "info": dict(sample.extra_info),
@@ -82,7 +82,7 @@ def trl_arguments(
         AttemptError: the function insists on a column that the dataset does not have.
     """
     offered: dict[str, Any] = {
-        "prompts": [sample.messages or sample.prompt_text for sample in samples],
+        "prompts": [sample.messages or sample.prompt for sample in samples],
         "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(map(int, sample.completion_ids)) for sample in samples],
         "trainer_state": SimpleNamespace(global_step=samples[0].step, max_steps=None),
