@@ -15,6 +15,7 @@ from services.reward.execution import execution_of
 from services.reward.functions import RewardFunction, load_function
 from services.reward.outcome import Outcome
 from services.reward.remote.judge import check_judge, make_judge
+from services.reward.remote.local_replicas import check_local_replicas
 from services.reward.request import Request
 from services.reward.reward_model import check_model_reward, make_model_reward
 from services.reward.sample import Sample
@@ -106,6 +107,7 @@ def check_reward(name: str, config: NamedRewardConfig) -> None:
         return
     if config.model is not None:
         check_model_reward(name, config.model)
+        check_local_replicas(name, config)
 
 
 def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
