@@ -5,6 +5,7 @@ every token of it comes from version v. Tickets are numbered by version, so that
 crash interrupted goes on where it was.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,8 @@ class EvaluationResult:
     num_samples: int
     num_failed: int
     pass_at: dict[int, float] = field(default_factory=dict)
+    components: dict[str, float] = field(default_factory=dict)
+    """Mean of each component of the reward, over the scored samples that have it."""
     at: float = field(default_factory=time.time)
 
     def metrics(self) -> dict[str, float]:
@@ -75,7 +78,8 @@ class EvaluationResult:
             "num_failed",
         )
         numbers = {name: float(getattr(self, name)) for name in names}
-        return numbers | {f"pass_at_{k}": value for k, value in self.pass_at.items()}
+        means = {f"rewards/{name}/mean": value for name, value in self.components.items()}
+        return numbers | {f"pass_at_{k}": value for k, value in self.pass_at.items()} | means
 
 
 class Evaluator:
@@ -115,7 +119,15 @@ class Evaluator:
         for result in results:
             for name, number in result.metrics().items():
                 metrics.EVALUATION_METRIC.labels(result.dataset, name).set(number)
-            log.info("evaluated", version=version, dataset=result.dataset, score=round(result.score, 4))
+            log.log(
+                logging.WARNING if result.num_failed else logging.INFO,
+                "evaluated",
+                version=version,
+                dataset=result.dataset,
+                score=round(result.score, 4),
+                num_samples=result.num_samples,
+                num_failed=result.num_failed,
+            )
         return results
 
     async def trim(self, version: int) -> None:
@@ -210,15 +222,25 @@ class Evaluator:
     ) -> list[EvaluationResult]:
         values: dict[str, list[list[float]]] = defaultdict(list)
         samples: dict[str, list[Trajectory]] = defaultdict(list)
+        scored: dict[str, list[Score]] = defaultdict(list)
         for i, (dataset, _) in enumerate(self.prompts):
             keys = [(first + i, index) for index in range(self.config.samples)]
-            known = [scores[key].value for key in keys if key in scores]
-            values[dataset].append([value for value in known if value is not None])
+            known = [scores[key] for key in keys if key in scores and scores[key].value is not None]
+            values[dataset].append([score.value for score in known if score.value is not None])
+            scored[dataset] += known
             samples[dataset] += [trajectories[key] for key in keys if key in trajectories]
-        return [self._result(version, name, values[name], samples[name]) for name in values]
+        return [
+            self._result(version, name, values[name], samples[name], component_means(scored[name]))
+            for name in values
+        ]
 
     def _result(
-        self, version: int, dataset: str, by_prompt: list[list[float]], samples: list[Trajectory]
+        self,
+        version: int,
+        dataset: str,
+        by_prompt: list[list[float]],
+        samples: list[Trajectory],
+        components: dict[str, float],
     ) -> EvaluationResult:
         threshold = self.config.success_threshold
         flat = [value for row in by_prompt for value in row]
@@ -237,6 +259,7 @@ class Evaluator:
                 k: mean_pass_at_k([[value >= threshold for value in row] for row in scored], k)
                 for k in self.config.pass_k
             },
+            components=components,
         )
 
     def _ticket(self, number: int, version: int, prompt: Prompt) -> Ticket:
@@ -254,6 +277,16 @@ class Evaluator:
             ground_truth=prompt.ground_truth,
             extra=prompt.extra,
         )
+
+
+def component_means(scores: Sequence[Score]) -> dict[str, float]:
+    """The mean of each component over those scores that have it."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.components.items():
+            if value is not None:
+                found[name].append(value)
+    return {name: _mean(values) for name, values in sorted(found.items())}
 
 
 def _sampling(config: RunConfig) -> SamplingParams:
