@@ -64,7 +64,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     applies_to: list[str] = Field(default_factory=list)
     """Data sources it scores; empty means all. Elsewhere it is left out of the sum."""
     lanes: list[Literal["train", "eval"]] = Field(default=["train", "eval"], min_length=1)
-    """Where it scores: training (`train`), evaluation (`eval`) or both; elsewhere it is left out of the sum."""
+    """Where it scores: `train` (training), `eval` (evaluation) or both; elsewhere the sum is without it."""
     max_concurrent: int | None = Field(None, ge=1, le=65536)
     """Most calls at once, in each worker and each lane: evaluation has as many of its own."""
     cache: bool | None = None

@@ -14,8 +14,8 @@ def check_local_replicas(name: str, reward: NamedRewardConfig) -> None:
     """Find what would keep local replicas from starting on this machine.
 
     Raises:
-        ConfigError: vLLM, or what it needs, is not installed, the model's folder does not exist, or it lacks the
-            chat template that its requests need.
+        ConfigError: vLLM, or what it needs, is not installed, the model's folder does not exist, or it lacks
+            the chat template that its requests need.
     """
     local = reward.local_replicas
     if local is None or local.command:
