@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
+from common.main_task import run_main
 from services.reward.arguments import (
     TrlLog,
     batch_arguments,
@@ -75,7 +76,7 @@ class RewardFunction:
         with contained():
             if request.scores is not None:
                 if self._awaits_post_process:
-                    return asyncio.run(self._post_processed_async(request.scores))
+                    return run_main(self._post_processed_async(request.scores))
                 return self._post_processed(request.scores)
             log = TrlLog()
             returned = [self.function(**arguments) for arguments in self._calls(request, log)]
