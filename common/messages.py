@@ -57,6 +57,9 @@ class PromptFields(Message):
     ground_truth: Any = None
     extra: dict[str, Any] = Field(default_factory=dict)
     prompt_text: str = ""
+    own_text: str = Field(
+        "", description="the row's own text where `prompt_text` is more, such as a chat template's rendering"
+    )
 
 
 class SamplingParams(BaseModel):

@@ -30,7 +30,7 @@ class DataConfig(Section):
     train: str | list[str]
     """File or files with the training prompts."""
     eval: dict[str, str] = Field(default_factory=dict)
-    """Evaluation sets by name; each is scored by the same reward."""
+    """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     system_prompt: str = ""

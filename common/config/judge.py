@@ -72,8 +72,8 @@ class JudgeConfig(RemoteConfig):
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends the template's text as the user's message, `completions` as it is."""
     template: str = ""
-    """Jinja template of what the judge reads: from prompt, messages, completion, ground_truth, extra,
-    data_source."""
+    """Jinja template of what the judge reads: from prompt and messages (the row's own), prompt_text (what
+    the policy read), completion, ground_truth, extra, data_source."""
     template_file: str = ""
     """Or a file with it, relative to the config; its text is taken when the config is read."""
     system: str = ""

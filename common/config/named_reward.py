@@ -42,10 +42,11 @@ class FunctionConfig(Section):
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the function; of a class, those of its constructor."""
-    style: Literal["auto", "verl", "trl", "class"] = "auto"
+    style: Literal["auto", "verl", "verl_batch", "trl", "verifiers", "class"] = "auto"
     """Whose conventions the function follows; `auto` recognises them by its signature."""
     per: Literal["sample", "group"] = "sample"
-    """Whether a function in TRL's style is given one sample at a time or a whole group at once."""
+    """Whether a function that takes lists (TRL's style, verl's batch manager) is given one sample at a time
+    or a whole group at once."""
     tokenizer: str = ""
     """Folder or hub name of what a function is given as `reward_model_tokenizer`."""
     router: str = ""
@@ -62,6 +63,8 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     """Its factor in the sum; 0 only logs it."""
     applies_to: list[str] = Field(default_factory=list)
     """Data sources it scores; empty means all. Elsewhere it is left out of the sum."""
+    lanes: list[Literal["train", "eval"]] = Field(default=["train", "eval"], min_length=1)
+    """Where it scores: `train` (training), `eval` (evaluation) or both; elsewhere the sum is without it."""
     max_concurrent: int | None = Field(None, ge=1, le=65536)
     """Most calls at once, in each worker and each lane: evaluation has as many of its own."""
     cache: bool | None = None

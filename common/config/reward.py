@@ -92,6 +92,9 @@ class RewardConfig(RewardLimits, FunctionConfig):
                     call_default_factory=True
                 ):
                     raise ValueError(f"{name} belongs to one of the rewards: rewards.<name>.{name}")
+        for lane, what in (("train", "training"), ("eval", "evaluation")):
+            if not any(lane in reward.lanes for reward in self.rewards.values()) and self.rewards:
+                raise ValueError(f"no reward is for {what}: give one of them lanes with {lane} in it")
         if self.group_kwargs and not self.group:
             raise ValueError("group_kwargs are given, but no group function")
         return self

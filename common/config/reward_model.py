@@ -21,7 +21,7 @@ class RewardModelConfig(RemoteConfig):
     """One score for the whole sequence (/classify), or one for every token (/pooling)."""
     input: Literal["ids", "chat", "text"] = "chat"
     """What is sent: the policy's token ids (only where the reward model has the policy's tokenizer), the
-    conversation for the reward model's chat template, or prompt and completion as plain text."""
+    row's own conversation for the reward model's chat template, or as text what the policy read and wrote."""
     label: int = Field(0, ge=0, le=65535)
     """Which of several labels is the reward."""
     token_reward: Literal["last", "mean", "min", "sum", "all_mean"] = "last"

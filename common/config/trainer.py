@@ -56,6 +56,10 @@ class EvaluationConfig(Section):
     `pass_at_4` (a k of `pass_k`), averaged over the datasets, or of one dataset as `DATASET/METRIC`. Empty
     keeps none."""
 
+    max_failed_share: float = Field(0.02, ge=0.0, le=1.0)
+    """An evaluation in which a larger share of a set's samples has no score is recorded, and is no candidate
+    for `keep_best`: its mean is over other samples than those it would be compared with."""
+
     @model_validator(mode="after")
     def _k_has_samples(self) -> "EvaluationConfig":
         if too_large := [k for k in self.pass_k if k > self.samples]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, field
 
 from common.config import RewardConfig
 from common.dataset import Row
@@ -10,24 +11,35 @@ from common.errors import ConfigError
 
 CHECK_MODULE = "services.reward.check"
 CHECK_TIMEOUT_S = 120.0
-CALLED = "tidemill-called: "
-"""Begins the lines of the check's output that tell of a call; a user's module may print others."""
+CALLED, READS = "tidemill-called: ", "tidemill-reads: "
+"""Begin the lines of the check's output that tell of a call, and of what is read; a user's module may print
+others."""
 
 
-def check_reward(config: RewardConfig, row: Row | None = None) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class RewardFindings:
+    """What the check saw."""
+
+    called: list[str] = field(default_factory=list)
+    """What came of calling the functions, a line each."""
+    reads: dict[str, str] = field(default_factory=dict)
+    """By the names of judges and reward models, what they will read of the row."""
+
+
+def check_reward(config: RewardConfig, row: Row | None = None, calls: bool = False) -> RewardFindings:
     """Have a process of the reward service load every reward, as its workers will.
 
-    With a row, every reward that is a function is called once, with that row and an empty completion; returns
-    what came of it, a line each.
+    With a row, judges and reward models tell what they would read of it; with `calls` too, every reward that
+    is a function is called once, with that row and an empty completion.
 
     Raises:
         ConfigError: it cannot be imported, or does not take what it will be given.
     """
     command = [sys.executable, "-m", CHECK_MODULE, config.model_dump_json()]
     if row is not None:
-        command.append(
-            json.dumps({"data_source": row.data_source, "ground_truth": row.ground_truth, "extra": row.extra})
-        )
+        names = ("prompt", "data_source", "ground_truth", "extra")
+        command.append(json.dumps({name: getattr(row, name) for name in names}, default=str))
+        command += ["call"] if calls else []
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -35,12 +47,20 @@ def check_reward(config: RewardConfig, row: Row | None = None) -> list[str]:
             f"reward {_named(config)}: importing or calling it took longer than {CHECK_TIMEOUT_S:g} s"
         ) from None
     if result.returncode == 0:
-        return [line.removeprefix(CALLED) for line in result.stdout.splitlines() if line.startswith(CALLED)]
+        return _findings(result.stdout.splitlines())
     # The reason is the last line: the module may have written lines of its own.
     reason = (result.stderr.strip().splitlines() or [""])[-1]
     if result.returncode != ConfigError.exit_code:
         reason = f"reward {_named(config)}: its import ended Python: {reason or 'no reason given'}"
     raise ConfigError(reason)
+
+
+def _findings(lines: list[str]) -> RewardFindings:
+    reads: dict[str, str] = {}
+    for line in lines:
+        if line.startswith(READS):
+            reads |= json.loads(line.removeprefix(READS))
+    return RewardFindings([line.removeprefix(CALLED) for line in lines if line.startswith(CALLED)], reads)
 
 
 def _named(config: RewardConfig) -> str:

@@ -1,5 +1,7 @@
 """Says in plain words what a checked config will do: how much per step, how stale, how much memory."""
 
+from textwrap import indent
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -7,7 +9,10 @@ from rich.text import Text
 from common.config import RewardConfig
 from services.console.numbers import size
 from services.console.preflight import Findings
+from services.console.shown_text import printable_block
 from services.console.sizing import redis_bytes
+
+MAX_READ_CHARACTERS = 4000
 
 
 def explain(findings: Findings, console: Console | None = None) -> None:
@@ -19,6 +24,9 @@ def explain(findings: Findings, console: Console | None = None) -> None:
     for name, text in describe(findings):
         table.add_row(name, Text(text))
     console.print(table)
+    for name, text in findings.reads.items():
+        console.print(Text(f"{name} reads of the first training row:", style="bold"))
+        console.print(Text(indent(printable_block(text, MAX_READ_CHARACTERS), "  | ")), soft_wrap=True)
     for note in findings.notes:
         console.print(Text.assemble(("note  ", "yellow"), note))
     console.print("[green]ok[/]  nothing wrong was found; nothing was started")

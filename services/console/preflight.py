@@ -16,6 +16,7 @@ from common.broker import Broker
 from common.config import RunConfig, load_config
 from common.dataset import Row, read_dataset
 from common.errors import TidemillError
+from common.gpus import count_gpus
 from common.logger_check import check_loggers
 from common.main_task import run_main
 from common.redis_client import URL_VARIABLE
@@ -46,6 +47,8 @@ class Findings:
     """Version of the server at TIDEMILL_REDIS_URL, empty where a private one will be started."""
     rewards: list[str] = field(default_factory=list)
     """What came of calling the rewards, where that was asked for."""
+    reads: dict[str, str] = field(default_factory=dict)
+    """What judges and reward models will read of the first training row."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -65,6 +68,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
             lambda: _look_at_model(findings),
             lambda: _check_engine(findings.config),
             lambda: _check_lora(findings.config),
+            lambda: _check_gpus(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: _check_rewards(findings, rows, calls_reward),
             lambda: _try_sandboxes(findings),
@@ -107,8 +111,27 @@ def _look_at_model(findings: Findings) -> None:
 
 
 def _check_rewards(findings: Findings, rows: dict[str, list[Row]], calls_reward: bool) -> None:
-    row = rows["train"][0] if calls_reward and rows.get("train") else None
-    findings.rewards = check_reward(findings.config.reward, row)
+    row = rows["train"][0] if rows.get("train") else None
+    found = check_reward(findings.config.reward, row, calls_reward and row is not None)
+    findings.rewards, findings.reads = found.called, found.reads
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """What `tidemill up` is to hand out has to be on this machine."""
+    named = {"trainer.gpus": config.trainer.gpus, "rollout.gpus": config.rollout.gpus}
+    for name, reward in config.reward.named.items():
+        if reward.model is not None:
+            named[f"reward.rewards.{name}.model.gpus"] = reward.model.gpus
+    if not any(named.values()) or (count := count_gpus()) is None:
+        return
+    there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"
+    wrong = [
+        f"{field} names GPU {min(missing)}; this machine has {there}"
+        for field, gpus in named.items()
+        if (missing := [gpu for gpu in gpus if gpu >= count])
+    ]
+    if wrong:
+        raise PreflightError("; ".join(wrong) + ". Name GPUs that are there, or leave gpus out.")
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -6,14 +6,14 @@ rendered here (a template that fails, a tokenizer without tokenizer.json) is lef
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
+from common.chat_template import ChatTemplate, RenderError
 from common.config import DataConfig
 from common.dataset import Row
 from common.errors import ConfigError
-from services.console.model_folder import ModelFacts, read_json
+from services.console.model_folder import ModelFacts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,19 +49,13 @@ def check_lengths(
         notes.append(f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be left out")
 
 
-class RenderError(Exception):
-    """The text of a prompt cannot be made here."""
-
-
 class Ruler:
     """Measures prompts as the model will read them: chat template, suffix and special tokens included."""
 
     def __init__(self, folder: Path, data: DataConfig) -> None:
         self.data = data
         self._tokenizer = _open_tokenizer(folder / "tokenizer.json")
-        settings = folder / "tokenizer_config.json"
-        self._settings = read_json(settings) if settings.is_file() else {}
-        self._template = _template_of(folder, self._settings) if data.chat_template != "never" else ""
+        self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
 
     def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
         """Length in tokens, and origin, of each prompt above the limit."""
@@ -71,14 +65,14 @@ class Ruler:
             long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
             # A template writes the special tokens itself.
             encoded = self._tokenizer.encode_batch(
-                [text for _, text in long], add_special_tokens=not self._template
+                [text for _, text in long], add_special_tokens=self._template is None
             )
             for (origin, _), encoding in zip(long, encoded, strict=True):
                 if len(encoding.ids) > limit:
                     yield len(encoding.ids), origin
 
     def _text(self, row: Row) -> str:
-        if not self._template:
+        if self._template is None:
             content = row.prompt if isinstance(row.prompt, str) else row.prompt[0]["content"]
             return str(content) + self.data.prompt_suffix
         messages = (
@@ -88,7 +82,7 @@ class Ruler:
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         last = messages[-1]
         messages[-1] = {**last, "content": last["content"] + self.data.prompt_suffix}
-        return _render(self._template, messages, self._settings)
+        return self._template.render(messages, add_generation_prompt=True)
 
 
 def _open_tokenizer(file: Path) -> "Tokenizer":
@@ -101,42 +95,6 @@ def _open_tokenizer(file: Path) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _template_of(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The chat template: a file of its own, or inside tokenizer_config.json; empty where there is none."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template") or ""
-    if isinstance(template, list):
-        template = next((item["template"] for item in template if item.get("name") == "default"), "")
-    return str(template)
-
-
-def _render(template: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
-    """Render as the model libraries do. Templates come from downloaded files, hence the sandbox."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> NoReturn:
-        raise RenderError(f"the chat template refuses a prompt ({message})")
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    tokens = {
-        name: value.get("content", "") if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name.endswith("_token")
-    }
-    try:
-        compiled = environment.from_string(template)
-        return compiled.render(messages=messages, add_generation_prompt=True, tools=None, **tokens)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise RenderError(f"the chat template cannot be rendered here ({error})") from None
 
 
 def _complaint(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:

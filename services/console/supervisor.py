@@ -16,12 +16,14 @@ from common.endings import ending_in_words, is_illegal_instruction
 from common.errors import ConfigError
 from services.console.guard import Guard
 from services.console.processes import ServiceProcess, ServiceSpec
+from services.console.shown_text import printable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 YOUNG_S = 60.0
 """A process that lived longer was well; its next pause is the first one again."""
 MAX_YOUNG_DEATHS = 10
 REAP_S = 5.0
+MAX_REASON_CHARACTERS = 300
 
 
 class Ending(StrEnum):
@@ -144,7 +146,9 @@ class Supervisor:
                 (self.on_event if spec.is_optional else self.fail)(reason)
                 break
             pause_s = min(self.first_pause_s * 2 ** (young_deaths - 1), LONGEST_PAUSE_S)
-            self.on_event(f"{spec.name} ended {_how(code)}; starting it again in {pause_s:g} s")
+            self.on_event(
+                f"{spec.name} ended {_how(code)}{_last_line(process)}; starting it again in {pause_s:g} s"
+            )
             status.state = f"restarting ({_how(code)})"
             await self._sleep(pause_s)
             status.restarts += 1
@@ -188,6 +192,12 @@ async def _set(event: asyncio.Event) -> None:
 
 def _how(code: int) -> str:
     return f"{'by' if code < 0 else 'with'} {ending_in_words(code)}"
+
+
+def _last_line(process: ServiceProcess) -> str:
+    """The last that it wrote, which mostly is the reason."""
+    lines = process.last_words().strip().splitlines()
+    return f" ({printable(lines[-1].strip(), MAX_REASON_CHARACTERS)})" if lines else ""
 
 
 def _obituary(process: ServiceProcess, what: str, code: int) -> str:

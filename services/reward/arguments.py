@@ -7,7 +7,7 @@ from typing import Any
 from common.dataset import PROMPT
 from services.reward.outcome import AttemptError
 from services.reward.sample import Sample
-from services.reward.signature import ROUTER, SAMPLE_ARGUMENTS, TOKENIZER, Call
+from services.reward.signature import BATCH_ARGUMENTS, ROUTER, SOLUTION_NAMES, TOKENIZER, Call
 
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
 
@@ -36,14 +36,39 @@ def verl_arguments(
     Router and tokenizer are passed where they are configured. A function that insists on the tokenizer is
     given None without one, as in verl.
     """
-    offered: dict[str, Any] = {**sample.fields(), "is_evaluation": sample.is_evaluation}
-    arguments = {name: offered[name] for name in SAMPLE_ARGUMENTS[:-1] if call.takes(name)}
+    offered = sample.fields()
+    solution = next((name for name in SOLUTION_NAMES if name in call.names), SOLUTION_NAMES[0])
+    offered[solution] = offered.pop("solution_str")
+    arguments = {name: value for name, value in offered.items() if call.takes(name)}
     if "is_evaluation" in call.names:
         arguments["is_evaluation"] = sample.is_evaluation
     for name in (ROUTER, TOKENIZER):
         if (name in given and call.takes(name)) or name in call.required:
             arguments[name] = given.get(name)
     return arguments | dict(kwargs)
+
+
+def batch_arguments(call: Call, samples: Sequence[Sample], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists with one element for each sample, as verl's batch manager passes them."""
+    rows = [sample.fields() for sample in samples]
+    offered = {name: [row[name.removesuffix("s")] for row in rows] for name in BATCH_ARGUMENTS}
+    return {name: values for name, values in offered.items() if call.takes(name)} | dict(kwargs)
+
+
+def rubric_arguments(call: Call, sample: Sample, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rubric of `verifiers` passes: the row, the completion, and both once more as `state`.
+
+    Completion and prompt are chats where the dataset's prompt is one, otherwise text.
+    """
+    offered: dict[str, Any] = {
+        "prompt": sample.messages or sample.prompt,
+        "completion": _completion(sample),
+        "answer": sample.ground_truth,
+        "info": dict(sample.extra_info),
+        "task": sample.data_source,
+    }
+    offered["state"] = dict(offered)
+    return {name: value for name, value in offered.items() if call.takes(name)} | dict(kwargs)
 
 
 def trl_arguments(
@@ -57,7 +82,7 @@ def trl_arguments(
         AttemptError: the function insists on a column that the dataset does not have.
     """
     offered: dict[str, Any] = {
-        "prompts": [sample.messages or sample.prompt_text for sample in samples],
+        "prompts": [sample.messages or sample.prompt for sample in samples],
         "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(map(int, sample.completion_ids)) for sample in samples],
         "trainer_state": SimpleNamespace(global_step=samples[0].step, max_steps=None),

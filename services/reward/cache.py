@@ -133,6 +133,7 @@ def _digest(version: str, sample: Sample) -> str:
         sample.is_evaluation,
         sample.data_source,
         sample.prompt_text,
+        sample.own_text,
         sample.solution_str,
         np.asarray(sample.completion_ids, dtype="<i4").tobytes(),
         sample.ground_truth,

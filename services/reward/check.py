@@ -1,6 +1,7 @@
-"""`python -m services.reward.check '{"function": ..., ...}'`: can these rewards be loaded?
+"""`python -m services.reward.check '{"function": ..., ...}' [ROW [call]]`: can these rewards be loaded?
 
-A second argument, a row of the dataset as JSON, has those that are functions called once.
+ROW, a row of the dataset as JSON, has told what judges and reward models would read of it; with `call`, those
+that are functions are called once with it.
 
 Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
 runs whatever stands in it.
@@ -13,7 +14,8 @@ from typing import Any
 from common.config import RewardConfig
 from common.errors import ConfigError
 from common.main_task import run_main
-from common.rewards import CALLED
+from common.rewards import CALLED, READS
+from services.reward.example import readings
 from services.reward.functions import load_function
 from services.reward.group_functions import load_group_function
 from services.reward.outcome import AttemptError
@@ -21,8 +23,8 @@ from services.reward.rewards import FunctionReward, check_reward
 from services.reward.sample import Sample
 
 
-def main(argument: str, row: str = "") -> int:
-    """Check every reward of the section given as JSON, and call it for the row, if one is given.
+def main(argument: str, row: str = "", call: str = "") -> int:
+    """Check every reward of the section given as JSON, and show or call it for the row, if one is given.
 
     Returns the exit code.
     """
@@ -33,6 +35,8 @@ def main(argument: str, row: str = "") -> int:
         if config.group:
             load_group_function(config.group, config.group_kwargs)
         if row:
+            print(READS + json.dumps(readings(config, json.loads(row))))
+        if call:
             run_main(_call_functions(config, json.loads(row)))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -10,26 +10,39 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
-from services.reward.arguments import TrlLog, trl_arguments, verl_arguments
+from common.main_task import run_main
+from services.reward.arguments import (
+    TrlLog,
+    batch_arguments,
+    rubric_arguments,
+    trl_arguments,
+    verl_arguments,
+)
 from services.reward.builtin import BUILTINS
-from services.reward.outcome import AttemptError, Outcome, contained, interpret, interpret_list
+from services.reward.outcome import (
+    AttemptError,
+    Outcome,
+    contained,
+    interpret,
+    interpret_batch,
+    interpret_list,
+)
 from services.reward.request import Request
-from services.reward.sample import Sample
-from services.reward.signature import EXPECTED, TOKENIZER, Call, Style, recognise
+from services.reward.signature import EXPECTED, TOKENIZER, Call, Style, is_async, recognise, signature_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A function with its further arguments, or the object of a class with its two methods."""
+    """A function with its further arguments, or what they have made: an object with its methods."""
 
     name: str
     function: Callable[..., Any]
@@ -37,6 +50,8 @@ class RewardFunction:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     is_cheap: bool = False
     tokenizer: str = ""
+    is_made: bool = False
+    """Whether `kwargs` made it, so that calls get none."""
     post_process: Callable[..., Any] | None = None
     """`post_process_scores` of a class: from the scores of a group to new ones."""
     tokenizers: list[Any] = field(default_factory=list)
@@ -60,40 +75,55 @@ class RewardFunction:
         """
         with contained():
             if request.scores is not None:
-                return self._post_processed(request)
-            if self.how.style is Style.TRL:
-                log = TrlLog()
-                returned = self.function(**trl_arguments(self.how, request.samples, log, self.kwargs))
-                return interpret_list(returned, len(request.samples), log.metrics, log.extra)
-            return [
-                interpret(self.function(**self._arguments(sample, request)), self._takes_tuples)
-                for sample in request.samples
-            ]
+                if self._awaits_post_process:
+                    return run_main(self._post_processed_async(request.scores))
+                return self._post_processed(request.scores)
+            log = TrlLog()
+            returned = [self.function(**arguments) for arguments in self._calls(request, log)]
+            return self._read(returned, request, log)
 
     async def call_async(self, request: Request) -> list[Outcome]:
         """Call an async function; raises as `call` does."""
         with contained():
-            if request.scores is not None:  # often plain beside an async compute_score
-                return await asyncio.to_thread(self._post_processed, request)
-            if self.how.style is Style.TRL:
-                log = TrlLog()
-                returned = await self.function(**trl_arguments(self.how, request.samples, log, self.kwargs))
-                return interpret_list(returned, len(request.samples), log.metrics, log.extra)
-            return [
-                interpret(await self.function(**self._arguments(sample, request)), self._takes_tuples)
-                for sample in request.samples
-            ]
+            if request.scores is not None:
+                if self._awaits_post_process:
+                    return await self._post_processed_async(request.scores)
+                return await asyncio.to_thread(self._post_processed, request.scores)
+            log = TrlLog()
+            returned = [await self.function(**arguments) for arguments in self._calls(request, log)]
+            return self._read(returned, request, log)
 
     @property
-    def _takes_tuples(self) -> bool:
-        return self.how.style is Style.CLASS
+    def _awaits_post_process(self) -> bool:
+        """Often it is plain beside an async `compute_score`, and it may be the reverse."""
+        return self.post_process is not None and is_async(self.post_process)
 
-    def _arguments(self, sample: Sample, request: Request) -> dict[str, Any]:
+    def _calls(self, request: Request, log: TrlLog) -> Iterator[dict[str, Any]]:
+        """The arguments of each call: one for all samples where the function takes lists."""
+        kwargs = {} if self.is_made else self.kwargs
+        if self.how.style is Style.TRL:
+            yield trl_arguments(self.how, request.samples, log, kwargs)
+        elif self.how.style is Style.VERL_BATCH:
+            yield batch_arguments(self.how, request.samples, kwargs)
+        else:
+            for sample in request.samples:
+                if self.how.style is Style.VERIFIERS:
+                    yield rubric_arguments(self.how, sample, kwargs)
+                else:
+                    yield verl_arguments(self.how, sample, self._given(request), kwargs)
+
+    def _read(self, returned: list[Any], request: Request, log: TrlLog) -> list[Outcome]:
+        if self.how.style is Style.TRL:
+            return interpret_list(returned[0], len(request.samples), log.metrics, log.extra)
+        if self.how.style is Style.VERL_BATCH:
+            return interpret_batch(returned[0], len(request.samples))
+        return [interpret(one) for one in returned]
+
+    def _given(self, request: Request) -> dict[str, Any]:
         given = dict(request.given)
         if self.tokenizer:
             given[TOKENIZER] = self._tokenizer()
-        kwargs = {} if self.how.style is Style.CLASS else self.kwargs
-        return verl_arguments(self.how, sample, given, kwargs)
+        return given
 
     def _tokenizer(self) -> Any:
         if not self.tokenizers:
@@ -102,15 +132,40 @@ class RewardFunction:
             self.tokenizers.append(AutoTokenizer.from_pretrained(self.tokenizer))
         return self.tokenizers[0]
 
-    def _post_processed(self, request: Request) -> list[Outcome]:
-        """The class sees the scores that there are; what failed stays as it is."""
+    def _post_processed(self, scores: list[float | None]) -> list[Outcome]:
+        """What the class makes of a group's scores, in which None is a failure that it may fill in.
+
+        One that cannot take None (it raises TypeError) is given those that are there; what failed stays so.
+        """
         assert self.post_process is not None
-        assert request.scores is not None
-        known = [score for score in request.scores if score is not None]
+        known = [score for score in scores if score is not None]
         if not known:
-            return [Outcome(None) for _ in request.scores]
-        new = iter(interpret_list(self.post_process(known), len(known)))
-        return [Outcome(None) if score is None else next(new) for score in request.scores]
+            return [Outcome(None) for _ in scores]
+        try:
+            return interpret_list(self.post_process(list(scores)), len(scores))
+        except TypeError:
+            if len(known) == len(scores):
+                raise
+        return _placed(scores, interpret_list(self.post_process(known), len(known)))
+
+    async def _post_processed_async(self, scores: list[float | None]) -> list[Outcome]:
+        """The same for an async method."""
+        assert self.post_process is not None
+        known = [score for score in scores if score is not None]
+        if not known:
+            return [Outcome(None) for _ in scores]
+        try:
+            return interpret_list(await self.post_process(list(scores)), len(scores))
+        except TypeError:
+            if len(known) == len(scores):
+                raise
+        return _placed(scores, interpret_list(await self.post_process(known), len(known)))
+
+
+def _placed(scores: list[float | None], outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes of those scores that there are, in their places."""
+    new = iter(outcomes)
+    return [Outcome(None) if score is None else next(new) for score in scores]
 
 
 def load_function(
@@ -126,8 +181,13 @@ def load_function(
         how = recognise(builtin.function, kwargs, reference)
         return RewardFunction(reference, builtin.function, how, kwargs, builtin.is_cheap)
     function = import_function(reference, "reward.function", tuple(BUILTINS))
-    if inspect.isclass(function) or style == "class":
-        return _object(function, reference, kwargs)
+    if inspect.isclass(function):
+        return _object(_made(function, reference, kwargs), reference, kwargs, style, tokenizer)
+    if style == "class":
+        return _object(function, reference, kwargs, style, tokenizer)
+    if _is_factory(function, reference):
+        made = _made(function, reference, kwargs)
+        return _called(made, reference, kwargs, style, tokenizer)
     how = recognise(function, kwargs, reference, style)
     return RewardFunction(reference, function, how, kwargs, tokenizer=tokenizer)
 
@@ -148,26 +208,61 @@ def import_function(reference: str, field_name: str, builtins: tuple[str, ...]) 
     return _find(load(origin, reference), name, reference)
 
 
-def _object(found: Any, reference: str, kwargs: Mapping[str, Any]) -> RewardFunction:
-    """An object of a reward class: made once in each process, with `kwargs` for its constructor."""
-    if inspect.isclass(found):
-        if not callable(getattr(found, "compute_score", None)):
-            raise ConfigError(
-                f"reward.function {reference} is a class without compute_score; expected a class with that "
-                f"method, or a function {EXPECTED}"
-            )
-        try:
-            inspect.signature(found).bind(**kwargs)
-        except TypeError as error:
-            raise ConfigError(f"reward.kwargs does not fit the constructor of {reference}: {error}") from None
-        found = _importing(lambda: found(**kwargs), f"the object of {reference}", reference)
+def _made(maker: Callable[..., Any], reference: str, kwargs: Mapping[str, Any]) -> Any:
+    """What a class or a factory makes of `kwargs`: once in each process."""
+    if inspect.isclass(maker):
+        _check_class(maker, reference)
+    try:
+        inspect.signature(maker).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"reward.kwargs does not fit the constructor of {reference}: {error}") from None
+    return _importing(lambda: maker(**kwargs), f"the object of {reference}", reference)
+
+
+def _check_class(found: type, reference: str) -> None:
+    has_method = callable(getattr(found, "compute_score", None))
+    calls = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)
+    takes_tensors = calls is not None and "data" in signature_of(calls, reference).parameters
+    if not has_method and (hasattr(found, "run_single") or takes_tensors):
+        raise ConfigError(
+            f"reward.function {reference} is a reward manager, as verl registers them: it takes batches of "
+            "tensors, which no reward sees here. Name the function that it calls (path.py:compute_score), or "
+            "give the class a method compute_score; what managers do around it are settings: see 'Reward "
+            "managers' in services/reward/README.md"
+        )
+    if not has_method and calls is None:
+        raise ConfigError(
+            f"reward.function {reference} is a class without compute_score; expected a class with that "
+            f"method, or a function {EXPECTED}"
+        )
+
+
+def _object(
+    found: Any, reference: str, kwargs: Mapping[str, Any], style: str, tokenizer: str
+) -> RewardFunction:
+    """An object with `compute_score`, or one that is called itself."""
     method = getattr(found, "compute_score", None)
     if not callable(method):
-        raise ConfigError(f"reward.function {reference} has no compute_score, which style: class needs")
+        if style == "class":
+            raise ConfigError(f"reward.function {reference} has no compute_score, which style: class needs")
+        return _called(found, reference, kwargs, style, tokenizer)
     how = replace(recognise(method, {}, f"{reference}.compute_score", "verl"), style=Style.CLASS)
-    return RewardFunction(
-        reference, method, how, kwargs, post_process=getattr(found, "post_process_scores", None)
-    )
+    post_process = getattr(found, "post_process_scores", None)
+    return RewardFunction(reference, method, how, kwargs, is_made=True, post_process=post_process)
+
+
+def _called(
+    made: Any, reference: str, kwargs: Mapping[str, Any], style: str, tokenizer: str
+) -> RewardFunction:
+    if not callable(made):
+        raise ConfigError(f"reward.function {reference} made {type(made).__name__}, which cannot be called")
+    how = recognise(made, {}, reference, style)
+    return RewardFunction(reference, made, how, kwargs, tokenizer=tokenizer, is_made=True)
+
+
+def _is_factory(function: Callable[..., Any], reference: str) -> bool:
+    """Whether it says of itself that it returns a function, as TRL's `get_soft_overlong_punishment` does."""
+    return "Callable" in str(signature_of(function, reference).return_annotation)
 
 
 def _require(reference: str, modules: tuple[str, ...]) -> None:

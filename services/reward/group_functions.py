@@ -54,7 +54,7 @@ class GroupFunction:
         if self.takes_samples:
             pairs = zip(request.samples, request.notes or [], strict=True)
             arguments["samples"] = [
-                {**sample.fields(), "index": sample.key[1], "prompt": sample.prompt_text, **notes}
+                {**sample.fields(), "index": sample.key[1], "prompt": sample.prompt, **notes}
                 for sample, notes in pairs
             ]
         return arguments

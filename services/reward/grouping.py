@@ -88,9 +88,10 @@ class GroupScoring:
             {name: result.part(name) for name in result.parts} | more
             for result, more in zip(results, together, strict=True)
         ]
-        sums = [self._reward.sum_up(part) for part in parts]
         if self._lane is Lane.TRAIN and self._post_processing.is_any:
-            sums = await self._post_processing.run(samples, sums)
+            sums = await self._post_processing.run(samples, parts)
+        else:
+            sums = [self._reward.sum_up(part) for part in parts]
         return [
             total.score(sample.key, result.worker, result.latency_s)
             for sample, total, result in zip(samples, sums, results, strict=True)

@@ -12,6 +12,7 @@ from functools import partial
 
 from common import metrics
 from common.config import NamedRewardConfig
+from common.messages import Lane
 from services.reward.attempts import Attempts
 from services.reward.cache import RewardCache, version_of
 from services.reward.outcome import AttemptError, Outcome
@@ -37,7 +38,9 @@ class NamedReward:
         ]
 
     def applies_to(self, sample: Sample) -> bool:
-        """Whether the sample's data source is one it scores."""
+        """Whether the sample's lane and data source are ones it scores."""
+        if (Lane.EVAL if sample.is_evaluation else Lane.TRAIN) not in self.config.lanes:
+            return False
         return not self.config.applies_to or sample.data_source in self.config.applies_to
 
     @property

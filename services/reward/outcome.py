@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -81,25 +82,34 @@ def contained() -> Iterator[None]:
         raise AttemptError(describe(error)) from error
 
 
-def interpret(returned: Any, takes_tuples: bool = False) -> Outcome:
+def interpret(returned: Any, where: str = "") -> Outcome:
     """Read what a reward function returned for one sample.
 
-    A number is the reward; of a dict, `score` is, other numbers become components and the rest detail.
-    With `takes_tuples`, the first element is the reward and the texts after it are kept as detail.
+    A number is the reward; of a dict, `score` is, other numbers become components and the rest detail; of a
+    tuple, the first element is, and what follows is kept as detail. `where` names it among several.
 
     Raises:
         AttemptError: there is no finite number where the reward should be. It is never read as 0.
     """
-    if takes_tuples and isinstance(returned, tuple) and returned:
+    if isinstance(returned, tuple) and returned:
         notes = [_plain(note, MAX_DEPTH) for note in returned[1:]]
-        return Outcome(_finite(returned[0], "the first element is"), detail={"notes": notes})
+        return Outcome(_finite(returned[0], f"{where}the first element is"), detail={"notes": notes})
     if isinstance(returned, dict):
         if "score" not in returned:
             keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
-            raise AttemptError(f"returned a dict without 'score' ({keys}); {EXPECTED}")
+            raise AttemptError(f"{where}returned a dict without 'score' ({keys}); {EXPECTED}")
         components, detail = _sort_out({key: item for key, item in returned.items() if key != "score"})
-        return Outcome(_finite(returned["score"], "'score' is"), components, detail)
-    return Outcome(_finite(returned, "returned"))
+        return Outcome(_finite(returned["score"], f"{where}'score' is"), components, detail)
+    return Outcome(_finite(returned, f"{where}returned"))
+
+
+def interpret_batch(returned: Any, count: int) -> list[Outcome]:
+    """Read what a function of verl's batch manager returned: for each sample what `interpret` reads.
+
+    Raises:
+        AttemptError: it is no list of that length, or there is no finite number in one of its elements.
+    """
+    return [interpret(one, f"element {index}: ") for index, one in enumerate(_elements(returned, count))]
 
 
 def interpret_list(
@@ -115,11 +125,7 @@ def interpret_list(
     Raises:
         AttemptError: it is no list of that length, or an element is neither a finite number nor None.
     """
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
-    if not isinstance(values, list | tuple):
-        raise AttemptError(f"returned {_kind(returned)}; expected a list of {count} rewards")
-    if len(values) != count:
-        raise AttemptError(f"returned {len(values)} rewards; expected {count}, one for each completion")
+    values = _elements(returned, count)
     components, _ = _sort_out(dict(metrics or {}))
     outcomes = []
     for index, value in enumerate(values):
@@ -128,6 +134,15 @@ def interpret_list(
         numbers, detail = _sort_out(notes)
         outcomes.append(Outcome(number, components | numbers, detail))
     return outcomes
+
+
+def _elements(returned: Any, count: int) -> Sequence[Any]:
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, list | tuple):
+        raise AttemptError(f"returned {_kind(returned)}; expected a list of {count} rewards")
+    if len(values) != count:
+        raise AttemptError(f"returned {len(values)} rewards; expected {count}, one for each completion")
+    return values
 
 
 def describe(error: BaseException) -> str:
@@ -149,6 +164,8 @@ def _finite(returned: Any, verb: str) -> float:
 
 def _number(value: Any) -> float | None:
     """The value as a float, or None where it is not one number. Truth values count as 0 and 1."""
+    if isinstance(value, Decimal):
+        return math.nan if value.is_nan() else float(value)  # a signalling NaN is no float
     if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a scalar of numpy or torch
     if not isinstance(value, Real):

@@ -1,8 +1,9 @@
 """What is done to the scores of a training group when all are there: `reward.group`, and the
 `post_process_scores` of reward classes.
 
-Invariant: a function that fails, or gives no number for a sample, leaves that sample without a score and with
-a reason; it never passes for a zero or for the score from before.
+Invariant: a function that fails, or gives no number for a sample, leaves that sample without a score (of that
+reward) and with a reason; it never passes for a zero or for the score from before. What a class makes of its
+own scores depends on no other reward of the run.
 """
 
 from collections import Counter
@@ -17,7 +18,8 @@ from common.messages import ScoreStatus
 from services.reward.attempts import Attempts
 from services.reward.execution import Execution, execution_of
 from services.reward.group_functions import load_group_function
-from services.reward.hybrid import HybridReward, Sum
+from services.reward.hybrid import HybridReward, Parts, Sum
+from services.reward.named import NamedReward
 from services.reward.outcome import AttemptError, Outcome
 from services.reward.part import Part
 from services.reward.request import Request
@@ -29,39 +31,44 @@ GROUP = "group"
 BEFORE_GROUP = "before_group"
 """Component: the reward before post-processing."""
 
-NO_SCORE = "the group function returned None for this sample"
+REPLACED = "replaced_failure"
+"""Detail: why the reward had failed that post-processing has filled in."""
 
-Step = Callable[[list[Sample], list[Sum]], Awaitable[list[Outcome]]]
+NO_SCORE = "the group function returned None for this sample"
 
 
 class PostProcessing:
-    """All post-processing of a run, in order: that of a lone reward class, then `reward.group`."""
+    """All post-processing of a run, in order: each reward class's of its own scores, then `reward.group`'s of
+    their sum."""
 
     def __init__(self, config: RewardConfig, reward: HybridReward) -> None:
-        self._attempts = Attempts(config)
-        self._timeout_s = config.timeout_s
-        self._steps: list[Step] = []
+        self._reward = reward
+        self._classes = [
+            (named, Attempts(named.config)) for named in reward.rewards if _post_processes(named)
+        ]
+        self._attempts, self._timeout_s = Attempts(config), config.timeout_s
         self._execution: Execution | None = None
         self.failures: Counter[str] = Counter()
         """Groups whose post-processing failed for good, by kind of failure."""
-        (first, *others) = reward.rewards
-        if not others and isinstance(first.reward, FunctionReward) and first.reward.function.post_process:
-            self._steps.append(partial(_by_class, first.reward))
         if config.group:
             function = load_group_function(config.group, config.group_kwargs)
             self._execution = execution_of(function, config.processes)
-            self._steps.append(self._by_function)
 
     @property
     def is_any(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._steps)
+        return bool(self._classes or self._execution)
 
-    async def run(self, samples: list[Sample], sums: list[Sum]) -> list[Sum]:
+    async def run(self, samples: list[Sample], parts: list[Parts]) -> list[Sum]:
         """The final sums of a group."""
-        before = sums
-        for step in self._steps:
-            sums = await self._run(step, samples, sums)
+        before = [self._reward.sum_up(part) for part in parts]
+        for named, attempts in self._classes:
+            if named.applies_to(samples[0]):  # all samples of a group are of one data source
+                column = await self._by_class(named, attempts, samples, [part[named.name] for part in parts])
+                parts = [{**part, named.name: new} for part, new in zip(parts, column, strict=True)]
+        sums = [self._reward.sum_up(part) for part in parts]
+        if self._execution is not None:
+            sums = await self._changed_sums(samples, sums)
         return [_noted(old, new) for old, new in zip(before, sums, strict=True)]
 
     def failures_by_name(self) -> dict[str, int]:
@@ -73,16 +80,35 @@ class PostProcessing:
         if self._execution is not None:
             await self._execution.close()
 
-    async def _run(self, step: Step, samples: list[Sample], sums: list[Sum]) -> list[Sum]:
+    async def _by_class(
+        self, named: NamedReward, attempts: Attempts, samples: list[Sample], column: list[Part]
+    ) -> list[Part]:
+        """What one reward says of the samples once its class has seen all of it; None where it failed."""
+        assert isinstance(named.reward, FunctionReward)
+        step = partial(named.reward.post_process, samples, [old.value for old in column])
+        found = await self._outcomes(attempts, step)
+        if isinstance(found, Part):
+            return [replace(found, components=old.components, detail=old.detail) for old in column]
+        return [_changed_part(old, outcome) for old, outcome in zip(column, found, strict=True)]
+
+    async def _changed_sums(self, samples: list[Sample], sums: list[Sum]) -> list[Sum]:
+        found = await self._outcomes(self._attempts, partial(self._by_function, samples, sums))
+        if isinstance(found, Part):
+            return [replace(old, status=found.status, value=None, error=found.error) for old in sums]
+        return [_changed(old, outcome) for old, outcome in zip(sums, found, strict=True)]
+
+    async def _outcomes(
+        self, attempts: Attempts, step: Callable[[], Awaitable[list[Outcome]]]
+    ) -> list[Outcome] | Part:
+        """What a step made of the group, or the failure that every sample of it remains with."""
         try:
-            outcomes, _ = await self._attempts.make(partial(step, samples, sums))
+            outcomes, _ = await attempts.make(step)
         except AttemptError as failure:
             self.failures[failure.kind] += 1
             metrics.REWARD_FAILURES.labels(GROUP, failure.kind).inc()
             part = Part.failed(failure)
-            error = f"post-processing of the group: {part.error}"
-            return [replace(old, status=part.status, value=None, error=error) for old in sums]
-        return [_changed(old, outcome) for old, outcome in zip(sums, outcomes, strict=True)]
+            return replace(part, error=f"post-processing of the group: {part.error}")
+        return outcomes
 
     async def _by_function(self, samples: list[Sample], sums: list[Sum]) -> list[Outcome]:
         assert self._execution is not None
@@ -94,8 +120,20 @@ class PostProcessing:
         return await self._execution.run(request, self._timeout_s)
 
 
-async def _by_class(reward: FunctionReward, samples: list[Sample], sums: list[Sum]) -> list[Outcome]:
-    return await reward.post_process(samples, [old.value for old in sums])
+def _post_processes(named: NamedReward) -> bool:
+    return isinstance(named.reward, FunctionReward) and named.reward.function.post_process is not None
+
+
+def _changed_part(old: Part, outcome: Outcome) -> Part:
+    """The part with its new value, and the old one beside it."""
+    components = {**old.components, BEFORE_GROUP: old.value}
+    if outcome.value is None:
+        if not old.is_ok:
+            return replace(old, components=components)
+        failed = AttemptError(NO_SCORE)
+        return replace(Part.failed(failed), tries=old.tries, components=components, detail=old.detail)
+    detail = old.detail if old.is_ok else old.detail | {REPLACED: old.error}
+    return Part(value=outcome.value, tries=old.tries, components=components, detail=detail)
 
 
 def _changed(old: Sum, outcome: Outcome) -> Sum:
@@ -104,7 +142,7 @@ def _changed(old: Sum, outcome: Outcome) -> Sum:
         if old.status is not ScoreStatus.OK:
             return old
         return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE)
-    detail = old.detail if not old.error else old.detail | {"replaced_failure": old.error}
+    detail = old.detail if not old.error else old.detail | {REPLACED: old.error}
     return replace(old, status=ScoreStatus.OK, value=outcome.value, error="", on_failure="", detail=detail)
 
 

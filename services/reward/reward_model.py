@@ -122,8 +122,7 @@ def make_body(sample: Sample, config: RewardModelConfig) -> dict[str, Any]:
     elif config.input == "text":
         body["input"] = sample.prompt_text + sample.solution_str
     else:
-        prompt = sample.messages or [{"role": "user", "content": sample.prompt_text}]
-        body["messages"] = [*prompt, {"role": "assistant", "content": sample.solution_str}]
+        body["messages"] = sample.conversation
     if config.served_name:
         body["model"] = config.served_name
     if config.head == "token":

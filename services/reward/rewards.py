@@ -15,13 +15,14 @@ from services.reward.execution import execution_of
 from services.reward.functions import RewardFunction, load_function
 from services.reward.outcome import Outcome
 from services.reward.remote.judge import check_judge, make_judge
+from services.reward.remote.local_replicas import check_local_replicas
 from services.reward.request import Request
 from services.reward.reward_model import check_model_reward, make_model_reward
 from services.reward.sample import Sample
 from services.reward.sandbox import SandboxReward
 from services.reward.sandbox_jobs import SandboxJobs
 from services.reward.services import RewardServices
-from services.reward.signature import ROUTER, Style
+from services.reward.signature import ROUTER
 
 
 class Reward(Protocol):
@@ -114,16 +115,17 @@ def check_reward(name: str, config: NamedRewardConfig) -> None:
         return
     if config.model is not None:
         check_model_reward(name, config.model)
+        check_local_replicas(name, config)
 
 
 def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
     assert config.function is not None
     function = load_function(config.function, config.kwargs, config.style, config.tokenizer)
-    if config.per == "group" and function.how.style is not Style.TRL:
+    if config.per == "group" and not function.how.style.takes_lists:
         raise ConfigError(
-            f"reward {name}: per: group needs a function in TRL's style, which takes lists; "
-            f"{config.function} is in the style {function.how.style}. A function over the scores of a group "
-            "goes into reward.group."
+            f"reward {name}: per: group needs a function in TRL's style or of verl's batch manager, which "
+            f"take lists; {config.function} is in the style {function.how.style}. A function over the "
+            "scores of a group goes into reward.group."
         )
     if ROUTER in function.how.required and not config.router:
         raise ConfigError(

@@ -15,8 +15,9 @@ ChatMessages = list[dict[str, Any]]
 class Sample:
     """What there is to score.
 
-    `prompt_text` is what the model read, chat template included; `messages` is the dataset row's chat, or
-    None where the row is plain text. Token ids are those of the policy's tokenizer.
+    `prompt_text` is what the model read, the policy's chat template included, and never goes into another
+    model's template: `prompt` and `chat` are the dataset row's own. Token ids are those of the policy's
+    tokenizer.
     """
 
     key: "TrajectoryKey"
@@ -30,6 +31,8 @@ class Sample:
     completion_ids: Any = ()
     group_size: int = 1
     step: int = 0
+    own_text: str = ""
+    """The row's own text, where it is text and not all of `prompt_text`."""
 
     @classmethod
     def from_trajectory(cls, trajectory: "Trajectory", lane: "Lane") -> "Sample":
@@ -46,6 +49,7 @@ class Sample:
             trajectory.completion_ids,
             trajectory.group_size,
             trajectory.step,
+            trajectory.own_text,
         )
 
     @property
@@ -53,6 +57,28 @@ class Sample:
         """The prompt as the dataset's chat messages, where it is a chat."""
         prompt = self.extra_info.get(PROMPT)
         return prompt if isinstance(prompt, list) else None
+
+    @property
+    def chat(self) -> ChatMessages:
+        """The prompt as chat messages; a row that is text is one message of the user's."""
+        return self.messages or [{"role": "user", "content": self.prompt}]
+
+    @property
+    def prompt(self) -> str:
+        """The prompt as the row has it: its text, a chat's only message, or all of them with their roles."""
+        if self.messages is None:
+            return self.own_text or self.prompt_text
+        if len(self.messages) == 1:
+            return str(self.messages[0].get("content", ""))
+        return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in self.messages)
+
+    @property
+    def conversation(self) -> ChatMessages:
+        """The chat with the completion: one more message of the assistant's, or the end of the last."""
+        *before, last = self.chat
+        if last.get("role") == "assistant":
+            return [*before, {**last, "content": f"{last.get('content', '')}{self.solution_str}"}]
+        return [*self.chat, {"role": "assistant", "content": self.solution_str}]
 
     def fields(self) -> dict[str, Any]:
         """The arguments of `compute_score`, by name; the dicts are the caller's own.

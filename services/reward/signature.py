@@ -3,16 +3,19 @@
 | style | signature |
 |---|---|
 | `verl` | `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)` |
+| `verl_batch` | `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, lists in and out |
 | `trl` | `reward(prompts, completions, completion_ids, **columns)`, a list in, a list out |
+| `verifiers` | `reward(prompt, completion, answer, info, state, **kwargs)` of a rubric |
 | `class` | a class with `compute_score` as in verl, and perhaps `post_process_scores(scores)` |
 
-Each may be plain or async, is called by keyword, and needs to take only the arguments it uses.
+Each may be plain or async, is called by keyword, and needs to take only the arguments it uses. What cannot be
+called as it is is refused with the line that would adapt it.
 """
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -20,11 +23,17 @@ from typing import Any
 from common.errors import ConfigError
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info", "is_evaluation")
+SOLUTION_NAMES = ("solution_str", "predict_str", "model_output")
+"""What verl's own functions call the completion."""
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 ROUTER, TOKENIZER = "reward_router_address", "reward_model_tokenizer"
-TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+TRL_LISTS = ("completions", "completion_ids", "prompts")
+TRL_ARGUMENTS = (*TRL_LISTS, "trainer_state", "log_extra", "log_metric")
+RUBRIC_ARGUMENTS = ("prompt", "completion", "answer", "info", "task", "state")
 EXPECTED = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) as in verl, or "
-    "reward(prompts, completions, completion_ids, **columns) as in TRL, plain or async"
+    "reward(prompts, completions, completion_ids, **columns) as in TRL, or reward(completion, answer, "
+    "**kwargs) of a verifiers rubric, plain or async"
 )
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -34,8 +43,25 @@ class Style(StrEnum):
     """Whose conventions a function follows."""
 
     VERL = "verl"
+    VERL_BATCH = "verl_batch"
     TRL = "trl"
+    VERIFIERS = "verifiers"
     CLASS = "class"
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether one call scores several samples."""
+        return self in (Style.TRL, Style.VERL_BATCH)
+
+
+OWN_ARGUMENTS = {
+    Style.VERL: (*SAMPLE_ARGUMENTS, *SOLUTION_NAMES, ROUTER, TOKENIZER),
+    Style.CLASS: (*SAMPLE_ARGUMENTS, *SOLUTION_NAMES, ROUTER, TOKENIZER),
+    Style.VERL_BATCH: BATCH_ARGUMENTS,
+    Style.TRL: TRL_ARGUMENTS,
+    Style.VERIFIERS: RUBRIC_ARGUMENTS,
+}
+"""What a call itself gives; `reward.kwargs` must not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +90,11 @@ def recognise(
     if _is(function, inspect.isasyncgenfunction) or _is(function, inspect.isgeneratorfunction):
         raise ConfigError(f"reward.function {name} yields; expected a function that returns its rewards")
     signature = signature_of(function, name)
-    if style == "auto":
-        style = Style.TRL if "completions" in signature.parameters else Style.VERL
-    call = _call(function, signature, Style(style))
+    call = _call(function, signature, _style_of(signature) if style == "auto" else Style(style))
     if call.style is Style.TRL:
         _check_trl(call, signature, name)
     else:
-        _check_verl(call, signature, kwargs, name)
+        _check_given(call, signature, kwargs, name)
     _check_kwargs(call, signature, kwargs, name)
     return call
 
@@ -94,6 +118,15 @@ def is_async(function: Callable[..., Any]) -> bool:
     return _is(function, inspect.iscoroutinefunction)
 
 
+def _style_of(signature: inspect.Signature) -> Style:
+    names = signature.parameters.keys()
+    if "solution_strs" in names:
+        return Style.VERL_BATCH
+    if "completions" in names or (not names & set(SOLUTION_NAMES) and names & set(TRL_LISTS)):
+        return Style.TRL
+    return Style.VERIFIERS if "completion" in names and "solution_str" not in names else Style.VERL
+
+
 def _call(function: Callable[..., Any], signature: inspect.Signature, style: Style) -> Call:
     parameters = signature.parameters.values()
     names = {p.name for p in parameters if p.kind in _BY_KEYWORD}
@@ -102,24 +135,45 @@ def _call(function: Callable[..., Any], signature: inspect.Signature, style: Sty
     return Call(style, is_async(function), frozenset(names), takes_any, frozenset(required))
 
 
-def _check_verl(call: Call, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str) -> None:
-    if not call.takes("solution_str"):
-        positional = " The arguments are passed by keyword, so the names matter."
+def _check_given(call: Call, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str) -> None:
+    """All that it insists on has to be given, the completion has to be among what it takes, all by name."""
+    own = OWN_ARGUMENTS[call.style]
+    known = {*own, *kwargs}
+    missing = [p for p in signature.parameters if p in call.required - known]
+    completions = {Style.VERL_BATCH: ("solution_strs",), Style.VERIFIERS: ("completion",)}
+    if not any(call.takes(each) for each in completions.get(call.style, SOLUTION_NAMES)):
         raise ConfigError(
-            f"reward.function {name} takes {_shown(signature)}; expected {EXPECTED}.{positional}"
+            f"reward.function {name} takes {_shown(signature)}; expected {EXPECTED}. The arguments are "
+            f"passed by keyword, so the names matter.{_adapter(call, signature, name, own)}"
         )
-    known = {*SAMPLE_ARGUMENTS, TOKENIZER, ROUTER, *kwargs}
-    if missing := [p for p in signature.parameters if p in call.required - known]:
+    if missing:
         raise ConfigError(
             f"reward.function {name} takes {_shown(signature)}, but nothing gives {', '.join(missing)}; "
-            f"expected {EXPECTED}, with further arguments from reward.kwargs"
+            f"expected {EXPECTED}, with further arguments from reward.kwargs."
+            f"{_adapter(call, signature, name, own)}"
         )
     _check_by_keyword(call, signature, name)
 
 
+def _adapter(call: Call, signature: inspect.Signature, name: str, own: Collection[str]) -> str:
+    """The line that makes a function of other names fit, where one can be guessed; else nothing."""
+    function = name.rpartition(":")[2]
+    required = [p for p in signature.parameters if p in call.required]
+    known = [p for p in required if p in own]
+    if not known and 1 <= len(required) <= 2:
+        given = ", ".join(("solution_str", "ground_truth")[: len(required)])
+        head, passed = given, given
+    elif known:
+        head, passed = ", ".join(known), ", ".join(f"{each}={each}" for each in required)
+    else:
+        return ""
+    adapter = "compute_score" if function != "compute_score" else "reward"
+    return f" Write beside it: def {adapter}({head}, **_): return {function}({passed}), and name that one."
+
+
 def _check_trl(call: Call, signature: inspect.Signature, name: str) -> None:
     """Which columns the dataset has shows with the first sample; the rest can be checked now."""
-    if not call.takes("completions"):
+    if not any(call.takes(each) for each in TRL_LISTS):
         raise ConfigError(f"reward.function {name} takes {_shown(signature)}; expected {EXPECTED}")
     _check_by_keyword(call, signature, name)
 
@@ -134,7 +188,7 @@ def _check_by_keyword(call: Call, signature: inspect.Signature, name: str) -> No
 
 def _check_kwargs(call: Call, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str) -> None:
     """Everything in `reward.kwargs` has to be taken, and must not stand in for the sample."""
-    own = (*TRL_ARGUMENTS,) if call.style is Style.TRL else (*SAMPLE_ARGUMENTS, ROUTER, TOKENIZER)
+    own = OWN_ARGUMENTS[call.style]
     if reserved := sorted(set(own) & set(kwargs)):
         raise ConfigError(f"reward.kwargs must not set {', '.join(reserved)}: each sample brings its own")
     unknown = [key for key in kwargs if not call.takes(key)]

@@ -121,6 +121,7 @@ class GroupGenerator:
             group_size=ticket.group_size,
             prompt_ids=ticket.prompt_ids,
             prompt_text=ticket.prompt_text,
+            own_text=ticket.own_text,
             data_source=ticket.data_source,
             ground_truth=ticket.ground_truth,
             extra=ticket.extra,

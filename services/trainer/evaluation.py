@@ -5,6 +5,7 @@ every token of it comes from version v. Tickets are numbered by version, so that
 crash interrupted goes on where it was.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ log = structlog.get_logger(__name__)
 
 BLOCK_S = 0.5
 PASS_AT = "pass_at_"
+COMPONENT, MEAN = "rewards/", "/mean"
 READ_COUNT = 512
 
 Trajectories = dict[TrajectoryKey, Trajectory]
@@ -66,6 +68,8 @@ class EvaluationResult:
     num_samples: int
     num_failed: int
     pass_at: dict[int, float] = field(default_factory=dict)
+    components: dict[str, float] = field(default_factory=dict)
+    """Mean of each component of the reward, over the scored samples that have it."""
     at: float = field(default_factory=time.time)
 
     def metrics(self) -> dict[str, float]:
@@ -80,7 +84,8 @@ class EvaluationResult:
             "num_failed",
         )
         numbers = {name: float(getattr(self, name)) for name in names}
-        return numbers | {f"{PASS_AT}{k}": value for k, value in self.pass_at.items()}
+        means = {f"{COMPONENT}{name}{MEAN}": value for name, value in self.components.items()}
+        return numbers | {f"{PASS_AT}{k}": value for k, value in self.pass_at.items()} | means
 
 
 def evaluations_on_record(run_dir: Path) -> list[dict[str, object]]:
@@ -92,9 +97,14 @@ def evaluations_on_record(run_dir: Path) -> list[dict[str, object]]:
         names = [item.name for item in fields(EvaluationResult) if item.name in record]
         pass_at = {k.removeprefix(PASS_AT): v for k, v in record.items() if k.startswith(PASS_AT)}
         pass_at = {k: v for k, v in pass_at.items() if k.isdigit()}
+        components = {
+            key.removeprefix(COMPONENT).removesuffix(MEAN): value
+            for key, value in record.items()
+            if key.startswith(COMPONENT) and key.endswith(MEAN)
+        }
         found.append(
             {name: record[name] for name in names}
-            | {"dataset": record["set"], "pass_at": pass_at, "at": record["time"]}
+            | {"dataset": record["set"], "pass_at": pass_at, "components": components, "at": record["time"]}
         )
     return found
 
@@ -136,7 +146,15 @@ class Evaluator:
         for result in results:
             for name, number in result.metrics().items():
                 metrics.EVALUATION_METRIC.labels(result.dataset, name).set(number)
-            log.info("evaluated", version=version, dataset=result.dataset, score=round(result.score, 4))
+            log.log(
+                logging.WARNING if result.num_failed else logging.INFO,
+                "evaluated",
+                version=version,
+                dataset=result.dataset,
+                score=round(result.score, 4),
+                num_samples=result.num_samples,
+                num_failed=result.num_failed,
+            )
         return results
 
     async def trim(self, version: int) -> None:
@@ -235,15 +253,25 @@ class Evaluator:
     ) -> list[EvaluationResult]:
         values: dict[str, list[list[float]]] = defaultdict(list)
         samples: dict[str, list[Trajectory]] = defaultdict(list)
+        scored: dict[str, list[Score]] = defaultdict(list)
         for i, (dataset, _) in enumerate(self.prompts):
             keys = [(first + i, index) for index in range(self.config.samples)]
-            known = [scores[key].value for key in keys if key in scores]
-            values[dataset].append([value for value in known if value is not None])
+            known = [scores[key] for key in keys if key in scores and scores[key].value is not None]
+            values[dataset].append([score.value for score in known if score.value is not None])
+            scored[dataset] += known
             samples[dataset] += [trajectories[key] for key in keys if key in trajectories]
-        return [self._result(version, name, values[name], samples[name]) for name in values]
+        return [
+            self._result(version, name, values[name], samples[name], component_means(scored[name]))
+            for name in values
+        ]
 
     def _result(
-        self, version: int, dataset: str, by_prompt: list[list[float]], samples: list[Trajectory]
+        self,
+        version: int,
+        dataset: str,
+        by_prompt: list[list[float]],
+        samples: list[Trajectory],
+        components: dict[str, float],
     ) -> EvaluationResult:
         threshold = self.config.success_threshold
         flat = [value for row in by_prompt for value in row]
@@ -262,6 +290,7 @@ class Evaluator:
                 k: mean_pass_at_k([[value >= threshold for value in row] for row in scored], k)
                 for k in self.config.pass_k
             },
+            components=components,
         )
 
     def _ticket(self, number: int, version: int, prompt: Prompt) -> Ticket:
@@ -274,10 +303,21 @@ class Evaluator:
             row=prompt.row,
             prompt_ids=prompt.ids,
             prompt_text=prompt.text,
+            own_text=prompt.own_text,
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
             extra=prompt.extra,
         )
+
+
+def component_means(scores: Sequence[Score]) -> dict[str, float]:
+    """The mean of each component over those scores that have it."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.components.items():
+            if value is not None:
+                found[name].append(value)
+    return {name: _mean(values) for name, values in sorted(found.items())}
 
 
 def _sampling(config: RunConfig) -> SamplingParams:

@@ -37,7 +37,11 @@ PROGRESS_ROWS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a ticket needs of a row. `text` is what the model reads, chat template included."""
+    """What a ticket needs of a row.
+
+    `text` is what the model reads, chat template included; `own_text` is the row's own, where that is text
+    and the model reads more than it. A chat's own messages travel in `extra`.
+    """
 
     ids: Int32
     text: str
@@ -45,6 +49,7 @@ class Prompt:
     ground_truth: Any
     extra: dict[str, Any]
     row: int
+    own_text: str = ""
 
 
 class PromptSource:
@@ -150,7 +155,8 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
         if len(ids) > data.max_prompt_tokens:
             overlong.append((len(ids), row.origin))
         else:
-            prompts.append(Prompt(ids, text, row.data_source, row.ground_truth, row.extra, row.number))
+            own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
+            prompts.append(Prompt(ids, text, row.data_source, row.ground_truth, row.extra, row.number, own))
     if overlong:
         _report_overlong(overlong, len(rows), data)
     return prompts

@@ -213,6 +213,7 @@ class Scheduler:
             replaces=replaces,
             prompt_ids=prompt.ids,
             prompt_text=prompt.text,
+            own_text=prompt.own_text,
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
             extra=prompt.extra,

@@ -185,8 +185,9 @@ def _resume_diagnostics(context: ServiceContext) -> Diagnostics:
 
 
 def _resume_best(context: ServiceContext) -> BestVersion:
-    metric = context.config.trainer.evaluation.keep_best
-    return BestVersion(context.run_dir, metric, read_records(context.run_dir / METRICS_FILE))
+    config = context.config.trainer.evaluation
+    records = read_records(context.run_dir / METRICS_FILE)
+    return BestVersion(context.run_dir, config.keep_best, records, config.max_failed_share)
 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:

@@ -104,6 +104,25 @@ class TestSums:
         assert math.isnan(results["b"].score)
         assert (results["b"].num_samples, results["b"].num_failed) == (0, 2)
 
+    async def test_components_have_means_over_the_samples_that_have_them(self, make, broker, keys):
+        for key, value in (
+            ((0, 0), 1.0),
+            ((0, 1), None),
+            ((1, 0), 0.0),
+            ((1, 1), 0.0),
+            ((2, 0), 0.0),
+            ((2, 1), 0.0),
+        ):
+            rule = 0.5 if key[0] == 0 else 1.0
+            score = make_score(*key, value).model_copy(update={"components": {"rule": rule, "judge": None}})
+            await append(broker, keys.trajectories(EVAL), make_trajectory(*key, group_size=2))
+            await append(broker, keys.scores(EVAL), score)
+        a = (await evaluated(make(), 0))["a"].metrics()
+        assert a["rewards/rule/mean"] == pytest.approx(
+            (0.5 + 1.0 + 1.0) / 3
+        )  # a failed sample has no part in it
+        assert not any("judge" in name for name in a)
+
     async def test_dead_tickets_and_dead_samples_are_failed_samples(self, make, publish, broker, keys):
         await publish({(0, 0): 1.0, (2, 0): 0.0, (2, 1): 1.0})
         await bury(broker, keys, 0, 1, "trajectories:eval")

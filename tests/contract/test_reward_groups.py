@@ -159,6 +159,86 @@ async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(
     assert trained[0].detail["notes"] == ["4", "because"]
 
 
+FILLS = """
+    class RewardAgent:
+        def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
+            return float(solution_str)
+
+        def post_process_scores(self, scores):
+            known = [score for score in scores if score is not None]
+            return [sum(known) / len(known) if score is None else score for score in scores]
+
+    class Breaks(RewardAgent):
+        def post_process_scores(self, scores):
+            raise RuntimeError("no group today")
+
+    class Waits(RewardAgent):
+        async def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
+            return float(solution_str)
+
+        async def post_process_scores(self, scores):
+            return [score + 1 for score in scores]
+
+    def length(data_source, solution_str, ground_truth):
+        return len(solution_str)
+"""
+
+
+async def test_a_reward_class_sees_the_failures_that_it_may_fill(
+    broker: Broker, keys: Keys, write: Any
+) -> None:
+    async with worker(broker, keys, function=f"{write(FILLS)}:RewardAgent", max_attempts=1):
+        await append(broker, keys.trajectories(), *group("4", "bad", "2"))
+        made = await scores(broker, keys, 3)
+    assert [score.value for score in made] == [4.0, 3.0, 2.0]
+    assert "ValueError" in made[1].detail["replaced_failure"]
+    assert made[1].components["before_group"] is None
+
+
+@pytest.mark.parametrize("name", ["RewardAgent", "Waits"])
+async def test_a_reward_class_post_processes_its_own_scores_beside_other_rewards(
+    broker: Broker, keys: Keys, write: Any, name: str
+) -> None:
+    path = write(CLASS if name == "RewardAgent" else FILLS)
+    (Path(path).parent / "length.py").write_text(
+        "def length(data_source, solution_str, ground_truth): return len(solution_str)"
+    )
+    rewards = {
+        "agent": {"function": f"{path}:{name}", "max_attempts": 1, "weight": 10},
+        "length": {"function": f"{Path(path).parent / 'length.py'}:length", "weight": 0},
+        "servers": {"judge": {"router_only": True, "base_urls": ["http://127.0.0.1:9"]}},
+    }
+    async with worker(broker, keys, rewards=rewards, group="normalise", group_kwargs={"scale": "none"}):
+        await append(broker, keys.trajectories(), *group("4", "3", "bad"))
+        made = await scores(broker, keys, 3)
+    wanted = [1.0, 0.0] if name == "RewardAgent" else [5.0, 4.0]
+    assert [score.components["agent"] for score in made] == [*wanted, None]
+    assert [score.components["agent/before_group"] for score in made] == [4.0, 3.0, None]
+    assert [score.components["before_group"] for score in made] == [40.0, 30.0, None]
+    assert [score.value for score in made] == [5.0, -5.0, None]  # the run's group function has the last word
+    assert "ValueError" in made[2].error
+
+
+async def test_post_processing_that_fails_is_a_failure_of_that_reward_alone(
+    broker: Broker, keys: Keys, write: Any
+) -> None:
+    path = write(FILLS)
+    rewards = {
+        "agent": {
+            "function": f"{path}:Breaks",
+            "max_attempts": 1,
+            "on_failure": "value",
+            "failure_value": 0.5,
+        },
+        "length": {"function": f"{path}:length"},
+    }
+    async with worker(broker, keys, rewards=rewards):
+        await append(broker, keys.trajectories(), *group("4", "3"))
+        made = await scores(broker, keys, 2)
+    assert [score.value for score in made] == [1.5, 1.5]
+    assert "no group today" in made[0].detail["failures"]["agent"]
+
+
 TOGETHER = """
     def longest(completions, ground_truth, **kwargs):
         assert len(completions) == len(ground_truth)

@@ -136,7 +136,20 @@ async def test_token_scores_come_from_pooling(tmp_path: Path) -> None:
         ({"input": [5, 99]}, "token id 99; the model has ids from 0 to 31"),
         ({"input": "w1", "model": "other"}, "has the model 'rm', not 'other'"),
         ({"input": "w1", "encoding_format": "base64"}, "encoding_format"),
-        ({"input": "w1", "truncate_promt_tokens": 4}, "truncate_promt_tokens"),
+        ({"input": "w1", "truncate_promt_tokens": 4}, "did you mean truncate_prompt_tokens"),
+        ({"input": "w1", "use_activation": True, "activation": False}, "activation"),
+        ({"input": "w1", "dimensions": 8}, "dimensions"),
+        ({"input": "w1", "padding": "max_length"}, "padding"),
+        ({"messages": [{"role": "user", "content": "w1"}], "chat_template": "x"}, "--chat-template"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        (
+            {
+                "messages": [{"role": "user", "content": "w1"}],
+                "add_generation_prompt": True,
+                "continue_final_message": True,
+            },
+            "continue_final_message",
+        ),
         ({"input": "w1", "task": "token_classify"}, "does 'classify'"),
         ("no json", "Invalid JSON"),
     ],
@@ -148,6 +161,44 @@ async def test_what_can_never_work_is_refused_in_words(
     response = await server.post("/classify", content=content)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
+
+
+async def test_bodies_of_verl_and_of_older_clients_work_unchanged(
+    server: httpx.AsyncClient, path: Path
+) -> None:
+    wanted = await raw(server, input="w0 w1")
+    for body in (
+        {"model": str(path), "input": "w0 w1", "activation": False},  # verl's reward loop
+        {"model": path.name, "input": "w0 w1", "softmax": False, "user": "me", "cache_salt": "salt"},
+        {"input": "w0 w1", "use_activation": False, "activation": False, "return_text_in_prompt": True},
+    ):
+        response = await server.post("/classify", json=body)
+        assert response.status_code == 200, response.text
+        assert [item["probs"] for item in response.json()["data"]] == wanted
+    activated = (await server.post("/classify", json={"input": "w0 w1", "activation": True})).json()
+    assert sum(activated["data"][0]["probs"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", ["Completion", "Chat"])
+@pytest.mark.parametrize("where", ["classify", "pooling"])
+async def test_every_field_that_vllm_knows_is_taken_at_its_default(
+    server: httpx.AsyncClient, kind: str, where: str
+) -> None:
+    protocol = pytest.importorskip(f"vllm.entrypoints.pooling.{where}.protocol")
+    request = getattr(protocol, f"{'Classification' if where == 'classify' else 'Pooling'}{kind}Request")
+    chat = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
+    given = {"input": "w0 w1"} if kind == "Completion" else {"messages": chat}
+    body = request(**given, use_activation=False).model_dump(mode="json")
+    answer = await server.post(f"/{where}", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["data"][0]["probs" if where == "classify" else "data"]
+    assert [found] == await raw(server, **given)
+
+
+async def test_messages_in_parts_are_read_as_their_text(server: httpx.AsyncClient) -> None:
+    parts = [{"type": "text", "text": "w0"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "w1"}]
+    assert await raw(server, messages=chat) == await raw(server, input="<user> w0 <assistant> w1 ")
 
 
 async def test_a_long_input_is_cut_where_the_request_says_so(server: httpx.AsyncClient) -> None:

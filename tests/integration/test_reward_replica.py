@@ -168,3 +168,13 @@ async def _num_scores(run: ServiceRun) -> int:
 
 async def _has(run: ServiceRun, count: int) -> bool:
     return len(await _scores(run)) >= count
+
+
+async def test_a_server_that_cannot_serve_its_model_ends_the_replica_with_the_reason(tmp_path: Path) -> None:
+    """2 says that starting it again is no use; the reason stands last in its log."""
+    model = {"local_replicas": {"model": str(tmp_path / "nowhere")}}
+    config = make_config(run_id="test", reward={"rewards": {"rm": {"model": model}}})
+    async with ServiceRun(tmp_path, config) as run:
+        run.start("reward.replica", "replica-0", arguments=("--reward", "rm"))
+        assert await run.wait("replica-0") == 2
+        assert "nowhere: the folder does not exist" in run.log_of("replica-0")

@@ -61,3 +61,11 @@ def test_failures_are_counted_and_never_compared() -> None:
 def test_those_that_moved_farthest_come_first_and_those_that_did_not_are_left_out() -> None:
     found = compare(scores(group(1, 1.0, 2.0, 3.0)), scores(group(1, 3.0, 2.0, 1.0)))
     assert {(ticket, index) for ticket, index, _, _ in found.farthest} == {(1, 0), (1, 2)}
+
+
+def test_a_row_whose_score_is_unchanged_is_never_among_the_farthest() -> None:
+    """The others moved past it, so that its rank changed; there is nothing to look at in it."""
+    before = scores(group(1, 0.5, 0.1, 0.2, 0.3))
+    found = compare(before, scores(group(1, 0.5, 0.7, 0.8, 0.9)))
+    assert {index for _, index, _, _ in found.farthest} <= {1, 2, 3}
+    assert all(old != new for _, _, old, new in found.farthest)

@@ -102,3 +102,32 @@ def test_without_a_metric_nothing_is_kept(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused(evaluation: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         trainer_config(evaluation=evaluation)
+
+
+def result(score: float, num_samples: int, num_failed: int = 0) -> dict[str, dict[str, float]]:
+    return {"test": {"score": score, "num_samples": float(num_samples), "num_failed": float(num_failed)}}
+
+
+def test_an_evaluation_with_too_many_failures_is_no_candidate(tmp_path: Path) -> None:
+    """The mean over what a broken judge left says nothing about the version."""
+    best = BestVersion(tmp_path, "score", [], max_failed_share=0.05)
+    best.consider(0, result(0.9, 4, 96))
+    assert best.best is None
+    best.consider(1, result(0.5, 95, 5))
+    best.consider(2, result(0.8, 94, 6))
+    assert best.in_use == {1}
+    weights(tmp_path, 1, 2)
+    records = [{"kind": "evaluation", "version": v, "set": "test"} | r["test"] for v, r in (
+        (1, result(0.5, 95, 5)), (2, result(0.8, 94, 6)))]  # fmt: skip
+    assert BestVersion(tmp_path, "score", records, max_failed_share=0.05).in_use == {1}
+    assert BestVersion(tmp_path, "score", records, max_failed_share=1.0).in_use == {2}
+
+
+def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
+    """A resumed run may evaluate more rows; what was best of the fewer ones is not held against them."""
+    best = BestVersion(tmp_path, "score", [])
+    best.consider(1, result(0.9, 10))
+    best.consider(2, result(0.6, 100))
+    assert best.in_use == {2}
+    best.consider(3, result(0.7, 99, 1))
+    assert best.in_use == {3}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from common.config import DataConfig, ModelConfig
 from common.dataset import Row
 from common.errors import ConfigError
-from common.rewards import check_reward
+from common.rewards import RewardFindings, check_reward
 from services.console import preflight
 from services.console.explain import describe
 from services.console.model_folder import ModelFacts, inspect_model
@@ -125,7 +125,7 @@ def test_overlong_prompts_may_be_dropped_unless_none_is_left(tmp_path: Path) -> 
 @pytest.fixture
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config in which everything is right; the reward's own check has tests of its own."""
-    monkeypatch.setattr(preflight, "check_reward", lambda config, row: [])
+    monkeypatch.setattr(preflight, "check_reward", lambda config, row, calls: RewardFindings())
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     make_folder(tmp_path / "model")
     row = {"prompt": "a b", "reward_model": {"ground_truth": "1"}}
@@ -204,3 +204,64 @@ class TestReward:
     def test_a_call_that_fails_is_a_mistake(self, check: Any) -> None:
         with pytest.raises(preflight.PreflightError, match=r"gave no score: .*KeyError"):
             check("return {}['no such key']", True)
+
+
+class TestServers:
+    """Rewards with servers on this machine: what cannot work is found before anything is started."""
+
+    @pytest.fixture
+    def check(self, run_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(preflight, "check_reward", check_reward)
+
+        def check(reward: dict[str, Any], *overrides: str) -> Findings:
+            tree = json.dumps({"rewards": {"rm": reward}})
+            return examine(run_files, [f"reward={tree}", *overrides])
+
+        return check
+
+    def model(self, path: Path | str, **fields: Any) -> dict[str, Any]:
+        return {"model": {"local_replicas": {"model": str(path)}, **fields}}
+
+    def test_a_reward_model_that_does_not_exist(self, check: Any, tmp_path: Path) -> None:
+        for path in (tmp_path / "nowhere", "models/of/mine"):
+            with pytest.raises(PreflightError, match=f"reward rm: local_replicas.model {path} .*config.json"):
+                check(self.model(path))
+
+    def test_a_chat_for_a_model_without_a_chat_template(self, check: Any, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "rm")
+        with pytest.raises(
+            PreflightError, match=r"reward rm: input: chat needs a chat template.*input: text"
+        ):
+            check(self.model(folder))
+        (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+        given = {"model": str(folder), "args": ["--chat-template", str(tmp_path / "chat.jinja")]}
+        check({"model": {"local_replicas": given}})
+        check(self.model(folder, input="text"))
+
+    def test_gpus_that_are_not_there(
+        self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tool = tmp_path / "bin" / "nvidia-smi"
+        tool.parent.mkdir()
+        tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: 1)'\necho 'GPU 1: A (UUID: 2)'\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+        folder = make_folder(tmp_path / "rm", chat_template="{{ messages[0].content }}")
+        check(self.model(folder, gpus=[1]), "trainer.gpus=[0]")
+        with pytest.raises(PreflightError) as caught:
+            check(self.model(folder, gpus=[1, 2]), "trainer.gpus=[0]", "rollout.gpus=[7]")
+        assert "reward.rewards.rm.model.gpus names GPU 2; this machine has 2, 0 to 1" in str(caught.value)
+        assert "rollout.gpus names GPU 7" in str(caught.value)
+
+    def test_what_a_judge_and_a_reward_model_will_read_is_shown(self, check: Any, tmp_path: Path) -> None:
+        template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        folder = make_folder(tmp_path / "rm", chat_template=template)
+        assert check(self.model(folder)).reads == {"rm": "<user>a b<assistant>(the completion)"}
+        judge = {
+            "model": "m",
+            "base_urls": ["http://localhost:1/v1"],
+            "template": "Q: {{ prompt }}\nA: {{ completion }}",
+        }
+        assert check({"judge": judge}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
+        broken = check({"judge": judge | {"template": "{{ extra.level }}"}})
+        assert "cannot be filled in" in broken.reads["rm"]

@@ -236,3 +236,15 @@ def test_a_model_folder_without_a_tokenizer_is_told_in_plain_words(tmp_path: Pat
         load_tokenizer(str(tmp_path))
     make_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path))("1 2")["input_ids"] == make_tokenizer()("1 2")["input_ids"]
+
+
+def test_a_row_of_text_keeps_it_apart_from_the_template_around_it() -> None:
+    """Judges and reward models have templates of their own, into which the policy's must not go."""
+    config = data(system_prompt="Be brief .", prompt_suffix=" Think .")
+    tokenizer = make_tokenizer(TEMPLATE)
+    (templated,) = encode_rows(make_rows("1 2 ?"), tokenizer, config)
+    assert templated.own_text == "1 2 ?" != templated.text
+    (plain,) = encode_rows(make_rows("1 2 ?"), make_tokenizer(), data())
+    assert (plain.own_text, plain.text) == ("", "1 2 ?")
+    (chat,) = encode_rows(make_rows([{"role": "user", "content": "1 ?"}]), tokenizer, config)
+    assert chat.own_text == ""

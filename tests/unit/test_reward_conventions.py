@@ -175,3 +175,101 @@ def test_a_class_is_made_with_its_kwargs_and_its_tuples_are_read(load: Any) -> N
     assert [outcome.value for outcome in changed] == [2.0, None, 3.0]
     with pytest.raises(ConfigError, match="does not fit the constructor"):
         load(source, "Agent", valu=1)
+
+
+def test_trls_overlong_penalty_takes_no_completions_and_runs_as_it_is(load: Any) -> None:
+    source = """
+        from trl.rewards import get_soft_overlong_punishment
+        penalty = get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=5)
+    """
+    made_by_hand = load(source, "penalty")
+    sizes = {"max_completion_len": 10, "soft_punish_cache": 5}
+    by_its_maker = load_function("trl.rewards:get_soft_overlong_punishment", sizes)
+    again = load_function(**by_its_maker.spec())  # as a process of its own loads it
+    for function in (made_by_hand, by_its_maker, again):
+        values = [call(function, sample(completion_ids=list(range(n))))[0].value for n in (5, 8, 11)]
+        assert values == [0.0, pytest.approx(-0.6), -1.0]
+
+
+def test_a_class_of_objects_that_are_called_is_made_with_its_kwargs(load: Any) -> None:
+    source = """
+        class Penalty:
+            def __init__(self, limit): self.limit = limit
+            def __call__(self, completion_ids, **kwargs):
+                return [float(len(ids) > self.limit) for ids in completion_ids]
+    """
+    assert call(load(source, "Penalty", limit=1), sample())[0].value == 1.0
+    with pytest.raises(ConfigError, match="does not fit the constructor"):
+        load(source, "Penalty")
+
+
+BATCH = """
+    def reward(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+        assert len(data_sources) == len(ground_truths) == len(extra_infos) == len(solution_strs)
+        return [{"score": len(s) + bonus, "first": s[0]} for s in solution_strs]
+"""
+
+
+def test_functions_of_verls_batch_manager_get_lists(load: Any) -> None:
+    function = load(BATCH, bonus=0.5)
+    (outcome,) = call(function, sample("abc"))
+    assert (outcome.value, outcome.detail) == (3.5, {"first": "a"})
+    assert [o.value for o in call(function, sample("a"), sample("bb", 1))] == [1.5, 2.5]
+    check_reward("mine", NamedRewardConfig(function=function.name, per="group"))
+    numbers = load("def reward(solution_strs, ground_truths): return (1, 0.5)")
+    assert [o.value for o in call(numbers, sample(), sample("b", 1))] == [1.0, 0.5]
+    short = load("def reward(solution_strs): return [1.0]")
+    with pytest.raises(AttemptError, match="returned 1 rewards; expected 2"):
+        call(short, sample(), sample("b", 1))
+
+
+@pytest.mark.parametrize("name", ["predict_str", "model_output"])
+def test_verls_other_names_of_the_completion_are_known(load: Any, name: str) -> None:
+    function = load(f"def reward({name}, ground_truth, **kwargs): return len({name}), sorted(kwargs)")
+    (outcome,) = call(function, sample("abcd"))
+    assert outcome.value == 4.0
+    assert outcome.detail["notes"] == [["data_source", "extra_info"]]
+
+
+RUBRIC = """
+    async def reward(completion, answer, info, state, **kwargs):
+        said = completion if isinstance(completion, str) else completion[-1]["content"]
+        return float(said == answer and state["answer"] == answer and info["level"] == 2)
+"""
+
+
+async def test_functions_of_a_verifiers_rubric_get_completion_and_answer(load: Any) -> None:
+    function = load(RUBRIC)
+    for extra in ({"level": 2}, {"level": 2, "prompt": CHAT}):
+        (outcome,) = await function.call_async(Request([sample("truth", extra_info=extra)]))
+        assert outcome.value == 1.0
+    plain = load("def reward(completion, answer): return completion == answer")
+    assert call(plain, sample("truth"))[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "def reward(text, truth): return 1.0",
+            r"def compute_score\(solution_str, ground_truth, \*\*_\): "
+            r"return reward\(solution_str, ground_truth\)",
+        ),
+        (
+            "def reward(parser, completion, answer): return 1.0",
+            r"def compute_score\(completion, answer, \*\*_\): "
+            r"return reward\(parser=parser, completion=completion, answer=answer\)",
+        ),
+        (
+            "class reward:\n    async def run_single(self, data): ...",
+            "is a reward manager, as verl registers them.*compute_score",
+        ),
+        (
+            "class reward:\n    def __call__(self, data, return_dict=False): ...",
+            "is a reward manager, as verl registers them.*compute_score",
+        ),
+    ],
+)
+def test_what_cannot_be_called_as_it_is_is_told_the_line_to_write(load: Any, source: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(source)

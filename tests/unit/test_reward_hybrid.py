@@ -12,6 +12,7 @@ from services.reward.hybrid import NONE_APPLIES, Sum
 from services.reward.outcome import AttemptError, Outcome
 from services.reward.sample import Sample
 from tests.rewards import together
+from tests.trajectories import make_config
 
 
 class Fixed:
@@ -166,3 +167,21 @@ def test_one_function_is_a_reward_named_after_itself() -> None:
     assert (name, named.timeout_s, named.style, named.kind) == ("format_reward", 3.0, "trl", "function")
     assert list(RewardConfig().named) == ["gsm8k"]
     assert NamedRewardConfig(function="gsm8k").is_cached is False
+
+
+async def test_a_reward_of_one_lane_is_left_out_of_the_other() -> None:
+    """One reward for training and another for validation, as verl users have them."""
+    dense, exact = (Fixed(0.3), {"lanes": ["train"]}), (Fixed(1.0), {"lanes": ["eval"]})
+    rewards = together({"dense": dense, "exact": exact, "both": (Fixed(5.0), {})})
+    for is_evaluation, value, left_out in ((False, 5.3, "exact"), (True, 6.0, "dense")):
+        total = rewards.sum_up(await rewards.score(Sample((0, 0), is_evaluation, "", "", None)))
+        assert total.value == pytest.approx(value)
+        assert total.components[left_out] is None
+
+
+@pytest.mark.parametrize(
+    ("lanes", "said"), [(["eval"], "training"), (["train"], "evaluation"), ([], "lanes")]
+)
+def test_each_lane_needs_a_reward(lanes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_config(reward={"rewards": {"only": {"function": "gsm8k", "lanes": lanes}}})

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from common.config.reward_model import RewardModelConfig
+from common.messages import Lane
 from services.reward.outcome import AttemptError
 from services.reward.reward_model import make_body, normalise, reduce_scores
 from services.reward.sample import Sample
+from tests.trajectories import make_trajectory
 
 SAMPLE = Sample((0, 0), False, "d", "the answer", "1", {}, "the prompt: ", (1, 2), (7, 8, 9))
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -72,3 +74,18 @@ def test_normalisation_is_what_it_says() -> None:
     assert normalise(7.0, config(normalise="standardise", mean=3.0, std=2.0)) == 2.0
     assert normalise(9.0, config(normalise="clip", clip=(-5.0, 5.0))) == 5.0
     assert normalise(9.0, config(normalise="standardise", mean=3.0, std=2.0, clip=(-1.0, 1.0))) == 1.0
+
+
+def test_a_row_of_text_is_asked_about_without_the_policys_template() -> None:
+    sample = Sample.from_trajectory(
+        make_trajectory(text="2", prompt_text="<|user|>1+1?<|assistant|>", own_text="1+1?"), Lane.TRAIN
+    )
+    asked = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    assert make_body(sample, config())["messages"] == asked
+    assert make_body(sample, config(input="text"))["input"] == "<|user|>1+1?<|assistant|>2"
+
+
+def test_an_answer_that_the_prompt_began_is_one_message() -> None:
+    begun = [CHAT[1], {"role": "assistant", "content": "It is "}]
+    sample = Sample((0, 0), False, "d", "2", "1", {"prompt": begun}, "<s>...")
+    assert make_body(sample, config())["messages"] == [CHAT[1], {"role": "assistant", "content": "It is 2"}]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -26,6 +27,9 @@ from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, i
         (np.int64(3), 3.0),
         (np.bool_(True), 1.0),
         (np.array(0.5), 0.5),
+        (Decimal("0.25"), 0.25),
+        ((0.5, "note"), 0.5),  # of a tuple the first element, as verl takes it
+        ((True, False, "18"), 1.0),
     ],
 )
 def test_a_finite_number_is_the_reward(returned: Any, value: float) -> None:
@@ -47,7 +51,10 @@ def test_a_finite_number_is_the_reward(returned: Any, value: float) -> None:
         (np.array([0.5]), r"returned an array of shape \(1,\)"),
         (np.array([0.5, 1.0]), r"returned an array of shape \(2,\)"),
         ([1.0], "returned a list"),
-        ((1.0, "note"), "returned a tuple"),
+        (("note", 1.0), "the first element is the text 'note'"),
+        ((), "returned a tuple"),
+        (Decimal("NaN"), "returned nan"),
+        (Decimal("sNaN"), "returned nan"),
         (1j, "returned a complex"),
         (object(), "returned an object"),
         ({}, "without 'score'"),
@@ -82,12 +89,19 @@ def test_further_numbers_become_components_and_the_rest_detail() -> None:
             "is_short": True,
             "judge": None,
             "broken": math.nan,
+            "share": Decimal("0.5"),
             "verdict": "good",
             7: [1],
         }
     )
     assert outcome.value == 0.5
-    assert outcome.components == {"fluency": 1.0, "is_short": 1.0, "judge": None, "broken": None}
+    assert outcome.components == {
+        "fluency": 1.0,
+        "is_short": 1.0,
+        "judge": None,
+        "broken": None,
+        "share": 0.5,
+    }
     assert outcome.detail == {"verdict": "good", "7": [1]}
 
 

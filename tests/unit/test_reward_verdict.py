@@ -173,3 +173,18 @@ def test_retry_after_is_seconds_or_a_date_and_bounded() -> None:
     assert retry_after("86400") == LONGEST_RETRY_AFTER_S
     for nothing in ("", "soon", "nan", "-3"):
         assert retry_after(nothing) == 0.0
+
+
+def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> None:
+    template = (
+        "{{ prompt }} | {% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} | {{ prompt_text }}"
+    )
+    text = Sample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
+    assert make_prompt(template).text(text) == "1+1? | user: 1+1? | <|user|>1+1?"
+    chat = [{"role": "user", "content": "1+1?"}]
+    one = Sample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
+    assert make_prompt("{{ prompt }}").text(one) == "1+1?"
+    two = Sample(
+        (0, 0), False, "", "2", "2", {"prompt": [{"role": "system", "content": "Be brief"}, *chat]}, ""
+    )
+    assert make_prompt("{{ prompt }}").text(two) == "system: Be brief\n\nuser: 1+1?"

@@ -44,7 +44,7 @@ class Agreement:
     groups_without_variance_before: int = 0
     groups_without_variance_now: int = 0
     farthest: list[tuple[int, int, float, float]] = field(default_factory=list)
-    """(ticket, index, before, now) of the trajectories that moved most in rank."""
+    """(ticket, index, before, now) of those with another score that moved most in rank."""
 
 
 def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, Score]) -> Agreement:
@@ -113,7 +113,8 @@ def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, fl
 
 
 def _farthest(keys: list[TrajectoryKey], old: Floats, new: Floats) -> list[tuple[int, int, float, float]]:
-    moved = np.abs(ranks(old) - ranks(new))
+    # Where others moved past it, the rank of a row changes that has the score it had.
+    moved = np.where(np.abs(old - new) > CLOSE, np.abs(ranks(old) - ranks(new)), 0.0)
     order = np.argsort(-moved, kind="stable")[:NUM_EXAMPLES]
     return [(*keys[at], float(old[at]), float(new[at])) for at in order if moved[at] > 0]
 

@@ -1,4 +1,4 @@
-"""GSM8K answers: the number after the last `####`, as in verl's `strict` method.
+"""GSM8K answers: the number after the last `####`, as in verl's `strict` method, but for hedges.
 
 How forms of the answer 1000 are treated:
 
@@ -7,6 +7,7 @@ How forms of the answer 1000 are treated:
 | `1000`, `1,000`, `1000.0`, `1000.`, `$1,000`, `-$5` for -5 | equal as numbers: 1 |
 | `1000 dollars`, `1000**` | the number counts, what follows it does not: 1 |
 | `2000/2`, `1e3`, `\\boxed{1000}`, `one thousand` | not a plain number: 0 (the reward `math` reads those) |
+| `1000 or 20`, `1000-20`, `1000:30`, `1000, 20`, `1000 = 20` | two numbers are no answer: 0 (verl: 1) |
 | no `####` at all | 0 |
 
 `flexible` takes the last plain number of the text instead, wherever it stands.
@@ -21,7 +22,9 @@ from services.reward.outcome import AttemptError
 MARK = "####"
 # Possessive quantifiers: a number that goes on as a fraction or a power is not cut short to fit.
 _NUMBER = r"[-−]?\$?[-−]?(?:\d[\d,]*+(?:\.\d*+)?+|\.\d++)"
-_AT_START = re.compile(rf"[ \t]*({_NUMBER})(?![\w/^])")
+# A completion that names several numbers must not be paid for having the right one among them.
+_HEDGE = rf"[ \t]*(?:(?<=,)|[-\u2010-\u2015−~:;/*+\u00d7\u00f7=^&|]|\b(?:or|and|to)\b)[ \t]*{_NUMBER}"
+_AT_START = re.compile(rf"[ \t]*({_NUMBER})(?![\w/^])(?!{_HEDGE})")
 _ANYWHERE = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w/^])")
 
 

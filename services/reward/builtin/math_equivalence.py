@@ -6,6 +6,7 @@ into it is a timeout and not a zero. Runs in a process of its own, in its main t
 """
 
 import logging
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,10 @@ from typing import Any
 from services.reward.outcome import AttemptError
 
 BOX = "\\boxed"
+# math-verify reads neither `####18`, where no number begins at a word's border, nor `-$5`, whose dollar it
+# takes for the beginning of a formula. A dollar that another one closes is a formula, and stays.
+_MARK = re.compile(r"(?<!#)#{2,}(?=\S)")
+_DEBT = re.compile(r"(?<![\w$)\]}])[-−][ \t]?\\?\$(?=(\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d.,]*[ \t]*\\?\$))")
 
 
 def compute_score(
@@ -29,7 +34,7 @@ def compute_score(
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
-    truth = str(ground_truth)
+    truth, solution_str = (_readable(text) for text in (str(ground_truth), solution_str))
     boxed = truth if BOX in truth else f"{BOX}{{{truth}}}"
     latex, plain = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
     with _limit(limit_s):
@@ -40,6 +45,11 @@ def compute_score(
         solution = solution_str[max(solution_str.rfind(BOX), 0) :]
         answer = parse(solution, [latex, plain], fallback_mode="no_fallback", parsing_timeout=0)
         return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
+
+
+def _readable(text: str) -> str:
+    """The text with its marks and its sums of money as math-verify reads them."""
+    return _DEBT.sub("-", _MARK.sub(r"\g<0> ", text))
 
 
 class _LimitReached(BaseException):

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -25,8 +27,11 @@ from services.reward.model_server.inputs import InputError, Inputs
 from services.reward.model_server.protocol import ScoringRequest, classification, failure, pooling
 from services.reward.model_server.scoring_model import ScoringModel
 
+log = structlog.get_logger(__name__)
+
 SHORT_RETRY_S = 1
 MAX_PROBLEMS = 5
+MAX_NOTED = 100
 INLINE_CHARS = 2000
 """Shorter text is tokenised on the loop: a thread would cost more."""
 
@@ -40,6 +45,7 @@ class ScoringApp:
         self.name, self.model, self.inputs, self.batcher, self.gate = name, model, inputs, batcher, gate
         self.is_asleep, self.failure = False, ""
         self._changing = asyncio.Lock()
+        self._noted: set[str] = set()
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -120,6 +126,7 @@ class ScoringApp:
         try:
             request = ScoringRequest.model_validate_json(await http.body())
             self._check(request)
+            self._note_unknown(request)
             rows = await self._rows(request)
             async with self._device():
                 scores = await self.batcher.score(rows, request.priority)
@@ -140,11 +147,20 @@ class ScoringApp:
         return JSONResponse(pooling(request, self.name, lists, num_tokens))
 
     def _check(self, request: ScoringRequest) -> None:
-        if request.model and request.model != self.name:
+        path = self.model.path
+        # Clients of several servers name the model by its folder, whatever this server calls it.
+        if request.model and request.model not in (self.name, path, Path(path).name):
             raise InputError(f"this server has the model {self.name!r}, not {request.model!r}")
         wanted = "token_classify" if self.model.kind == "token" else "classify"
         if request.task not in (None, wanted):
             raise InputError(f"task {request.task!r} is not what this model does; it does {wanted!r}")
+
+    def _note_unknown(self, request: ScoringRequest) -> None:
+        """Say once of each field that nobody here knows that it has no effect, as vLLM does."""
+        names = set(list(request.unknown)[:MAX_PROBLEMS])
+        if (new := names - self._noted) and len(self._noted) < MAX_NOTED:
+            self._noted |= new
+            log.warning("fields of requests have no effect", fields=sorted(new))
 
     async def _rows(self, request: ScoringRequest) -> list[list[int]]:
         given = request.input

@@ -1,23 +1,40 @@
 """The requests and answers of vLLM's pooling API, as far as reward models need them.
 
-What vLLM offers beyond that (images, base64 answers, a template in the request) is refused by name, never
-ignored: a silently different score is the worst answer.
+Every field that vLLM knows, now or before it was renamed, is taken. What would change the score and is not
+offered here (images, base64 answers, a template in the request) is refused by name, never ignored: a
+silently different score is the worst answer. So is a name that looks like a slip of a known one; any other
+unknown name is ignored with a warning, as vLLM does, for clients send along what other servers want.
 """
 
+import difflib
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_INPUTS = 4096
+FORMER_ACTIVATION = ("activation", "softmax")
+"""What vLLM called `use_activation` before 0.11.2; verl still does."""
+NOT_OFFERED = {
+    "chat_template": "start the server with --chat-template FILE",
+    "dimensions": "scores have as many as the model has labels",
+    "mm_processor_kwargs": "this server scores text",
+    "media_io_kwargs": "this server scores text",
+    "normalize": "use use_activation",
+}
+"""Fields of vLLM's that would change the score, and what to do instead; null and nothing are fine."""
+WITHOUT_EFFECT = frozenset(("cache_salt", "embed_dtype", "endianness", "user"))
+"""Fields of vLLM's that change nothing here: there is no prefix cache, and answers are JSON."""
+CLOSE = 0.85
+"""From this likeness on, an unknown name is taken for a slip."""
 
 
 class ScoringRequest(BaseModel):
     """Body of /classify and /pooling: either `input` or `messages`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     input: str | list[int] | list[str] | list[list[int]] | None = None
@@ -28,12 +45,42 @@ class ScoringRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
+    padding: Literal["do_not_pad"] | None = None
     use_activation: bool | None = None
-    priority: int = Field(0, ge=-(2**31), le=2**31)
-    task: Literal["classify", "token_classify"] | None = None
+    priority: int = Field(0, ge=-(2**63), le=2**63 - 1)
+    task: str | None = Field(None, max_length=100)
     encoding_format: Literal["float"] = "float"
     request_id: str = Field(default_factory=lambda: uuid.uuid4().hex, max_length=200)
-    user: str | None = None
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of fields that have no effect, and that nobody has heard of."""
+        return [name for name in self.model_extra or () if name not in WITHOUT_EFFECT]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_fields(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        for name, remedy in NOT_OFFERED.items():
+            if tree.get(name) not in (None, {}):
+                raise ValueError(f"{name} is not offered here: {remedy}")
+        known = {*cls.model_fields, *NOT_OFFERED, *WITHOUT_EFFECT, *FORMER_ACTIVATION}
+        for name in tree.keys() - known:
+            if close := difflib.get_close_matches(str(name), known, n=1, cutoff=CLOSE):
+                raise ValueError(f"{name} is unknown; did you mean {close[0]}?")
+        return _with_activation({name: value for name, value in tree.items() if name not in NOT_OFFERED})
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _may_be_null(cls, given: Any) -> Any:
+        return {} if given is None else given
+
+    @field_validator("messages")
+    @classmethod
+    def _are_text(cls, messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Contents in parts, as OpenAI's API has them, as the text that they hold."""
+        return None if messages is None else [_as_text(message) for message in messages]
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "ScoringRequest":
@@ -41,6 +88,8 @@ class ScoringRequest(BaseModel):
             raise ValueError("give either input (text or token ids) or messages (a chat)")
         if self.messages is not None and not self.messages:
             raise ValueError("messages is empty")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         if isinstance(self.input, list) and not len(self.input) > 0:
             raise ValueError("input is empty")
         if (
@@ -50,6 +99,30 @@ class ScoringRequest(BaseModel):
         ):
             raise ValueError(f"input has {len(self.input)} sequences; at most {MAX_INPUTS} a request")
         return self
+
+
+def _with_activation(tree: dict[str, Any]) -> dict[str, Any]:
+    """The body with `use_activation` under its present name; several that differ are refused."""
+    names = ("use_activation", *FORMER_ACTIVATION)
+    said = {name: tree[name] for name in names if tree.get(name) is not None}
+    if len({bool(value) for value in said.values()}) > 1:
+        raise ValueError(f"{' and '.join(said)} are names of one thing, and differ")
+    rest = {name: value for name, value in tree.items() if name not in names}
+    return rest | ({"use_activation": next(iter(said.values()))} if said else {})
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    others = [part.get("type") if isinstance(part, dict) else part for part in content if not _is_text(part)]
+    if others:
+        raise ValueError(f"a message holds {others[0]!r}: this server scores text")
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def classification(

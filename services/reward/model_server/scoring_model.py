@@ -44,6 +44,7 @@ class ScoringModel:
         Raises:
             ConfigError: there is no such model, it is no reward model, or the device cannot hold it.
         """
+        self.path = path
         with _explained(path):
             config = AutoConfig.from_pretrained(path)
         self.kind = _kind_of(config, head, path)

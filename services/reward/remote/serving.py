@@ -64,7 +64,7 @@ class ServedReplica:
         host = context.options.host
         self.origin = f"http://{advertised_host(host)}:{port}"
         self.url = f"{self.origin}/v1"
-        self._context, self._routing = context, routing
+        self._context, self._routing, self._port = context, routing, port
         self._registry = ReplicaRegistry(context.broker, context.keys, reward, routing.replica_ttl_s)
         self._http = httpx.AsyncClient(timeout=routing.health_timeout_s)
 
@@ -108,10 +108,21 @@ class ServedReplica:
             async with asyncio.timeout(limit_s):
                 while not await self._is_healthy():
                     if server.exit_code is not None:
-                        raise _end_of(server, "before it was up")
+                        raise self._stillborn(server)
                     await asyncio.sleep(POLL_S)
                 return
         raise EngineError(f"the server was not healthy within {limit_s:g} s (local_replicas.start_timeout_s)")
+
+    def _stillborn(self, server: ServerProcess) -> TidemillError:
+        """Why the server ended before it was up.
+
+        With exit code 2 its arguments are wrong, and to start it again is no use: unless another process has
+        taken its port, which looks the same.
+        """
+        end = _end_of(server, "before it was up")
+        if server.exit_code == ConfigError.exit_code and _is_free(self._context.options.host, self._port):
+            return ConfigError(str(end))
+        return end
 
     async def _is_healthy(self) -> bool:
         try:
@@ -205,8 +216,20 @@ def _filled(part: str, values: Mapping[str, str]) -> str:
     return part
 
 
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port), family=_family(host)):
+            return True
+    except OSError:
+        return False
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _free_port(host: str) -> int:
     """A port that is free now. If another process takes it first, the server ends and is started again."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+    with socket.create_server((host, 0), family=_family(host)) as found:
         port: int = found.getsockname()[1]
         return port

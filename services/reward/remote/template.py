@@ -55,8 +55,9 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str, where: st
 
 def _rendered(template: Template, sample: Sample) -> str:
     fields: dict[str, Any] = {
-        "prompt": sample.prompt_text,
-        "messages": sample.messages,
+        "prompt": sample.prompt,
+        "messages": sample.chat,
+        "prompt_text": sample.prompt_text,
         "completion": sample.solution_str,
         "ground_truth": sample.ground_truth,
         "extra": sample.extra_info,
