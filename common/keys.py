@@ -4,6 +4,7 @@ Every key of a run is `tidemill:{run_id}:<name>`; the braces are a Redis Cluster
 run may use transactions and scripts over several keys.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -84,6 +85,24 @@ class Keys:
     def jobs_queue(self) -> str:
         """Name of the run's RQ queue for work that nothing waits for, such as exports."""
         return f"{PREFIX}:{self.run_id}:jobs"
+
+    @property
+    def sandbox_names(self) -> str:
+        """What ids of jobs and names of RQ workers of the sandbox queue begin with.
+
+        RQ keeps all jobs below `rq:job:`; permissions tell them apart by these names (`infra/redis/users.acl`).
+        """
+        return f"sandbox-{self._digest}-"
+
+    @property
+    def jobs_names(self) -> str:
+        """The same, of the queue for work that nothing waits for."""
+        return f"jobs-{self._digest}-"
+
+    @property
+    def _digest(self) -> str:
+        """The run's id where only letters and digits may stand; `infra/redis/make_users.py` computes it too."""
+        return hashlib.sha256(self.run_id.encode()).hexdigest()[:16]
 
     @property
     def weights(self) -> str:

@@ -7,6 +7,7 @@ takes, or that fails, is done by a process of the trainer's own: a run without a
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import time
@@ -132,8 +133,13 @@ class ArchiveJobs:
             keys.jobs_queue, connection=make_blocking_client(redis_url()), serializer=JSONSerializer
         )
         arguments = (keys.run_id, str(self.context.run_dir), _plain(until), is_urgent)
-        return queue.enqueue(
-            FUNCTION, args=arguments, job_timeout=JOB_TIMEOUT_S, result_ttl=600, failure_ttl=24 * 3600
+        return queue.enqueue_call(
+            FUNCTION,
+            args=arguments,
+            job_id=keys.jobs_names + secrets.token_hex(8),
+            timeout=JOB_TIMEOUT_S,
+            result_ttl=600,
+            failure_ttl=24 * 3600,
         )
 
     async def _by_ourselves(self, until: Mapping[StreamName, str], is_urgent: bool) -> None:

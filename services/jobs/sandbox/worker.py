@@ -1,6 +1,7 @@
 """A sandbox worker: finds out what this machine's kernel allows, then keeps one RQ worker running."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -36,7 +37,8 @@ async def serve(context: ServiceContext) -> None:
             "code runs under limits only: the kernel allows no namespaces here; it has network and files",
             **isolation,
         )
-    command = (sys.executable, "-m", "services.jobs.sandbox.rq_worker", context.keys.run_id, context.name)
+    bounds = json.dumps([config.model_dump(mode="json") for config in configs])
+    command = (sys.executable, "-m", "services.jobs.sandbox.rq_worker", context.keys.run_id, bounds)
     children = ChildMetrics()
     context.collectors[:] = [children]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | children.environment)
