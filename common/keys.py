@@ -129,10 +129,9 @@ class Keys:
         """Hash: status, version and progress of the run, for people."""
         return self._key("state")
 
-    @property
-    def workers(self) -> str:
-        """Hash: heartbeat of every process, by name."""
-        return self._key("workers")
+    def workers(self, role: str) -> str:
+        """Hash: heartbeat of every process of a role, by name; one a role, which only its Redis user writes."""
+        return self._key(f"workers:{role}")
 
     def replicas(self, reward: str) -> str:
         """Sorted set: addresses of the servers that registered for a reward, by when they last spoke."""

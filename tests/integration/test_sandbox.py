@@ -27,6 +27,7 @@ def passes(code: str, tests: Any, config: SandboxConfig = LIMITS) -> bool:
 
 
 def outcome(code: str, config: SandboxConfig = LIMITS, namespaces: bool = True) -> dict[str, Any]:
+    config = config if namespaces else config.model_copy(update={"isolation": "prefer"})
     (result,), _ = run_cases(make_cases(code, ANY_OUTPUT, 1), config, namespaces=namespaces)
     return result
 

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from common.child_metrics import ChildMetrics
 from common.errors import ConfigError, TidemillError
 from common.service import ServiceContext
-from services.jobs.sandbox.runner import SandboxError, probe
+from services.jobs.sandbox.runner import SandboxError, is_whole, probe
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +30,7 @@ async def serve(context: ServiceContext) -> None:
             isolation = await asyncio.to_thread(probe, config)
         except SandboxError as error:
             raise ConfigError(str(error)) from None
-    if isolation["namespaces"] and isolation["files"]:
+    if is_whole(isolation):
         log.info("code runs without network, in namespaces of its own", user=isolation["user"])
     else:
         log.warning(
