@@ -90,7 +90,7 @@ class Keys:
     def sandbox_names(self) -> str:
         """What ids of jobs and names of RQ workers of the sandbox queue begin with.
 
-        RQ keeps all jobs below `rq:job:`; permissions tell them apart by these names (`infra/redis/users.acl`).
+        RQ keeps all jobs below `rq:job:`; permissions (`infra/redis/users.acl`) tell them apart by these names.
         """
         return f"sandbox-{self._digest}-"
 
@@ -101,7 +101,7 @@ class Keys:
 
     @property
     def _digest(self) -> str:
-        """The run's id where only letters and digits may stand; `infra/redis/make_users.py` computes it too."""
+        """The run's id where letters and digits alone may stand; `infra/redis/make_users.py` knows it too."""
         return hashlib.sha256(self.run_id.encode()).hexdigest()[:16]
 
     @property
@@ -130,7 +130,7 @@ class Keys:
         return self._key("state")
 
     def workers(self, role: str) -> str:
-        """Hash: heartbeat of every process of a role, by name; one a role, which only its Redis user writes."""
+        """Hash: heartbeat of every process of a role, by name. Only the role's Redis user writes it."""
         return self._key(f"workers:{role}")
 
     def replicas(self, reward: str) -> str:

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 
 from common.config import RewardConfig
 from common.dataset import Row
 from common.errors import ConfigError
+from common.own_modules import run_own
 
 CHECK_MODULE = "services.reward.check"
 CHECK_TIMEOUT_S = 120.0
@@ -23,7 +23,7 @@ def check_reward(config: RewardConfig, row: Row | None = None) -> list[str]:
     Raises:
         ConfigError: it cannot be imported, or does not take what it will be given.
     """
-    command = [sys.executable, "-m", CHECK_MODULE, config.model_dump_json()]
+    command = run_own(CHECK_MODULE, config.model_dump_json())
     if row is not None:
         command.append(
             json.dumps({"data_source": row.data_source, "ground_truth": row.ground_truth, "extra": row.extra})

@@ -32,15 +32,13 @@ def main() -> None:
         sys.exit(f"{wrong[0]!r} is no id of a run: expected letters, digits, '.', '_' and '-'")
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    rules = RULES.read_text(encoding="utf-8").splitlines()
-    if options.runs:
-        rules = [_switched_off(line) if _name(line) in OF_A_RUN else line for line in rules]
+    every = RULES.read_text(encoding="utf-8").splitlines()
+    rules = [_switched_off(line) if options.runs and _name(line) in OF_A_RUN else line for line in every]
     lines = _with_passwords(rules, folder / "passwords.env")
     for run in options.runs:
-        narrowed = [_of_run(line, run) for line in RULES.read_text(encoding="utf-8").splitlines()]
+        narrowed = [_of_run(line, run) for line in every if _name(line) in OF_A_RUN]
         lines += [
-            line.replace(" ", f" {run}.", 1)
-            for line in _with_passwords([line for line in narrowed if _name(line) in OF_A_RUN], folder / f"{run}.env")
+            line.replace(" ", f" {run}.", 1) for line in _with_passwords(narrowed, folder / f"{run}.env")
         ]
     _write(folder / "users.acl", lines, 0o644)  # Redis runs as a user of its own; hashes are no secret
     print(f"wrote {folder / 'users.acl'}, and passwords beside it")

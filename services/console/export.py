@@ -3,7 +3,6 @@
 import json
 import secrets
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rq.serializers import JSONSerializer
 from common.config import RunConfig, load_recorded
 from common.errors import ConfigError, TidemillError
 from common.keys import Keys
+from common.own_modules import run_own
 from common.redis_client import make_blocking_client
 from services.console.run_folder import RunFolder, find_run, folder_of_runs, nearest
 
@@ -90,7 +90,7 @@ def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, str]) -> dict
 
 
 def _export_here(arguments: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", MODULE, arguments["run_dir"]]
+    command = run_own(MODULE, arguments["run_dir"])
     for name in ("model", "dtype", "version", "output"):
         command += [f"--{name}", arguments[name]]
     done = subprocess.run(command, capture_output=True, text=True)

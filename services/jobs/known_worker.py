@@ -1,4 +1,4 @@
-"""RQ's worker as this project starts it: JSON instead of pickle, known functions only, and few permissions."""
+"""RQ's worker as this project starts it: JSON instead of pickle, known functions, few permissions."""
 
 from collections.abc import Sequence
 from typing import Any

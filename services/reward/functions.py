@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
+from common.own_modules import import_from_here
 from services.reward.arguments import TrlLog, trl_arguments, verl_arguments
 from services.reward.builtin import BUILTINS
 from services.reward.outcome import AttemptError, Outcome, contained, interpret, interpret_list
@@ -211,6 +212,7 @@ def _load_file(file: str, reference: str) -> ModuleType:
 
 
 def _load_module(module_name: str, reference: str) -> ModuleType:
+    import_from_here()
     return _importing(lambda: importlib.import_module(module_name), f"the module {module_name}", reference)
 
 

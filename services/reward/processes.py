@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 from common import metrics
+from common.own_modules import ROOT
 from services.reward.child import LENGTH
 from services.reward.outcome import AttemptError, Outcome
 from services.reward.request import Request
@@ -27,7 +28,7 @@ START_TIMEOUT_S = 120.0
 # The child imports from where its parent does, without a variable that would reach what it starts in turn.
 _BOOTSTRAP = (
     "import sys; fd, parent = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
-    "from services.reward.child import main; main(fd, parent)"
+    "import common, services; del sys.path[0]; from services.reward.child import main; main(fd, parent)"
 )
 
 
@@ -37,7 +38,8 @@ class ScoringProcess:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), *sys.path]
+            command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
+            command += [str(ROOT), *sys.path]  # our own first, until they are there
             # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True

@@ -9,7 +9,6 @@ import contextlib
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from redis.exceptions import RedisError
 
 from common.errors import BrokerError
 from common.history.selection import StreamName
+from common.own_modules import run_own
 from common.service import ServiceContext
 from common.streams import memory_bytes
 
@@ -147,7 +147,7 @@ class ArchiveJobs:
         if not self._has_complained:
             self._has_complained = True
             log.warning(NO_WORKER.format(self.context.keys.run_id))
-        command = [sys.executable, "-m", MODULE, self.context.keys.run_id, str(self.context.run_dir)]
+        command = run_own(MODULE, self.context.keys.run_id, str(self.context.run_dir))
         command += [part for item in _plain(until).items() for part in ("--until", "=".join(item))]
         command += ["--rest"] if is_urgent else []
         process = await asyncio.create_subprocess_exec(

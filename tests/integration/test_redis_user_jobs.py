@@ -75,7 +75,9 @@ def become(monkeypatch: pytest.MonkeyPatch, users: Users, user: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-async def run_code(users: Users, prefix: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+async def run_code(
+    users: Users, prefix: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> dict[str, Any]:
     """What comes of code that a reward worker asks for and a sandbox worker runs, each as its own user."""
     become(monkeypatch, users, f"{prefix}trainer")
     trainer = await Broker.connect()
@@ -83,11 +85,7 @@ async def run_code(users: Users, prefix: str, monkeypatch: pytest.MonkeyPatch, f
     await publish_config(trainer, KEYS, make_config(run_id=KEYS.run_id, reward={"rewards": rewards}))
     await trainer.close()
     become(monkeypatch, users, f"{prefix}reward")
-    command = [sys.executable, "-m", "services.jobs.sandbox", "--run", KEYS.run_id, "--name", "sandbox-0"]
-    with open(folder / "worker.log", "wb") as log:
-        worker = subprocess.Popen(
-            command, cwd=REPO, env=os.environ | users.variables(f"{prefix}sandbox"), stdout=log, stderr=log
-        )
+    worker = start_worker(os.environ | users.variables(f"{prefix}sandbox"), folder)
     broker = await Broker.connect()
     jobs = SandboxJobs(broker, KEYS)
     try:

@@ -327,7 +327,9 @@ async def test_workers_wait_for_the_trainer_to_load_what_a_new_server_lacks(
     with_user(monkeypatch, "reward")
     reward = await Broker.connect(server.url)
     call = asyncio.create_task(
-        reward.script("store_result", [RUN.trajectories(), RUN.results(0), RUN.result_tickets()], [*"0123456"])
+        reward.script(
+            "store_result", [RUN.trajectories(), RUN.results(0), RUN.result_tickets()], [*"0123456"]
+        )
     )
     await wait_until(lambda: ("reward", "script|load") in refusals(admin), 30)
     assert not call.done()

@@ -93,8 +93,7 @@ def test_the_kernel_refuses_what_leads_out_of_the_jail(namespaces: bool) -> None
 @pytest.mark.parametrize(
     "allocate",
     [
-        "held = [os.memfd_create(str(n)) for n in range(40)]\n"
-        "for fd in held: os.write(fd, bytes(8 << 20))",
+        "held = [os.memfd_create(str(n)) for n in range(40)]\nfor fd in held: os.write(fd, bytes(8 << 20))",
         "held = mmap.mmap(-1, 200 << 20)\nif os.fork() == 0:\n    held[:] = bytes(len(held)); os._exit(0)\n"
         "os.wait()\nmore = mmap.mmap(-1, 200 << 20); more[:] = bytes(len(more))",
         "import socket\nheld = [socket.socketpair() for _ in range(2000)]",
@@ -131,12 +130,13 @@ def test_what_programs_need_is_there(isolation: dict[str, Any]) -> None:
     code = """
 import asyncio, subprocess, sys, tempfile, threading, concurrent.futures, mmap
 thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
-print(subprocess.run([sys.executable, "-c", "print('process')"], capture_output=True, text=True).stdout.strip())
+print(subprocess.check_output([sys.executable, "-c", "print('process')"], text=True).strip())
 async def main():
     await asyncio.sleep(0)
     return "loop"
 print(asyncio.run(main()))
-with tempfile.TemporaryFile() as file: file.write(b"x"); file.flush(); mmap.mmap(file.fileno(), 1, mmap.MAP_PRIVATE)
+with tempfile.TemporaryFile() as file:
+    file.write(b"x"); file.flush(); mmap.mmap(file.fileno(), 1, mmap.MAP_PRIVATE)
 with concurrent.futures.ThreadPoolExecutor(2) as pool: print(sum(pool.map(int, "12")))
 """
     assert ran(code)["stdout"].split() == ["thread", "process", "loop", "3"]

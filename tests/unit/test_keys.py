@@ -8,6 +8,7 @@ import pytest
 from common.errors import ConfigError
 from common.keys import PREFIX, RUNS, Keys
 from common.messages import Lane
+from common.presence import ROLES
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -17,8 +18,9 @@ def all_keys(keys: Keys) -> list[str]:
     groups = [keys.progress(ticket, lane) for ticket in (0, 1) for lane in Lane]
     public = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
     plain = [value for name in public if isinstance(value := getattr(keys, name), str)]
+    beats = [keys.workers(role) for role in ROLES]
     others = (keys.run_id, *queues(keys), *names(keys))
-    return laned + groups + [key for key in plain if key not in others]
+    return laned + groups + beats + [key for key in plain if key not in others]
 
 
 def queues(keys: Keys) -> list[str]:

@@ -3,8 +3,8 @@
 It reads one JSON map from stdin and writes one to stdout. The order is what makes it safe: first this
 process leaves for namespaces of its own (processes, network, mounts), then it builds a root folder that
 holds nothing but the interpreter, and only then, for each program, a child gives up all privileges, takes
-its limits and a filter of system calls upon it and becomes the program. This process is the first of its namespace: when it ends, for
-whatever reason, the kernel kills everything inside. It ends with its parent.
+its limits and a filter of system calls upon it and becomes the program. This process is the first of its
+namespace: when it ends, for whatever reason, the kernel kills everything inside. It ends with its parent.
 
 What the kernel refuses is left out and reported under `isolation`; limits always hold. With `require`
 nothing is left out: where anything is refused, no program is run at all.

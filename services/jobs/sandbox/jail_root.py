@@ -19,7 +19,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 def build_root(order: dict[str, Any], work: str) -> None:
     """A root folder in memory: the interpreter, read-only, and an empty /tmp; nothing else of the machine."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    _mount("jail", work, "tmpfs", MS_NOSUID | MS_NODEV, f"size={order['file_mb'] + 4}m,nr_inodes={MAX_FILES},mode=755")
+    _mount(
+        "jail",
+        work,
+        "tmpfs",
+        MS_NOSUID | MS_NODEV,
+        f"size={order['file_mb'] + 4}m,nr_inodes={MAX_FILES},mode=755",
+    )
     for folder in (*SYSTEM_FOLDERS, *order["shown"]):
         _show(folder, work)
     os.mkdir(f"{work}/dev")

@@ -19,6 +19,7 @@ from services.jobs.sandbox.programs import TestsError, make_cases
 from services.jobs.sandbox.runner import SandboxError, run_cases
 
 MAX_SHOWN_CHARS = 500
+BOUNDED = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb")
 RUN_CODE = "services.jobs.sandbox.job.run_code"
 """As it is asked for."""
 
@@ -49,9 +50,8 @@ def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
 
 
 def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
-    """What a job asks for, as far as the worker's own run allows it: who asks does not decide how safe it is."""
-    numbers = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb")
-    bounded = {name: min(getattr(asked, name), max(getattr(c, name) for c in own)) for name in numbers}
+    """What a job asks for, as far as the worker's own run allows: who asks does not decide how safe it is."""
+    bounded = {name: min(getattr(asked, name), max(getattr(c, name) for c in own)) for name in BOUNDED}
     is_strict = any(config.isolation == "require" for config in own)
     return asked.model_copy(
         update={

@@ -23,10 +23,10 @@ PROBE = [Case("print(6 * 7)", "", "42")]
 
 
 REMEDY = (
-    "Allow this worker user namespaces: on a machine of its own they are there, unless the sysctls "
-    "user.max_user_namespaces or kernel.apparmor_restrict_unprivileged_userns forbid them; in Docker start it with "
-    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined (and apparmor=unconfined on Ubuntu). "
-    "Or set sandbox.isolation: prefer, which runs code with limits alone and is for code that you do not fear."
+    "Allow this worker user namespaces: the sysctls user.max_user_namespaces and "
+    "kernel.apparmor_restrict_unprivileged_userns may forbid them; in Docker start it with --security-opt "
+    "seccomp=unconfined --security-opt systempaths=unconfined (and apparmor=unconfined on Ubuntu). Or set "
+    "sandbox.isolation: prefer, which runs code under limits alone and is for code that you do not fear."
 )
 
 
@@ -75,7 +75,8 @@ def _refused(isolation: dict[str, Any]) -> SandboxError:
     why = f" ({isolation['why']})" if "why" in isolation else ""
     missing = ", ".join(part for part in ("namespaces", "files", "seccomp") if not isolation.get(part))
     return SandboxError(
-        f"the kernel allows no sandbox here: no {missing}{why}. Nothing is run without (isolation: require). {REMEDY}"
+        f"the kernel allows no sandbox here: no {missing}{why}. Nothing is run without (isolation: require). "
+        + REMEDY
     )
 
 

@@ -128,6 +128,6 @@ def _refuse(number: int, error: int) -> bytes:
 
 
 def _argument(number: int, index: int, judgement: bytes) -> bytes:
-    """For one call: load an argument's lower half and judge it; else, and if it passes, go on with the number."""
+    """For one call: judge an argument's lower half; what passes, and all other calls, go on."""
     body = _step(LOAD, ARGUMENTS_AT + 8 * index) + judgement + _step(LOAD, NUMBER_AT)
     return _step(EQUAL, number, 0, len(body) // 8) + body

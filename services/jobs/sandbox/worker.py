@@ -4,13 +4,13 @@ import asyncio
 import json
 import os
 import signal
-import sys
 
 import structlog
 from prometheus_client import REGISTRY
 
 from common.child_metrics import ChildMetrics
 from common.errors import ConfigError, TidemillError
+from common.own_modules import run_own
 from common.service import ServiceContext
 from services.jobs.sandbox.runner import SandboxError, is_whole, probe
 
@@ -38,7 +38,7 @@ async def serve(context: ServiceContext) -> None:
             **isolation,
         )
     bounds = json.dumps([config.model_dump(mode="json") for config in configs])
-    command = (sys.executable, "-m", "services.jobs.sandbox.rq_worker", context.keys.run_id, bounds)
+    command = run_own("services.jobs.sandbox.rq_worker", context.keys.run_id, bounds)
     children = ChildMetrics()
     context.collectors[:] = [children]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | children.environment)

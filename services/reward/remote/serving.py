@@ -20,6 +20,7 @@ from common.config.remote import LocalReplicasConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
 from common.endings import ending_in_words, is_illegal_instruction
 from common.errors import ConfigError, EngineError, TidemillError
+from common.own_modules import run_own
 from common.replica_registry import BEATS_PER_TTL, ReplicaRegistry
 from common.service import ServiceContext
 from common.vllm_machine import check_machine, machine_arguments, machine_environment
@@ -184,7 +185,7 @@ def model_server_command(config: RewardModelConfig, model: str, host: str, port:
     name = ["--served-model-name", config.served_name] if config.served_name else []
     if config.server == "vllm":
         return [*VLLM_SERVER, "--runner", "pooling", *where, *name]
-    command = [sys.executable, "-m", "services.reward.model_server", "--head", config.head, *where, *name]
+    command = run_own("services.reward.model_server", "--head", config.head, *where, *name)
     if config.shares_rollout_gpus:
         command += ["--share-device", "--turn-s", str(config.turn_s)]
     return command
