@@ -90,7 +90,7 @@ class Keys:
     def sandbox_names(self) -> str:
         """What ids of jobs and names of RQ workers of the sandbox queue begin with.
 
-        RQ keeps all jobs below `rq:job:`; permissions (`infra/redis/users.acl`) tell them apart by these names.
+        RQ keeps all jobs below `rq:job:`; `infra/redis/users.acl` tells them apart by these names.
         """
         return f"sandbox-{self._digest}-"
 

@@ -69,7 +69,7 @@ class KnownJob(Job):
         known = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
         try:
             super().restore(known)
-            self._deserialize_data()
+            self._deserialize_data()  # type: ignore[no-untyped-call]
         except NoSuchJobError:
             raise
         except Exception as error:  # whatever RQ's parsing of hostile fields raises

@@ -75,6 +75,12 @@ def become(monkeypatch: pytest.MonkeyPatch, users: Users, user: str) -> None:
         monkeypatch.setenv(name, value)
 
 
+def start_worker(environment: dict[str, str], folder: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "services.jobs.sandbox", "--run", KEYS.run_id, "--name", "sandbox-0"]
+    with open(folder / "worker.log", "wb") as log:
+        return subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=log)
+
+
 async def run_code(
     users: Users, prefix: str, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> dict[str, Any]:

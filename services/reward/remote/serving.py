@@ -20,6 +20,7 @@ from common.config.remote import LocalReplicasConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
 from common.endings import ending_in_words, is_illegal_instruction
 from common.errors import ConfigError, EngineError, TidemillError
+from common.model_token import complaint, model_token
 from common.own_modules import run_own
 from common.replica_registry import BEATS_PER_TTL, ReplicaRegistry
 from common.service import ServiceContext
@@ -53,6 +54,8 @@ async def serve(context: ServiceContext) -> None:
             f"--reward {name}: the run has no reward of that name with servers; "
             f"it has {', '.join(known) or 'none'}"
         )
+    if problem := complaint(context.options.host, model_token()):
+        raise ConfigError(problem)
     port = context.options.port or _free_port(context.options.host)
     replica = ServedReplica(context, name, reward.routing, port)
     await replica.run(server_command(context, reward, port), server_environment(context, reward))
@@ -197,7 +200,9 @@ def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> di
     wanted = reward.local_replicas.env if reward.local_replicas else {}
     index = str(context.options.index)
     given = own | {key: value.replace("{index}", index) for key, value in wanted.items()}
-    return machine_environment(VLLM_DEFAULTS | given)
+    # vLLM takes its key from the environment, where no list of processes shows it.
+    token = {"VLLM_API_KEY": model_token()} if model_token() else {}
+    return machine_environment(VLLM_DEFAULTS | token | given)
 
 
 def _filled(part: str, values: Mapping[str, str]) -> str:
