@@ -21,8 +21,8 @@ class VerdictConfig(Section):
     """
 
     regex: str = ""
-    """Finds the verdict, by its last match that is no quotation: the group `score`, else the first group, else
-    all of it. `{nonce}` is the word that the template shows as `{{ nonce }}`, which no completion can know."""
+    """Finds the verdict, by its last match that is no quotation: the group `score`, else the first group,
+    else all of it. `{nonce}` is the word that the template shows as `{{ nonce }}`: no completion knows it."""
     json_field: str = ""
     """The last JSON object in the words with this field has the verdict; `a.b` is the field `b` of `a`."""
     choices: dict[str, float] = Field(default_factory=dict, max_length=256)
