@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.25
 STARTING, SERVING = "wait:server", "serve"
 
-VLLM_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+VLLM_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server")
 VLLM_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all replicas of a machine take the same cores
