@@ -25,7 +25,7 @@ from tests.servers import INFRA, RedisServer, newest_server, server_version
 from tests.trajectories import make_config
 
 KEYS, OTHER = Keys("first.1"), Keys("second")
-LIMITS = SandboxConfig(time_s=30.0, total_s=60.0)
+LIMITS = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")
 
 pytestmark = pytest.mark.skipif(
     not newest_server() or server_version(newest_server()) < (7, 0),
@@ -87,7 +87,7 @@ async def run_code(
     """What comes of code that a reward worker asks for and a sandbox worker runs, each as its own user."""
     become(monkeypatch, users, f"{prefix}trainer")
     trainer = await Broker.connect()
-    rewards = {"code": {"sandbox": LIMITS.model_copy(update={"isolation": "prefer"}).model_dump()}}
+    rewards = {"code": {"sandbox": LIMITS.model_dump()}}
     await publish_config(trainer, KEYS, make_config(run_id=KEYS.run_id, reward={"rewards": rewards}))
     await trainer.close()
     become(monkeypatch, users, f"{prefix}reward")

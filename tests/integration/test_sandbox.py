@@ -15,7 +15,9 @@ from services.jobs.sandbox.programs import make_cases
 from services.jobs.sandbox.runner import SandboxError, probe, run_cases
 from tests.waiting import wait_until
 
-LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, output_kb=64)
+LIMITS = SandboxConfig(
+    time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, output_kb=64, isolation="prefer"
+)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})
 ANY_OUTPUT: dict[str, Any] = {"inputs": [""], "outputs": ["ok"]}
 
@@ -208,7 +210,7 @@ def test_requiring_isolation_refuses_to_run_without_it(monkeypatch: pytest.Monke
     if _can_run_without(LIMITS):
         assert runner.probe(LIMITS.model_copy(update={"isolation": "prefer"}))["namespaces"] is False
     with pytest.raises(SandboxError):
-        runner.probe(LIMITS)
+        runner.probe(LIMITS.model_copy(update={"isolation": "require"}))
 
 
 def _can_run_without(config: SandboxConfig) -> bool:
