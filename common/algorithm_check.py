@@ -2,10 +2,10 @@
 process."""
 
 import subprocess
-import sys
 
 from common.config.algorithm import AlgorithmConfig, is_users_own
 from common.errors import ConfigError
+from common.own_modules import run_own
 
 CHECK_MODULE = "services.trainer.check"
 CHECK_TIMEOUT_S = 180.0
@@ -20,7 +20,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     """
     if not (is_users_own(algorithm.advantage) or is_users_own(algorithm.loss)):
         return
-    command = [sys.executable, "-m", CHECK_MODULE, algorithm.model_dump_json()]
+    command = run_own(CHECK_MODULE, algorithm.model_dump_json())
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -89,7 +89,7 @@ class Broker:
         self.round_trips = RoundTrips()
         self.is_stopping = False
         """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
-        self._loaded: set[str] = set()
+        self._may_load = True
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":
@@ -163,24 +163,50 @@ class Broker:
         return await self._timed(send)
 
     async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run one of the Lua scripts in `common/lua`."""
+        """Run one of the Lua scripts in `common/lua`.
+
+        Where the server lacks it (it was started again, or is another one) it is loaded, by a user who may do
+        that. Workers may not: a script of their own could hold up the server for ever. They wait for the
+        trainer, which looks after the scripts (`keep_scripts`).
+        """
         source, sha = _script(name)
 
         async def send() -> Any:
-            if name not in self._loaded:  # or the first call would send everything twice
-                await self.redis.execute_command("SCRIPT LOAD", source)
-                self._loaded.add(name)
             try:
-                return await self.redis.execute_command("EVALSHA", sha, len(keys), *keys, *args)
-            except redis_errors.NoScriptError:  # another server than the one that was given the script
-                self._loaded.discard(name)
-                raise
-            except redis_errors.ResponseError as error:
-                if match := _SCRIPT_ERROR.match(str(error)):
-                    raise redis_errors.ResponseError(match[1]) from None
-                raise
+                return await self._call(sha, keys, args)
+            except redis_errors.NoScriptError:
+                await self._load(name, source)
+                return await self._call(sha, keys, args)
 
         return await self._timed(send)
+
+    async def keep_scripts(self) -> None:
+        """Load what the server lacks of all scripts, for those who may not; safe to repeat at any time."""
+        scripts = [_script(name) for name in _script_names()]
+        flags = await self.execute("SCRIPT EXISTS", *(sha for _, sha in scripts))
+        missing = [source for (source, _), flag in zip(scripts, flags, strict=True) if not flag]
+        if missing:
+            await self.pipeline([("SCRIPT LOAD", source) for source in missing])
+
+    async def _call(self, sha: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        try:
+            return await self.redis.execute_command("EVALSHA", sha, len(keys), *keys, *args)
+        except redis_errors.ResponseError as error:
+            if match := _SCRIPT_ERROR.match(str(error)):
+                raise redis_errors.ResponseError(match[1]) from None
+            raise
+
+    async def _load(self, name: str, source: str) -> None:
+        """Raises: NoScriptError: this user may not, and nobody has yet."""
+        if self._may_load:
+            try:
+                await self.redis.execute_command("SCRIPT LOAD", source)
+                return
+            except redis_errors.NoPermissionError:
+                self._may_load = False
+        raise redis_errors.NoScriptError(
+            f"the server has lost its scripts ({name}), which the trainer loads again once it runs"
+        )
 
     async def info(self, section: str) -> dict[str, str]:
         """One section of the server's INFO."""
@@ -269,6 +295,12 @@ async def _answered(send: Callable[[], Awaitable[T]]) -> T:
     finally:
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
+
+
+@cache
+def _script_names() -> list[str]:
+    files = resources.files("common.lua").iterdir()
+    return sorted(file.name.removesuffix(".lua") for file in files if file.name.endswith(".lua"))
 
 
 @cache

@@ -4,6 +4,7 @@ Every key of a run is `tidemill:{run_id}:<name>`; the braces are a Redis Cluster
 run may use transactions and scripts over several keys.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -86,6 +87,24 @@ class Keys:
         return f"{PREFIX}:{self.run_id}:jobs"
 
     @property
+    def sandbox_names(self) -> str:
+        """What ids of jobs and names of RQ workers of the sandbox queue begin with.
+
+        RQ keeps all jobs below `rq:job:`; `infra/redis/users.acl` tells them apart by these names.
+        """
+        return f"sandbox-{self._digest}-"
+
+    @property
+    def jobs_names(self) -> str:
+        """The same, of the queue for work that nothing waits for."""
+        return f"jobs-{self._digest}-"
+
+    @property
+    def _digest(self) -> str:
+        """The run's id where letters and digits alone may stand; `infra/redis/make_users.py` knows it too."""
+        return hashlib.sha256(self.run_id.encode()).hexdigest()[:16]
+
+    @property
     def weights(self) -> str:
         """Stream of weight manifests."""
         return self._key("weights")
@@ -110,10 +129,9 @@ class Keys:
         """Hash: status, version and progress of the run, for people."""
         return self._key("state")
 
-    @property
-    def workers(self) -> str:
-        """Hash: heartbeat of every process, by name."""
-        return self._key("workers")
+    def workers(self, role: str) -> str:
+        """Hash: heartbeat of every process of a role, by name. Only the role's Redis user writes it."""
+        return self._key(f"workers:{role}")
 
     def replicas(self, reward: str) -> str:
         """Sorted set: addresses of the servers that registered for a reward, by when they last spoke."""

@@ -1,8 +1,8 @@
 """Heartbeats: every process tells the run who it is, what it does and what it waits for.
 
-One field per process in the hash `workers`, rewritten every two seconds. Nothing but people and
-dashboards depends on it: delivery relies on leases only. Times of beats are those of the Redis server, so
-that machines need not agree on theirs.
+One field per process in its role's hash, rewritten every two seconds. Nothing but people and dashboards
+depends on it: delivery relies on leases only. The Redis user of one role cannot speak for another. Times of
+beats are those of the Redis server, so that machines need not agree on theirs.
 """
 
 import json
@@ -16,6 +16,8 @@ from typing import Any
 from common.broker import Broker
 from common.keys import Keys
 
+ROLES = ("trainer", "rollout", "reward", "replica", "jobs.sandbox")
+"""All that have heartbeats."""
 HEARTBEAT_S = 2.0
 GONE_AFTER_S = 10.0
 BLOCKING = "blocking"
@@ -68,20 +70,25 @@ class Heartbeat:
 async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
     """Write one heartbeat."""
     beat.at = await server_time_s(broker)
-    await broker.execute("HSET", keys.workers, beat.name, json.dumps(asdict(beat)))
+    await broker.execute("HSET", keys.workers(beat.role), beat.name, json.dumps(asdict(beat)))
 
 
-async def remove_heartbeat(broker: Broker, keys: Keys, name: str) -> None:
+async def remove_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
     """Leave in an orderly way."""
-    await broker.execute("HDEL", keys.workers, name)
+    await broker.execute("HDEL", keys.workers(beat.role), beat.name)
 
 
 async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
-    """All processes that ever spoke and did not leave, by role and name."""
+    """All processes that ever spoke and did not leave, by role and name; each for itself only."""
     now_s = await server_time_s(broker)
-    raw = await broker.execute("HGETALL", keys.workers)
-    beats = [_parsed(value, now_s) for value in raw[1::2]]
-    return sorted((beat for beat in beats if beat), key=lambda beat: (beat.role, beat.name))
+    replies = await broker.pipeline([("HGETALL", keys.workers(role)) for role in ROLES])
+    beats = [
+        beat
+        for role, reply in zip(ROLES, replies, strict=True)
+        for name, value in zip(reply[::2], reply[1::2], strict=True)
+        if (beat := _parsed(value, now_s)) and (beat.role, beat.name) == (role, name.decode(errors="replace"))
+    ]
+    return sorted(beats, key=lambda beat: (beat.role, beat.name))
 
 
 async def server_time_s(broker: Broker) -> float:

@@ -191,6 +191,8 @@ async def _serve(
     keys = Keys(options.run)
     broker = await Broker.connect()
     try:
+        if role == TRAINER:
+            await broker.keep_scripts()  # before there is a run that workers could find
         registered = await _find_config(role, broker, keys, options)
         config = override_config(registered, options.set)
         if role in WORKER_ROLES and await has_finished(broker, keys, config.trainer.steps):
@@ -271,6 +273,8 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
             for report in context.reporters:
                 report(beat)
+            if context.role == TRAINER:
+                await context.broker.keep_scripts()  # workers may not load them
             await publish_heartbeat(context.broker, context.keys, beat)
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -299,5 +303,5 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, context.name), 2.0)
+            await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, beat), 2.0)
         endpoint.close()

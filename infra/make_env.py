@@ -16,14 +16,14 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 ENV, EXAMPLE = ".env", ".env.example"
-TOKENS = ("TIDEMILL_WEIGHTS_TOKEN", "GRAFANA_PASSWORD")
+TOKENS = ("TIDEMILL_WEIGHTS_TOKEN", "TIDEMILL_MODEL_TOKEN", "GRAFANA_PASSWORD")
 TOKEN_BYTES = 24
 COPIED = ("TIDEMILL_RUN_ID", "TIDEMILL_DATA", "TIDEMILL_TAG", "TIDEMILL_IMAGES")
 """What a node takes over from the head."""
 SECRETS_OF = {
     "rollout": ("ROLLOUT_PASSWORD", "TIDEMILL_WEIGHTS_TOKEN"),
-    "reward": ("REWARD_PASSWORD",),
-    "reward-model": ("REWARD_PASSWORD",),
+    "reward": ("REWARD_PASSWORD", "TIDEMILL_MODEL_TOKEN"),
+    "reward-model": ("REWARD_PASSWORD", "TIDEMILL_MODEL_TOKEN"),
 }
 """By profile."""
 

@@ -159,8 +159,8 @@ def tls_options(certificate: Path, key: Path) -> list[str]:
 
 
 def users_file(folder: Path, passwords: Mapping[str, str]) -> Path:
-    """The users of `infra/redis/users.acl` with these passwords; `admin` may do everything, for the test."""
-    lines = [f"user admin on #{_hash(passwords['admin'])} ~* &* +@all"]
+    """The users of `infra/redis/users.acl` with these passwords."""
+    lines = []
     for line in (INFRA / "users.acl").read_text().splitlines():
         keyword, name, state, rules = line.split(" ", 3) if line.count(" ") > 2 else (*line.split(" "), "")
         password = f" #{_hash(passwords[name])}" if name in passwords else ""

@@ -21,9 +21,10 @@ class VerdictConfig(Section):
     """
 
     regex: str = ""
-    """Finds the verdict, by its last match: the group `score`, else the first group, else all of it."""
+    """Finds the verdict, by its last match that is no quotation: the group `score`, else the first group,
+    else all of it. `{nonce}` is the word that the template shows as `{{ nonce }}`: no completion knows it."""
     json_field: str = ""
-    """The last JSON object in the words has the verdict in this field; `a.b` is the field `b` of `a`."""
+    """The last JSON object in the words with this field has the verdict; `a.b` is the field `b` of `a`."""
     choices: dict[str, float] = Field(default_factory=dict, max_length=256)
     """Words and their values, such as {A: 1, B: 0}."""
     range: tuple[float, float] | None = None
@@ -73,7 +74,8 @@ class JudgeConfig(RemoteConfig):
     """`chat` sends the template's text as the user's message, `completions` as it is."""
     template: str = ""
     """Jinja template of what the judge reads: from prompt and messages (the row's own), prompt_text (what
-    the policy read), completion, ground_truth, extra, data_source."""
+    the policy read), completion, ground_truth, extra, data_source, and nonce, a word that is another one in
+    every request."""
     template_file: str = ""
     """Or a file with it, relative to the config; its text is taken when the config is read."""
     system: str = ""

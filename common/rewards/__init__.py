@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass, field
 
 from common.config import RewardConfig
 from common.dataset import Row
 from common.errors import ConfigError
+from common.own_modules import run_own
 
 CHECK_MODULE = "services.reward.check"
 CHECK_TIMEOUT_S = 120.0
@@ -35,7 +35,7 @@ def check_reward(config: RewardConfig, row: Row | None = None, calls: bool = Fal
     Raises:
         ConfigError: it cannot be imported, or does not take what it will be given.
     """
-    command = [sys.executable, "-m", CHECK_MODULE, config.model_dump_json()]
+    command = run_own(CHECK_MODULE, config.model_dump_json())
     if row is not None:
         names = ("prompt", "data_source", "ground_truth", "extra")
         command.append(json.dumps({name: getattr(row, name) for name in names}, default=str))

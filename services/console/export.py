@@ -1,8 +1,8 @@
 """`tidemill export`: hands a version to an RQ worker of the run, or does it here where there is none."""
 
 import json
+import secrets
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rq.serializers import JSONSerializer
 from common.config import RunConfig, load_recorded
 from common.errors import ConfigError, TidemillError
 from common.keys import Keys
+from common.own_modules import run_own
 from common.redis_client import make_blocking_client
 from services.console.run_folder import RunFolder, find_run, folder_of_runs, nearest
 
@@ -36,14 +37,15 @@ def export(run_id: str | None, version: str, output: Path, now: bool, runs_dir: 
     folder = find_run(run_id, folder_of_runs(runs_dir))
     config = _config_of(folder)
     arguments = {
-        "run_dir": str(folder.path.resolve()),
+        "run_dir": str(folder.path.absolute()),
         "model": config.model.path,
         "dtype": config.model.dtype,
         "version": version,
         "output": str(output.resolve()),
     }
     queue = None if now else _queue_with_worker(folder)
-    result = _export_here(arguments) if queue is None else _export_by_job(queue, arguments)
+    job_id = Keys(folder.run_id).jobs_names + secrets.token_hex(8)
+    result = _export_here(arguments) if queue is None else _export_by_job(queue, job_id, arguments)
     where, num_bytes = nearest(Path(result["folder"])), result["num_bytes"]
     Console(highlight=False).print(
         f"version {result['version']} of {folder.run_id} is in [bold]{where}[/] ({num_bytes:,} bytes)",
@@ -74,8 +76,8 @@ def _queue_with_worker(folder: RunFolder) -> Queue | None:
         return None  # its Redis is gone, as after every finished run; the files are here
 
 
-def _export_by_job(queue: Queue, arguments: dict[str, str]) -> dict[str, Any]:
-    job = queue.enqueue(FUNCTION, kwargs=arguments, job_timeout=JOB_TIMEOUT_S)
+def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, str]) -> dict[str, Any]:
+    job = queue.enqueue_call(FUNCTION, kwargs=arguments, job_id=job_id, timeout=JOB_TIMEOUT_S)
     while (status := job.get_status(refresh=True)) not in (JobStatus.FINISHED, JobStatus.FAILED):
         if status in (JobStatus.STOPPED, JobStatus.CANCELED, None):
             raise TidemillError(f"the export was {status}; try again with --now")
@@ -88,7 +90,7 @@ def _export_by_job(queue: Queue, arguments: dict[str, str]) -> dict[str, Any]:
 
 
 def _export_here(arguments: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", MODULE, arguments["run_dir"]]
+    command = run_own(MODULE, arguments["run_dir"])
     for name in ("model", "dtype", "version", "output"):
         command += [f"--{name}", arguments[name]]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -6,7 +6,6 @@ All checks run, so that one call shows every mistake; each says what was got, wh
 import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from common.errors import TidemillError
 from common.gpus import count_gpus
 from common.logger_check import check_loggers
 from common.main_task import run_main
+from common.own_modules import run_own
 from common.redis_client import URL_VARIABLE
 from common.rewards import check_reward
 from common.vllm_machine import check_machine
@@ -157,7 +157,7 @@ def _try_sandboxes(findings: Findings) -> None:
     for name, reward in findings.config.reward.named.items():
         if reward.sandbox is None or not reward.sandbox.workers:
             continue
-        command = [sys.executable, "-m", SANDBOX_CHECK, reward.sandbox.model_dump_json()]
+        command = run_own(SANDBOX_CHECK, reward.sandbox.model_dump_json())
         result = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S)
         if result.returncode:
             raise PreflightError(f"reward {name}: {result.stderr.strip()}")

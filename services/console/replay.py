@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from common.errors import ConfigError, TidemillError
 from common.main_task import run_main
+from common.own_modules import run_own
 from common.redis_client import URL_VARIABLE
 from services.console.history_access import RunAccess, open_history
 from services.console.message_tree import jsonable
@@ -98,7 +98,7 @@ async def _replay(options: ReplayOptions, steps: list[int], is_quiet: bool) -> l
 
 
 def _command(options: ReplayOptions, access: RunAccess, steps: list[int]) -> list[str]:
-    command = [sys.executable, "-m", MODULE, "--run", access.run_id, "--run-dir", str(access.folder.path)]
+    command = run_own(MODULE, "--run", access.run_id, "--run-dir", str(access.folder.path))
     command += ["--steps", ",".join(map(str, steps))]
     command += [part for override in options.overrides for part in ("--set", override)]
     if options.to_torch:

@@ -1,7 +1,7 @@
 """`python -m services.jobs RUN_ID`: an RQ worker for a run's jobs that nothing waits for: archiving, exports.
 
-Jobs travel as JSON, never as pickle. Start it where the folder of runs is. It waits for a Redis that is away,
-and takes processor time only where nobody else wants it.
+Jobs travel as JSON, never as pickle, and are one of the functions in `orders.py`. Start it where the folder
+of runs is. It waits for a Redis that is away, and takes processor time only where nobody else wants it.
 """
 
 import contextlib
@@ -11,13 +11,13 @@ import sys
 import time
 
 from redis.exceptions import RedisError
-from rq import Worker
-from rq.serializers import JSONSerializer
 
 from common.broker import redis_url
 from common.errors import TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
+from services.jobs.known_worker import KnownWorker
+from services.jobs.orders import orders_of
 
 NICENESS = 10
 BEAT_S = 5
@@ -28,19 +28,18 @@ PAUSE_S = 1.0
 def main(run_id: str, *options: str) -> int:
     """Work until SIGTERM; with `--burst`, until the queue is empty. A running job is finished first."""
     try:
-        queue, connection = Keys(run_id).jobs_queue, make_blocking_client(redis_url())
+        keys, connection = Keys(run_id), make_blocking_client(redis_url())
     except TidemillError as error:
         print(f"tidemill jobs: {error}", file=sys.stderr)
         return error.exit_code
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     while True:
-        name = f"{run_id}-jobs-{secrets.token_hex(4)}"
-        worker = Worker(
-            [queue],
-            name=name,
+        worker = KnownWorker(
+            [keys.jobs_queue],
+            orders_of(run_id),
+            name=f"{keys.jobs_names}{secrets.token_hex(4)}",
             connection=connection,
-            serializer=JSONSerializer,
             job_monitoring_interval=BEAT_S,
         )
         try:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from common.errors import ConfigError
 from common.main_task import run_main
+from common.own_modules import import_from_here
 from services.reward.arguments import (
     TrlLog,
     batch_arguments,
@@ -306,6 +307,7 @@ def _load_file(file: str, reference: str) -> ModuleType:
 
 
 def _load_module(module_name: str, reference: str) -> ModuleType:
+    import_from_here()
     return _importing(lambda: importlib.import_module(module_name), f"the module {module_name}", reference)
 
 

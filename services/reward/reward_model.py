@@ -14,6 +14,7 @@ from common.config import NamedRewardConfig
 from common.config.reward_model import RewardModelConfig
 from common.errors import ConfigError
 from common.messages import Lane
+from common.model_token import key_for
 from services.reward.outcome import AttemptError, Outcome
 from services.reward.remote.calls import RemoteCalls, make_calls
 from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
@@ -37,8 +38,6 @@ class ModelReward:
 
     def __init__(self, config: RewardModelConfig, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
         self._config, self._calls, self._http = config, calls, http
-        key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def score(self, sample: Sample) -> Outcome:
         """Ask the model once.
@@ -64,9 +63,11 @@ class ModelReward:
         await self._calls.close()
 
     async def _send(self, replica: Replica, permit: Permit, body: dict[str, Any]) -> list[Any]:
+        key = key_for(replica.is_registered, self._config.api_key_env)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         path = "/pooling" if self._config.head == "token" else "/classify"
         try:
-            answer = await self._http.post(replica.origin + path, json=body, headers=self._headers)
+            answer = await self._http.post(replica.origin + path, json=body, headers=headers)
         except httpx.HTTPError as error:
             said = str(error) or type(error).__name__
             raise RemoteFault(FaultKind.CONNECTION, f"no answer from {replica.origin}: {said}") from error

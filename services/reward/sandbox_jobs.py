@@ -67,7 +67,8 @@ class SandboxJobs:
         """
         limits = config.model_dump(mode="json")
         text = json.dumps([self._keys.run_id, code, tests, limits], sort_keys=True, default=str)
-        job_id = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        job_id = self._keys.sandbox_names + digest
         result = await self._stored(job_id)
         if result is None:
             arguments = (self._keys.run_id, job_id, code, tests, limits)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from common.own_modules import ROOT
 from services.reward.calls import Call, Death, MainThreadError, ProcessLostError
 from services.reward.frames import LENGTH, content_of, frame_of
 from services.reward.outcome import AttemptError, Outcome
@@ -33,7 +34,7 @@ GRACE_S = 5.0
 # The child imports from where its parent does, without a variable that would reach what it starts in turn.
 _BOOTSTRAP = (
     "import sys; fd, parent = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
-    "from services.reward.child import main; main(fd, parent)"
+    "import common, services; del sys.path[0]; from services.reward.child import main; main(fd, parent)"
 )
 
 Waiting = tuple[Call, "asyncio.Future[dict[str, Any]]"]
@@ -48,7 +49,8 @@ class ScoringProcess:
         self._is_async, self._on_beat = is_async, on_beat
         self._channel, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), *sys.path]
+            command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
+            command += [str(ROOT), *sys.path]  # our own first, until they are there
             # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True

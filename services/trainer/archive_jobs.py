@@ -7,8 +7,8 @@ takes, or that fails, is done by a process of the trainer's own: a run without a
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from common.errors import BrokerError
 from common.history.selection import StreamName
+from common.own_modules import run_own
 from common.service import ServiceContext
 from common.streams import memory_bytes
 
@@ -132,8 +133,13 @@ class ArchiveJobs:
             keys.jobs_queue, connection=make_blocking_client(redis_url()), serializer=JSONSerializer
         )
         arguments = (keys.run_id, str(self.context.run_dir), _plain(until), is_urgent)
-        return queue.enqueue(
-            FUNCTION, args=arguments, job_timeout=JOB_TIMEOUT_S, result_ttl=600, failure_ttl=24 * 3600
+        return queue.enqueue_call(
+            FUNCTION,
+            args=arguments,
+            job_id=keys.jobs_names + secrets.token_hex(8),
+            timeout=JOB_TIMEOUT_S,
+            result_ttl=600,
+            failure_ttl=24 * 3600,
         )
 
     async def _by_ourselves(self, until: Mapping[StreamName, str], is_urgent: bool) -> None:
@@ -141,7 +147,7 @@ class ArchiveJobs:
         if not self._has_complained:
             self._has_complained = True
             log.warning(NO_WORKER.format(self.context.keys.run_id))
-        command = [sys.executable, "-m", MODULE, self.context.keys.run_id, str(self.context.run_dir)]
+        command = run_own(MODULE, self.context.keys.run_id, str(self.context.run_dir))
         command += [part for item in _plain(until).items() for part in ("--until", "=".join(item))]
         command += ["--rest"] if is_urgent else []
         process = await asyncio.create_subprocess_exec(

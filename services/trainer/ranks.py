@@ -9,7 +9,6 @@ connection, and the others end with an error. Nothing is pickled.
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError, TidemillError
+from common.own_modules import run_own
 
 PATIENCE = timedelta(days=365)
 FOLLOWER = "services.trainer.follower"
@@ -150,7 +150,7 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
     }
     for rank in range(1, config.num_ranks):
         variables = os.environ | with_address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        subprocess.Popen([sys.executable, "-m", FOLLOWER], env=variables)
+        subprocess.Popen(run_own(FOLLOWER), env=variables)
     return join_ranks(with_address | {"RANK": "0", "LOCAL_RANK": "0"})
 
 

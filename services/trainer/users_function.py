@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import ConfigError
+from common.own_modules import import_from_here
 
 
 @contextmanager
@@ -41,6 +42,7 @@ def load_users_function(field: str, reference: str, known: Collection[str]) -> C
     field = f"{field} {reference}"
     origin, _, name = reference.rpartition(":")
     with contained(field):
+        import_from_here()
         module = _load_file(field, origin) if origin.endswith(".py") else importlib.import_module(origin)
     function: Any = module
     for part in name.split("."):

@@ -114,7 +114,7 @@ async def beat(broker: Broker, keys: Keys, name: str, role: str, age_s: float = 
     await publish_heartbeat(broker, keys, heartbeat)
     if age_s:
         heartbeat.at = time.time() - age_s
-        await broker.execute("HSET", keys.workers, name, json.dumps(asdict(heartbeat)))
+        await broker.execute("HSET", keys.workers(role), name, json.dumps(asdict(heartbeat)))
 
 
 async def test_workers_are_told_by_role_and_silent_ones_apart(broker, keys, reader):
@@ -135,7 +135,7 @@ async def test_workers_are_told_by_role_and_silent_ones_apart(broker, keys, read
 async def test_a_worker_that_left_is_told_no_more(broker, keys, reader):
     await beat(broker, keys, "rollout-0", "rollout", version=4)
     set_gauges(await reader.read())
-    await broker.execute("HDEL", keys.workers, "rollout-0")
+    await broker.execute("HDEL", keys.workers("rollout"), "rollout-0")
     set_gauges(await reader.read())
     assert value("tidemill_worker_version", worker="rollout-0") is None
     assert value("tidemill_workers", role="rollout", state="alive") == 0

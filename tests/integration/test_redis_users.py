@@ -1,10 +1,13 @@
 """Every service works under a Redis user of its own, which may do what the service needs and nothing else."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from tests.servers import (
 from tests.trajectories import make_trajectory
 from tests.waiting import wait_until
 
-USERS = ("trainer", "rollout", "reward", "jobs", "operator", "exporter")
+USERS = ("trainer", "rollout", "reward", "sandbox", "jobs", "operator", "exporter")
 SERVICES = ("trainer", "rollout", "reward")
 PASSWORDS = {user: f"{user}-s3cret" for user in (*USERS, "admin", "replica", "sentinel")}
 
@@ -192,19 +195,33 @@ WRITES = [
     ("settled results", ("DEL", RUN.results(3)), {"trainer", "reward"}),
     ("cached rewards", ("HSET", RUN.reward_cache[0], "0", "x"), {"reward"}),
     ("rate limits", ("HSET", RUN.limits("judge"), "tokens", "1"), {"reward"}),
-    ("heartbeats", ("HSET", RUN.workers, "a", "1"), {"trainer", "rollout", "reward"}),
+    ("heartbeats of trainers", ("HSET", RUN.workers("trainer"), "a", "1"), {"trainer"}),
+    ("heartbeats of rollout", ("HSET", RUN.workers("rollout"), "a", "1"), {"rollout"}),
+    ("heartbeats of reward", ("HSET", RUN.workers("reward"), "a", "1"), {"reward"}),
+    ("heartbeats of sandboxes", ("HSET", RUN.workers("jobs.sandbox"), "a", "1"), {"sandbox"}),
+    ("results of code", ("SET", RUN.sandbox_result("a"), "{}"), {"sandbox"}),
     ("acknowledgements of tickets", ("XACK", RUN.prompts(), "rollout", "1-0"), {"rollout"}),
     ("acknowledgements of trajectories", ("XACK", RUN.trajectories(), "reward", "1-0"), {"reward"}),
     ("trimmed trajectories", ("XTRIM", RUN.trajectories(), "MINID", "5-0"), {"trainer"}),
     ("trimmed commits", ("XTRIM", RUN.commits, "MINID", "5-0"), set()),
     ("deleted streams", ("DEL", RUN.trajectories()), set()),
+    ("jobs of archiving", ("HSET", f"rq:job:{RUN.jobs_names}1", "data", "x"), {"trainer", "jobs"}),
+    ("the queue of archiving", ("RPUSH", f"rq:queue:{RUN.jobs_queue}", "x"), {"trainer", "jobs"}),
+    ("results of archiving", ("XADD", f"rq:results:{RUN.jobs_names}1", "*", "a", "b"), {"trainer", "jobs"}),
+    ("workers of archiving", ("SREM", f"rq:workers:{RUN.jobs_queue}", "x"), {"trainer", "jobs"}),
+    ("jobs of code", ("HSET", f"rq:job:{RUN.sandbox_names}1", "data", "x"), {"reward", "sandbox"}),
+    ("the queue of code", ("RPUSH", f"rq:queue:{RUN.sandbox_queue}", "x"), {"reward", "sandbox"}),
+    ("taking code", ("LMOVE", *[f"rq:queue:{RUN.sandbox_queue}"] * 2, "LEFT", "RIGHT"), {"sandbox"}),
+    ("dependents of archiving", ("SADD", f"rq:job:{RUN.jobs_names}1:dependents", "x"), {"trainer", "jobs"}),
+    ("jobs of any other name", ("HSET", "rq:job:1", "data", "x"), set()),
+    ("suspended workers", ("SET", "rq:suspended", "1"), set()),
     ("keys outside of runs", ("SET", "something", "1"), set()),
 ]
 
 
 @pytest.mark.parametrize(("command", "users"), [row[1:] for row in WRITES], ids=[row[0] for row in WRITES])
 def test_who_may_write(admin: redis.Redis, command: tuple[Any, ...], users: set[str]) -> None:
-    expected = users | ({"operator"} if command[1] != "something" else set())
+    expected = users | ({"operator"} if str(command[1]).startswith("tidemill:") else set())
     assert {user for user in USERS if may(admin, user, *command)} == expected
 
 
@@ -217,6 +234,14 @@ def test_who_may_write(admin: redis.Redis, command: tuple[Any, ...], users: set[
         ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
         ("CONFIG", "GET", "requirepass"),
         ("EVAL", "return 1", "0"),
+        ("FUNCTION", "LOAD", "x"),
+        ("FCALL", "f", "0"),
+        ("CLIENT", "LIST"),
+        ("CLIENT", "NO-EVICT", "on"),
+        ("PUBLISH", "rq:pubsub:jobs-1", "{}"),
+        ("PUBSUB", "CHANNELS"),
+        ("LATENCY", "HISTORY", "command"),
+        ("SLOWLOG", "GET"),
         ("SCRIPT", "FLUSH"),
         ("FUNCTION", "FLUSH"),
         ("ACL", "SETUSER", "trainer", "+@all"),
@@ -248,9 +273,79 @@ def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
             redis.Redis(port=server.port, username=user, password="", protocol=2, retry=once).ping()
 
 
+WORKERS = ("rollout", "reward", "sandbox", "jobs")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("SCAN", "0"),
+        ("RANDOMKEY",),
+        ("DBSIZE",),
+        ("SCRIPT", "LOAD", "return 1"),
+        ("SCRIPT", "EXISTS", "0" * 40),
+        ("SCRIPT", "KILL"),
+        ("WAIT", "1", "0"),
+        ("LCS", RUN.limits("a"), RUN.limits("b")),
+        ("SETRANGE", RUN.limits("a"), "500000000", "x"),
+        ("GETDEL", RUN.config),
+        ("COPY", RUN.config, RUN.limits("a")),
+        ("ZUNIONSTORE", RUN.limits("a"), "1", RUN.limits("b")),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_no_worker_may(admin: redis.Redis, command: tuple[str, ...]) -> None:
+    assert [user for user in WORKERS if may(admin, user, *command)] == []
+
+
+def test_the_operator_ends_a_script_that_does_not_end(server: RedisServer, admin: redis.Redis) -> None:
+    admin.config_set("lua-time-limit", 50)
+    failure: list[Exception] = []
+
+    def loop() -> None:
+        try:
+            client_of(server, "admin").eval("while true do end", 0)
+        except redis.ResponseError as error:
+            failure.append(error)
+
+    looping = threading.Thread(target=loop)
+    looping.start()
+    operator = client_of(server, "operator")
+    deadline = time.monotonic() + 60
+    while looping.is_alive():
+        assert time.monotonic() < deadline
+        with contextlib.suppress(redis.ResponseError):  # it has not started, or is not long enough at work
+            operator.script_kill()
+        looping.join(0.05)
+    assert "killed" in str(failure[0])
+
+
+async def test_workers_wait_for_the_trainer_to_load_what_a_new_server_lacks(
+    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of Redis: nobody but the trainer's user may bring the scripts back."""
+    with_user(monkeypatch, "reward")
+    reward = await Broker.connect(server.url)
+    call = asyncio.create_task(
+        reward.script(
+            "store_result", [RUN.trajectories(), RUN.results(0), RUN.result_tickets()], [*"0123456"]
+        )
+    )
+    await wait_until(lambda: ("reward", "script|load") in refusals(admin), 30)
+    assert not call.done()
+    with_user(monkeypatch, "trainer")
+    trainer = await Broker.connect(server.url)
+    await trainer.keep_scripts()
+    with contextlib.suppress(redis.ResponseError):  # NOGROUP: it has run
+        await asyncio.wait_for(call, 30)
+    assert {user for user, _ in refusals(admin)} == {"reward"}
+    await reward.close()
+    await trainer.close()
+
+
 async def test_scripts_may_not_do_what_their_user_may_not(server: RedisServer, admin: redis.Redis) -> None:
     reward = client_of(server, "reward")
-    sha = reward.script_load("return redis.call('XADD', KEYS[1], '*', 'p', 'x')")
+    sha = admin.script_load("return redis.call('XADD', KEYS[1], '*', 'p', 'x')")
     assert reward.evalsha(sha, 1, RUN.scores())
     for key in (RUN.trajectories(), RUN.prompts(), RUN.commits):
         with pytest.raises(redis.ResponseError):

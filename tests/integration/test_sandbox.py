@@ -15,7 +15,9 @@ from services.jobs.sandbox.programs import make_cases
 from services.jobs.sandbox.runner import SandboxError, probe, run_cases
 from tests.waiting import wait_until
 
-LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, output_kb=64)
+LIMITS = SandboxConfig(
+    time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, output_kb=64, isolation="prefer"
+)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})
 ANY_OUTPUT: dict[str, Any] = {"inputs": [""], "outputs": ["ok"]}
 
@@ -27,6 +29,7 @@ def passes(code: str, tests: Any, config: SandboxConfig = LIMITS) -> bool:
 
 
 def outcome(code: str, config: SandboxConfig = LIMITS, namespaces: bool = True) -> dict[str, Any]:
+    config = config if namespaces else config.model_copy(update={"isolation": "prefer"})
     (result,), _ = run_cases(make_cases(code, ANY_OUTPUT, 1), config, namespaces=namespaces)
     return result
 
@@ -205,13 +208,13 @@ def test_requiring_isolation_refuses_to_run_without_it(monkeypatch: pytest.Monke
     run = runner.run_cases
     monkeypatch.setattr(runner, "run_cases", lambda cases, config: run(cases, config, namespaces=False))
     if _can_run_without(LIMITS):
-        assert runner.probe(LIMITS)["namespaces"] is False
+        assert runner.probe(LIMITS.model_copy(update={"isolation": "prefer"}))["namespaces"] is False
     with pytest.raises(SandboxError):
         runner.probe(LIMITS.model_copy(update={"isolation": "require"}))
 
 
 def _can_run_without(config: SandboxConfig) -> bool:
-    (result,), _ = run_cases(make_cases("print('ok')", ANY_OUTPUT, 1), LIMITS, namespaces=False)
+    result = outcome("print('ok')", config, namespaces=False)
     return bool(result["outcome"] == "done" and result["code"] == 0)
 
 

@@ -33,7 +33,7 @@ from tests.trajectories import make_config
 from tests.waiting import wait_until
 
 KEYS = Keys("coded")
-CONFIG = SandboxConfig(time_s=30.0, total_s=60.0)
+CONFIG = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")  # jobs work on any kernel
 TESTS = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
 DOUBLES = "Here it is:\n```python\nprint(int(input()) * 2)\n```\nDone."
 

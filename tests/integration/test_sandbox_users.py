@@ -23,7 +23,7 @@ from tests.servers import RedisServer, newest_server, server_version, users_file
 from tests.trajectories import make_config
 
 KEYS = Keys("secured")
-CONFIG = SandboxConfig(time_s=30.0, total_s=60.0)
+CONFIG = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")  # jobs work on any kernel
 PASSWORDS = {
     user: f"{user}-s3cret"
     for user in (

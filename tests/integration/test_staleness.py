@@ -75,7 +75,7 @@ async def test_the_scheduler_never_issues_beyond_the_gate(tmp_path: Path) -> Non
             return len(await read_range(run.broker, run.keys.prompts(), Ticket))
 
         async def is_waiting() -> bool:
-            beats = await run.broker.execute("HVALS", run.keys.workers)
+            beats = await run.broker.execute("HVALS", run.keys.workers("trainer"))
             return any(b'"wait:trajectories"' in beat for beat in beats)
 
         await wait_until(is_waiting, 60)

@@ -137,7 +137,7 @@ def test_the_head_gets_every_secret_once_and_keeps_it(tmp_path: Path) -> None:
     first = read_settings((tmp_path / ".env").read_text())
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     secrets = {name: value for name, value in first.items() if name.endswith(("PASSWORD", "TOKEN"))}
-    assert len(secrets) == 8 and all(len(value) >= 32 for value in secrets.values())
+    assert len(secrets) == 9 and all(len(value) >= 32 for value in secrets.values())
     assert secrets["TRAINER_PASSWORD"] not in (tmp_path / "secrets" / "users.acl").read_text()
     (tmp_path / ".env").write_text(filled((tmp_path / ".env").read_text(), {"TIDEMILL_RUN_ID": "mine"}))
     write_head(tmp_path)
@@ -153,7 +153,10 @@ def test_a_node_gets_the_heads_address_and_no_secret_that_it_does_not_need(tmp_p
         node["REWARD_PASSWORD"] == head["REWARD_PASSWORD"]
         and node["TIDEMILL_RUN_ID"] == head["TIDEMILL_RUN_ID"]
     )
-    assert [name for name in node if name.endswith(("PASSWORD", "TOKEN"))] == ["REWARD_PASSWORD"]
+    assert [name for name in node if name.endswith(("PASSWORD", "TOKEN"))] == [
+        "REWARD_PASSWORD",
+        "TIDEMILL_MODEL_TOKEN",
+    ]
     node = read_settings(node_settings(tmp_path, "10.0.0.5", ["rollout", "reward"]))
     assert node["TIDEMILL_WEIGHTS_URL"] == "http://10.0.0.5:8200"
     assert node["TIDEMILL_WEIGHTS_TOKEN"] == head["TIDEMILL_WEIGHTS_TOKEN"]

@@ -8,6 +8,7 @@ import pytest
 from common.errors import ConfigError
 from common.keys import PREFIX, RUNS, Keys
 from common.messages import Lane
+from common.presence import ROLES
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -15,13 +16,25 @@ REPO = Path(__file__).resolve().parents[2]
 def all_keys(keys: Keys) -> list[str]:
     laned = [make(lane) for make in (keys.prompts, keys.trajectories, keys.scores) for lane in Lane]
     groups = [keys.progress(ticket, lane) for ticket in (0, 1) for lane in Lane]
-    names = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
-    plain = [value for name in names if isinstance(value := getattr(keys, name), str)]
-    return laned + groups + [key for key in plain if key not in (keys.run_id, *queues(keys))]
+    public = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
+    plain = [value for name in public if isinstance(value := getattr(keys, name), str)]
+    beats = [keys.workers(role) for role in ROLES]
+    others = (keys.run_id, *queues(keys), *names(keys))
+    return laned + groups + beats + [key for key in plain if key not in others]
 
 
 def queues(keys: Keys) -> list[str]:
     return [keys.sandbox_queue, keys.jobs_queue]
+
+
+def names(keys: Keys) -> list[str]:
+    return [keys.sandbox_names, keys.jobs_names]
+
+
+def test_names_of_jobs_are_apart_by_queue_and_run_and_are_such_as_rq_accepts() -> None:
+    found = [name for run_id in ("a", "b", "a.b") for name in names(Keys(run_id))]
+    assert len({*found}) == 6
+    assert all(re.fullmatch(r"(sandbox|jobs)-[0-9a-f]{16}-", name) for name in found)
 
 
 def test_queues_of_rq_carry_the_id_of_their_run() -> None:

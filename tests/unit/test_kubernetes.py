@@ -117,7 +117,7 @@ def keys_of_secrets() -> dict[str, set[str]]:
     return {
         "tidemill-passwords": passwords,
         "tidemill-redis-users": {"users.acl"},
-        "tidemill-keys": {"JUDGE_API_KEY"},
+        "tidemill-keys": {"JUDGE_API_KEY", "TIDEMILL_MODEL_TOKEN"},
     }
 
 

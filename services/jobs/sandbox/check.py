@@ -7,7 +7,7 @@ import sys
 
 from common.config.sandbox import SandboxConfig
 from common.errors import ConfigError
-from services.jobs.sandbox.runner import SandboxError, probe
+from services.jobs.sandbox.runner import SandboxError, is_whole, probe
 
 
 def main(config: str) -> int:
@@ -17,7 +17,7 @@ def main(config: str) -> int:
     except SandboxError as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
-    if isolation["namespaces"] and isolation["files"]:
+    if is_whole(isolation):
         print("code runs apart from this machine: no network, no files but its own, limits")
     else:
         print(

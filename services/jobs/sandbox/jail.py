@@ -3,10 +3,11 @@
 It reads one JSON map from stdin and writes one to stdout. The order is what makes it safe: first this
 process leaves for namespaces of its own (processes, network, mounts), then it builds a root folder that
 holds nothing but the interpreter, and only then, for each program, a child gives up all privileges, takes
-its limits upon it and becomes the program. This process is the first of its namespace: when it ends, for
-whatever reason, the kernel kills everything inside. It ends with its parent.
+its limits and a filter of system calls upon it and becomes the program. This process is the first of its
+namespace: when it ends, for whatever reason, the kernel kills everything inside. It ends with its parent.
 
-What the kernel refuses is left out and reported under `isolation`; limits always hold.
+What the kernel refuses is left out and reported under `isolation`; limits always hold. With `require`
+nothing is left out: where anything is refused, no program is run at all.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from services.jobs.sandbox import seccomp
 from services.jobs.sandbox.jail_root import build_root, libc
 from services.jobs.sandbox.jail_watch import Watch, descendants, reap
 
@@ -70,6 +72,8 @@ def _leave() -> Map:
             Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{NOBODY} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{NOBODY} {gid} 1")
+        with contextlib.suppress(OSError):  # of this namespace only; the filter of calls says the same
+            Path("/proc/sys/user/max_user_namespaces").write_text("0")
         return {"namespaces": True, "user": "mapped"}
     return _stay()
 
@@ -90,10 +94,12 @@ def _inside(order: Map, isolation: Map, answers: int) -> None:
             work, isolation["files"] = "/tmp", True
         except OSError as error:
             isolation["why"] = str(error)
+    isolation["seccomp"] = seccomp.is_supported()
     jail = Jail(order, isolation, work)
-    results = []
+    is_refused = order["require"] and not all(isolation[part] for part in ("namespaces", "files", "seccomp"))
+    results: list[Map] = []
     deadline = time.monotonic() + order["total_s"]
-    for program in order["programs"]:
+    for program in order["programs"] if not is_refused else []:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             results.append(
@@ -122,7 +128,7 @@ class Jail:
             self._become(program, pipes)
         for name, (reader, writer) in pipes.items():
             os.close(reader if name == "stdin" else writer)
-        watch = Watch(child, self.order, self.isolation["namespaces"])
+        watch = Watch(child, self.order, self.isolation["files"])
         started = time.monotonic()
         try:
             outcome, code, stdout, stderr = watch.follow(
@@ -149,6 +155,8 @@ class Jail:
             _limit(self.order)
             libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             self._drop_user()
+            if self.isolation["seccomp"]:
+                seccomp.install()
             environment = {"PATH": "/usr/bin:/bin", "HOME": self.work, "TMPDIR": self.work, "LANG": "C.UTF-8"}
             flags = ["-I", "-B"] if self.order["packages"] else ["-I", "-B", "-S"]
             # Without a root folder of its own, the interpreter may be where only its owner can read it.
@@ -175,7 +183,7 @@ class Jail:
                 os.kill(-1, signal.SIGKILL)  # everything in this namespace but its first process
         else:
             for _ in range(100):  # children may appear while their parents are killed
-                found = descendants(os.getpid())
+                found = descendants()
                 if not found:
                     break
                 for pid in found:
@@ -202,7 +210,8 @@ def _limit(order: Map) -> None:
         resource.RLIMIT_AS: (order["memory_mb"] << 20,) * 2,
         resource.RLIMIT_FSIZE: (order["file_mb"] << 20,) * 2,
         resource.RLIMIT_NPROC: (order["max_processes"],) * 2,
-        resource.RLIMIT_NOFILE: (256, 256),
+        resource.RLIMIT_NOFILE: (64, 64),  # the buffers of pipes and sockets belong to no process
+        resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),

@@ -1,6 +1,5 @@
 """The root folder of a jail: in memory, with the interpreter read-only, an empty /tmp, and nothing else."""
 
-import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -10,7 +9,9 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 
 MNT_DETACH = 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
-DEVICES = ("null", "zero", "urandom", "random")
+DEVICES = ("null", "urandom", "random")
+"""Without `zero`, a mapping of which can be memory that belongs to no process."""
+MAX_FILES = 4096
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -18,7 +19,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 def build_root(order: dict[str, Any], work: str) -> None:
     """A root folder in memory: the interpreter, read-only, and an empty /tmp; nothing else of the machine."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    _mount("jail", work, "tmpfs", MS_NOSUID | MS_NODEV, f"size={order['file_mb'] + 4}m,mode=755")
+    _mount(
+        "jail",
+        work,
+        "tmpfs",
+        MS_NOSUID | MS_NODEV,
+        f"size={order['file_mb'] + 4}m,nr_inodes={MAX_FILES},mode=755",
+    )
     for folder in (*SYSTEM_FOLDERS, *order["shown"]):
         _show(folder, work)
     os.mkdir(f"{work}/dev")
@@ -26,11 +33,12 @@ def build_root(order: dict[str, Any], work: str) -> None:
         Path(work, "dev", name).touch()
         _mount(f"/dev/{name}", f"{work}/dev/{name}", None, MS_BIND)
     os.mkdir(f"{work}/proc")
-    # Where the machine's own /proc is partly hidden, as in containers, a new one is refused: none then.
-    with contextlib.suppress(OSError):
-        _mount("proc", f"{work}/proc", "proc", MS_NOSUID | MS_NODEV | MS_RDONLY)
+    # Refused where the machine's own /proc is partly hidden, as in some containers. Without it nobody could
+    # watch the processes inside.
+    _mount("proc", f"{work}/proc", "proc", MS_NOSUID | MS_NODEV | MS_RDONLY)
     os.mkdir(f"{work}/tmp")
-    _mount("tmp", f"{work}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={order['file_mb']}m,mode=1777")
+    options = f"size={order['file_mb']}m,nr_inodes={MAX_FILES},mode=1777"
+    _mount("tmp", f"{work}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
     os.mkdir(f"{work}/old")
     if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], work.encode(), f"{work}/old".encode()) != 0:
         raise OSError(ctypes.get_errno(), "pivot_root")

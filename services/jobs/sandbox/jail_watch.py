@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import select
 import signal
 import time
@@ -18,8 +17,8 @@ Buffers = dict[int, bytearray]
 class Watch:
     """Follows one running program: its output, its time, the memory and number of its processes."""
 
-    def __init__(self, child: int, order: dict[str, Any], has_namespace: bool) -> None:
-        self.child, self.order, self.has_namespace = child, order, has_namespace
+    def __init__(self, child: int, order: dict[str, Any], has_own_proc: bool) -> None:
+        self.child, self.order, self.has_own_proc = child, order, has_own_proc
         self.max_bytes = order["output_kb"] << 10
 
     def follow(
@@ -64,10 +63,10 @@ class Watch:
 
     def _excess(self) -> str:
         """Limits that no setrlimit has: of all processes together."""
-        pids = _others() if self.has_namespace else descendants(os.getpid())
+        pids = _others() if self.has_own_proc else descendants()
         if len(pids) > self.order["max_processes"]:
             return "processes"
-        return "memory" if sum(map(_resident_bytes, pids)) > self.order["memory_mb"] << 20 else ""
+        return "memory" if sum(map(_used_bytes, pids)) > self.order["memory_mb"] << 20 else ""
 
 
 def _pairs(written: Buffers) -> list[tuple[bytearray, int]]:
@@ -129,8 +128,9 @@ def _others() -> list[int]:
     return []
 
 
-def descendants(root: int) -> list[int]:
-    """Processes below `root`, wherever they moved their session; orphans come back to this process."""
+def descendants() -> list[int]:
+    """Processes below this one, wherever they moved their session; orphans come back to it."""
+    root = int(os.readlink("/proc/self"))  # its number where this /proc belongs, which may be outside
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -145,7 +145,9 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _resident_bytes(pid: int) -> int:
+def _used_bytes(pid: int) -> int:
+    """Memory of a process, what was moved to swap included."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * resource.getpagesize()
+        lines = Path("/proc", str(pid), "status").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS:", "VmSwap:")))
     return 0

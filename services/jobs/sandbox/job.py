@@ -6,25 +6,60 @@ error, which the reward service tries again and never takes for a zero.
 """
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, validate_call
 from rq import get_current_job
 
 from common.config.sandbox import SandboxConfig
 from common.keys import Keys
+from services.jobs.known_job import Functions
 from services.jobs.sandbox.programs import TestsError, make_cases
 from services.jobs.sandbox.runner import SandboxError, run_cases
 
 MAX_SHOWN_CHARS = 500
+BOUNDED = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb")
+RUN_CODE = "services.jobs.sandbox.job.run_code"
+"""As it is asked for."""
 
 
-def run_code(run_id: str, job_id: str, code: str, tests: Any, config: dict[str, Any]) -> None:
-    """Entry point of RQ; its arguments travel as JSON."""
-    job = get_current_job()
-    assert job is not None
-    limits = SandboxConfig.model_validate(config)
-    result = judge(code, tests, limits)
-    job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=limits.result_ttl_s)
+def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
+    """The one function of a sandbox worker, for this run, within the bounds of its configs."""
+
+    def own_run(value: str) -> str:
+        if value != run_id:
+            raise ValueError(f"this worker is of run {run_id}, and the job of {value}")
+        return value
+
+    @validate_call
+    def run_code(
+        run_id: Annotated[str, AfterValidator(own_run)],
+        job_id: str,
+        code: str,
+        tests: Any,
+        config: SandboxConfig,
+    ) -> None:
+        job = get_current_job()
+        if job is None or job.id != job_id:
+            raise ValueError(f"the job is not {job_id}, whose result it would write")
+        result = judge(code, tests, within(config, configs))
+        job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=config.result_ttl_s)
+
+    return {RUN_CODE: run_code}
+
+
+def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
+    """What a job asks for, as far as the worker's own run allows: who asks does not decide how safe it is."""
+    bounded = {name: min(getattr(asked, name), max(getattr(c, name) for c in own)) for name in BOUNDED}
+    is_strict = any(config.isolation == "require" for config in own)
+    return asked.model_copy(
+        update={
+            **bounded,
+            "isolation": "require" if is_strict else asked.isolation,
+            "packages": asked.packages and any(config.packages for config in own),
+        }
+    )
 
 
 def judge(code: str, tests: Any, config: SandboxConfig) -> dict[str, Any]:

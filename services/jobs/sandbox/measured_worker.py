@@ -1,30 +1,22 @@
 """RQ's worker with metrics, counted in the process that forks: forks end before anybody could ask them."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from redis.exceptions import RedisError
-from rq import Queue, Worker
+from rq import Queue
 from rq.exceptions import InvalidJobOperation
 from rq.job import Job
-from rq.serializers import JSONSerializer
 
 from common import metrics
+from services.jobs.known_worker import KnownWorker
 
 GONE = "finished"
 """A job that succeeded and is kept by nobody is gone when its worker looks."""
 UNKNOWN = "unknown"
 
 
-class MeasuredWorker(Worker):
-    """Observes every job: its queue (the part after the run), how it ended, and how long that took.
-
-    Its jobs are JSON, whatever it is told.
-    """
-
-    def __init__(self, queues: Sequence[str], **options: Any) -> None:
-        super().__init__(list(queues), **options | {"serializer": JSONSerializer})
+class MeasuredWorker(KnownWorker):
+    """Observes every job: its queue (the part after the run), how it ended, and how long that took."""
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Fork, wait for the job's end, and count it."""

@@ -1,5 +1,6 @@
-"""One RQ worker of a run's sandbox queue: `python -m services.jobs.sandbox.rq_worker RUN_ID NAME`.
+"""One RQ worker of a run's sandbox queue: `python -m services.jobs.sandbox.rq_worker RUN_ID CONFIGS`.
 
+CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 RQ forks for every job, so a job that goes wrong takes nothing else with it. It ends with the process that
 started it. Its name is new at every start: RQ refuses a name whose former holder was killed.
 """
@@ -9,10 +10,14 @@ import secrets
 import signal
 import sys
 
+from pydantic import TypeAdapter
+
 from common.broker import redis_url
+from common.config.sandbox import SandboxConfig
 from common.errors import TidemillError
 from common.keys import Keys
 from common.redis_client import make_blocking_client
+from services.jobs.sandbox.job import functions_of
 from services.jobs.sandbox.measured_worker import MeasuredWorker
 
 PR_SET_PDEATHSIG = 1
@@ -22,7 +27,7 @@ MAINTENANCE_S = 30
 WORKER_TTL_S = 60
 
 
-def main(run_id: str, name: str) -> int:
+def main(run_id: str, configs: str) -> int:
     """Work until SIGTERM; a running job is finished first."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -31,9 +36,11 @@ def main(run_id: str, name: str) -> int:
     except TidemillError as error:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code
+    keys = Keys(run_id)
     worker = MeasuredWorker(
-        [Keys(run_id).sandbox_queue],
-        name=f"{run_id}-{name}-{secrets.token_hex(4)}",
+        [keys.sandbox_queue],
+        functions_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs)),
+        name=f"{keys.sandbox_names}{secrets.token_hex(4)}",
         connection=connection,
         job_monitoring_interval=BEAT_S,
         maintenance_interval=MAINTENANCE_S,

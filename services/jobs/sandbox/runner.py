@@ -22,6 +22,14 @@ START_S = 10.0
 PROBE = [Case("print(6 * 7)", "", "42")]
 
 
+REMEDY = (
+    "Allow this worker user namespaces: the sysctls user.max_user_namespaces and "
+    "kernel.apparmor_restrict_unprivileged_userns may forbid them; in Docker start it with --security-opt "
+    "seccomp=unconfined --security-opt systempaths=unconfined (and apparmor=unconfined on Ubuntu). Or set "
+    "sandbox.isolation: prefer, which runs code under limits alone and is for code that you do not fear."
+)
+
+
 class SandboxError(TidemillError):
     """The jail failed, which says nothing about the code in it."""
 
@@ -53,13 +61,23 @@ def probe(config: SandboxConfig) -> dict[str, Any]:
     (result,), isolation = run_cases(PROBE, config.model_copy(update={"time_s": 60.0, "total_s": 60.0}))
     if not PROBE[0].passed(result):
         raise SandboxError(f"the sandbox cannot run Python here: {result['stderr'] or result['outcome']}")
-    if config.isolation == "require" and not (isolation["namespaces"] and isolation["files"]):
-        raise SandboxError(
-            "isolation: require, but the kernel allows no namespaces here"
-            + (f" ({isolation['why']})" if "why" in isolation else "")
-            + ". Allow user namespaces to the worker, or set isolation: prefer and run no code you fear."
-        )
+    if config.isolation == "require" and not is_whole(isolation):
+        raise _refused(isolation)
     return isolation
+
+
+def is_whole(isolation: dict[str, Any]) -> bool:
+    """Whether code has a world of its own: no network, no files, no processes, few system calls."""
+    return all(isolation.get(part) for part in ("namespaces", "files", "seccomp"))
+
+
+def _refused(isolation: dict[str, Any]) -> SandboxError:
+    why = f" ({isolation['why']})" if "why" in isolation else ""
+    missing = ", ".join(part for part in ("namespaces", "files", "seccomp") if not isolation.get(part))
+    return SandboxError(
+        f"the kernel allows no sandbox here: no {missing}{why}. Nothing is run without (isolation: require). "
+        + REMEDY
+    )
 
 
 def _run(
@@ -68,6 +86,7 @@ def _run(
     order = {
         "folder": folder,
         "namespaces": namespaces,
+        "require": config.isolation == "require",
         "python": os.path.realpath(sys.executable),
         "shown": _shown(config),
         "programs": [{"source": case.source, "stdin": case.stdin} for case in cases],
@@ -105,6 +124,8 @@ def _run(
     except ValueError:
         said = errors.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
         raise SandboxError(f"the jail ended with {process.returncode} and said: {said[0]}") from None
+    if len(found["results"]) < len(cases):
+        raise _refused(found["isolation"])
     return found["results"], found["isolation"]
 
 

@@ -1,17 +1,18 @@
 """A sandbox worker: finds out what this machine's kernel allows, then keeps one RQ worker running."""
 
 import asyncio
+import json
 import os
 import signal
-import sys
 
 import structlog
 from prometheus_client import REGISTRY
 
 from common.child_metrics import ChildMetrics
 from common.errors import ConfigError, TidemillError
+from common.own_modules import run_own
 from common.service import ServiceContext
-from services.jobs.sandbox.runner import SandboxError, probe
+from services.jobs.sandbox.runner import SandboxError, is_whole, probe
 
 log = structlog.get_logger(__name__)
 
@@ -29,14 +30,15 @@ async def serve(context: ServiceContext) -> None:
             isolation = await asyncio.to_thread(probe, config)
         except SandboxError as error:
             raise ConfigError(str(error)) from None
-    if isolation["namespaces"] and isolation["files"]:
+    if is_whole(isolation):
         log.info("code runs without network, in namespaces of its own", user=isolation["user"])
     else:
         log.warning(
             "code runs under limits only: the kernel allows no namespaces here; it has network and files",
             **isolation,
         )
-    command = (sys.executable, "-m", "services.jobs.sandbox.rq_worker", context.keys.run_id, context.name)
+    bounds = json.dumps([config.model_dump(mode="json") for config in configs])
+    command = run_own("services.jobs.sandbox.rq_worker", context.keys.run_id, bounds)
     children = ChildMetrics()
     context.collectors[:] = [children]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | children.environment)

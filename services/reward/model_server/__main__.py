@@ -3,8 +3,9 @@
 import os
 import sys
 
-from common.errors import TidemillError
+from common.errors import ConfigError, TidemillError
 from common.logs import configure_logs
+from common.model_token import complaint, model_token
 from services.reward.model_server.options import check_model, parse_options, template_of
 
 
@@ -15,6 +16,8 @@ def main() -> int:
     options = parse_options()
     configure_logs("reward-model", f"reward-model:{options.port}")
     try:
+        if problem := complaint(options.host, model_token()):
+            raise ConfigError(problem)
         check_model(options)
         template = template_of(options)
         from services.reward.model_server.server import run_server

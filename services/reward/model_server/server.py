@@ -14,9 +14,11 @@ import structlog
 import torch
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from common.errors import ConfigError
 from common.main_task import run_main
+from common.model_token import model_token
 from common.turns import DeviceTurn, TurnGate, turn_files
 from services.reward.model_server.app import ScoringApp
 from services.reward.model_server.batcher import Batcher
@@ -24,6 +26,7 @@ from services.reward.model_server.batching import BatchLimits
 from services.reward.model_server.inputs import Inputs
 from services.reward.model_server.options import ServerOptions
 from services.reward.model_server.scoring_model import ScoringModel
+from services.reward.model_server.token_gate import TokenGate
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +76,7 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
     app = ScoringApp(options.served_model_name or options.model, model, inputs, batcher, gate)
     server = _Server(
         uvicorn.Config(
-            Starlette(routes=list(app.routes())),
+            Starlette(routes=list(app.routes()), middleware=[Middleware(TokenGate, model_token())]),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -1,10 +1,11 @@
 """A reward that asks a language model for its verdict.
 
 One attempt: fill in the template, ask within the run's limits, read a number from the words. Words without a
-number are a failed attempt. The words are kept in the score's detail, and tokens are counted whatever came of
-them, because they are paid for.
+number are a failed attempt, and what the judge quotes of the completion is no verdict of the judge's. The
+words are kept in the score's detail, and tokens are counted whatever came of them, because they are paid for.
 """
 
+import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from services.reward.sample import Sample
 if TYPE_CHECKING:
     from services.reward.services import RewardServices
 
+NONCE_BYTES = 4
 CHARS_PER_TOKEN = 3
 """For estimates before a request; most languages have more. What was wrong is put right by the answer."""
 
@@ -47,7 +49,8 @@ class JudgeReward:
         """
         if self.config.router_only:
             return Outcome(None)  # not applicable
-        messages = self._prompt.messages(sample)
+        nonce = secrets.token_hex(NONCE_BYTES)
+        messages = self._prompt.messages(sample, nonce)
         started = time.monotonic()
         judgement = await self.calls.ask(
             lambda replica, permit: self._send(replica, permit, messages),
@@ -55,7 +58,7 @@ class JudgeReward:
             sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN + self.config.max_tokens,
         )
         try:
-            outcome = self._verdict(judgement.words)
+            outcome = self._verdict(judgement.words, sample.solution_str, nonce)
         except RemoteFault as fault:
             self.calls.count(fault)
             raise

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.judge import JudgeConfig
 from common.errors import ConfigError
+from common.model_token import key_for
 from common.packing import sendable
 from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
 from services.reward.remote.replica import Replica
@@ -69,7 +70,7 @@ class OpenAIRequests:
         import openai
 
         try:
-            answer = await self._create(self._client(replica.url), messages)
+            answer = await self._create(self._client(replica), messages)
         except openai.APIStatusError as error:
             raise status_fault(
                 replica.origin, error.status_code, error.response.headers, error.message
@@ -101,18 +102,19 @@ class OpenAIRequests:
             return await client.completions.create(prompt=messages[-1]["content"], **options)
         return await client.chat.completions.create(messages=messages, **options)  # type: ignore[arg-type]
 
-    def _client(self, url: str) -> "AsyncOpenAI":
+    def _client(self, replica: Replica) -> "AsyncOpenAI":
+        url = replica.url
         if url not in self._clients:
             import openai
 
             if self._first is None:
                 # Unbounded, because the limits are elsewhere: a pool of its own would be another queue.
                 http = openai.DefaultAsyncHttpxClient(timeout=None, limits=_no_limits())
-                key = os.environ.get(self._config.api_key_env, "") if self._config.api_key_env else ""
                 self._first = openai.AsyncOpenAI(
-                    base_url=url, api_key=key or NO_KEY, max_retries=0, timeout=None, http_client=http
+                    base_url=url, api_key=NO_KEY, max_retries=0, timeout=None, http_client=http
                 )
-            self._clients[url] = self._first.with_options(base_url=url)
+            key = key_for(replica.is_registered, self._config.api_key_env) or NO_KEY
+            self._clients[url] = self._first.with_options(base_url=url, api_key=key)
         return self._clients[url]
 
     def _read(self, replica: Replica, answer: Any) -> Judgement:

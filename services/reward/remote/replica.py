@@ -13,8 +13,16 @@ OLD_S = 3600.0
 class Replica:
     """`url` is what requests go to; `origin`, its part before the path, answers /health."""
 
-    def __init__(self, url: str, config: RoutingConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: RoutingConfig,
+        clock: Callable[[], float] = time.monotonic,
+        is_registered: bool = False,
+    ) -> None:
         self.url = url
+        self.is_registered = is_registered
+        """Whether it is a server of the run, which has its token, and not an address of the config's."""
         parts = urlsplit(url)
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self.root = self.origin + parts.path.rstrip("/").removesuffix("/v1")

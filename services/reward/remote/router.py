@@ -186,7 +186,7 @@ class Router:
         for url in wanted:
             if url not in self._replicas:
                 log.info("a replica joined", reward=self.name, replica=url)
-                self._replicas[url] = Replica(url, self.config, self._clock)
+                self._replicas[url] = Replica(url, self.config, self._clock, is_registered=True)
         for url in set(self._replicas) - set(wanted):
             log.info("a replica left", reward=self.name, replica=url)
             gone = self._replicas.pop(url)

@@ -8,7 +8,6 @@ Answers are passed on whole, also those that were asked for as a stream.
 import asyncio
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from starlette.routing import Route
 
 from common.errors import ConfigError
 from common.messages import Lane
+from common.model_token import key_for
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
 from services.reward.remote.limiter import Permit
@@ -46,10 +46,10 @@ class Answer:
 
 
 class RouterProxy:
-    """The server of one router. `api_key` is sent along where a request brings none of its own."""
+    """The server of one router. The replica's key is sent along where a request brings none of its own."""
 
-    def __init__(self, calls: RemoteCalls, http: httpx.AsyncClient, api_key: str = "") -> None:
-        self._calls, self._http, self._api_key = calls, http, api_key
+    def __init__(self, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
+        self._calls, self._http = calls, http
         app = Starlette(routes=[Route("/{path:path}", self._forward, methods=METHODS)])
         self._server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
         self._serving: asyncio.Task[None] | None = None
@@ -73,12 +73,12 @@ class RouterProxy:
         body = await request.body()
         lane = Lane.EVAL if request.headers.get(LANE_HEADER) == Lane.EVAL.value else Lane.TRAIN
         headers = {name: value for name in PASSED_ON if (value := request.headers.get(name))}
-        if self._api_key:
-            headers.setdefault("authorization", f"Bearer {self._api_key}")
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
 
         async def send(replica: Replica, permit: Permit) -> Answer:
-            answer = await self._send(replica, request.method, target, body, headers)
+            key = key_for(replica.is_registered, self._calls.api_key_env)
+            own = {"authorization": f"Bearer {key}"} if key else {}
+            answer = await self._send(replica, request.method, target, body, own | headers)
             used = _usage(answer)
             if used is not None:
                 permit.used_tokens = sum(used)
@@ -128,8 +128,7 @@ class RouterProxies:
             )
         if name not in self._proxies:
             calls = self._calls[name]
-            key = os.environ.get(calls.api_key_env, "") if calls.api_key_env else ""
-            self._proxies[name] = RouterProxy(calls, self._http, key)
+            self._proxies[name] = RouterProxy(calls, self._http)
             await self._proxies[name].start()
         return self._proxies[name].address
 

@@ -20,6 +20,8 @@ from common.config.remote import LocalReplicasConfig, RoutingConfig
 from common.config.reward_model import RewardModelConfig
 from common.endings import ending_in_words, is_illegal_instruction
 from common.errors import ConfigError, EngineError, TidemillError
+from common.model_token import complaint, model_token
+from common.own_modules import run_own
 from common.replica_registry import BEATS_PER_TTL, ReplicaRegistry
 from common.service import ServiceContext
 from common.vllm_machine import check_machine, machine_arguments, machine_environment
@@ -30,7 +32,7 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.25
 STARTING, SERVING = "wait:server", "serve"
 
-VLLM_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+VLLM_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server")
 VLLM_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all replicas of a machine take the same cores
@@ -52,6 +54,8 @@ async def serve(context: ServiceContext) -> None:
             f"--reward {name}: the run has no reward of that name with servers; "
             f"it has {', '.join(known) or 'none'}"
         )
+    if problem := complaint(context.options.host, model_token()):
+        raise ConfigError(problem)
     port = context.options.port or _free_port(context.options.host)
     replica = ServedReplica(context, name, reward.routing, port)
     await replica.run(server_command(context, reward, port), server_environment(context, reward))
@@ -195,7 +199,7 @@ def model_server_command(config: RewardModelConfig, model: str, host: str, port:
     name = ["--served-model-name", config.served_name] if config.served_name else []
     if config.server == "vllm":
         return [*VLLM_SERVER, "--runner", "pooling", *where, *name]
-    command = [sys.executable, "-m", "services.reward.model_server", "--head", config.head, *where, *name]
+    command = run_own("services.reward.model_server", "--head", config.head, *where, *name)
     if config.shares_rollout_gpus:
         command += ["--share-device", "--turn-s", str(config.turn_s)]
     return command
@@ -207,7 +211,9 @@ def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> di
     wanted = reward.local_replicas.env if reward.local_replicas else {}
     index = str(context.options.index)
     given = own | {key: value.replace("{index}", index) for key, value in wanted.items()}
-    return machine_environment(VLLM_DEFAULTS | given)
+    # vLLM takes its key from the environment, where no list of processes shows it.
+    token = {"VLLM_API_KEY": model_token()} if model_token() else {}
+    return machine_environment(VLLM_DEFAULTS | token | given)
 
 
 def _filled(part: str, values: Mapping[str, str]) -> str:

@@ -29,18 +29,20 @@ class JudgePrompt:
             else None
         )
 
-    def text(self, sample: Sample) -> str:
-        """What the judge reads about a sample.
+    def text(self, sample: Sample, nonce: str = "") -> str:
+        """What the judge reads about a sample. `nonce` is a word that no completion can know.
 
         Raises:
             AttemptError: the template asks for something that the sample does not have.
         """
-        return _rendered(self._user, sample)
+        return _rendered(self._user, sample, nonce)
 
-    def messages(self, sample: Sample) -> list[Message]:
+    def messages(self, sample: Sample, nonce: str = "") -> list[Message]:
         """The same as a chat."""
-        system = [{"role": "system", "content": _rendered(self._system, sample)}] if self._system else []
-        return [*system, {"role": "user", "content": self.text(sample)}]
+        if self._system is None:
+            return [{"role": "user", "content": self.text(sample, nonce)}]
+        system = {"role": "system", "content": _rendered(self._system, sample, nonce)}
+        return [system, {"role": "user", "content": self.text(sample, nonce)}]
 
 
 def _compiled(environment: ImmutableSandboxedEnvironment, source: str, where: str) -> Template:
@@ -53,7 +55,7 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str, where: st
         ) from None
 
 
-def _rendered(template: Template, sample: Sample) -> str:
+def _rendered(template: Template, sample: Sample, nonce: str) -> str:
     fields: dict[str, Any] = {
         "prompt": sample.prompt,
         "messages": sample.chat,
@@ -62,6 +64,7 @@ def _rendered(template: Template, sample: Sample) -> str:
         "ground_truth": sample.ground_truth,
         "extra": sample.extra_info,
         "data_source": sample.data_source,
+        "nonce": nonce,
     }
     try:
         return template.render(fields)

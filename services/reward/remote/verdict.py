@@ -3,8 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from common.config.judge import SCORE, VerdictConfig
 from services.reward.functions import import_function
@@ -14,7 +13,16 @@ from services.reward.remote.faults import FaultKind, RemoteFault
 SHOWN_CHARS = 200
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?(?![\w%]|\.\d)")
 
-Verdict = Callable[[str], Outcome]
+NONCE = "{nonce}"
+"""In a regex or field: the word that the template showed the judge, which no completion can know."""
+
+
+class Verdict(Protocol):
+    """Reads a judge's words. `completion` is what it judged: the words may quote it."""
+
+    def __call__(self, words: str, completion: str = "", nonce: str = "") -> Outcome:
+        """The verdict; its value is None where the function that reads it says so."""
+        ...
 
 
 def make_verdict(config: VerdictConfig) -> Verdict:
@@ -25,8 +33,8 @@ def make_verdict(config: VerdictConfig) -> Verdict:
     """
     read = _function_reader(config) if config.function else _reader(config)
 
-    def verdict(words: str) -> Outcome:
-        outcome = read(words)
+    def verdict(words: str, completion: str = "", nonce: str = "") -> Outcome:
+        outcome = read(words, completion, nonce)
         if outcome.value is None:
             return outcome
         return Outcome(_in_range(config, outcome.value, words), outcome.components, outcome.detail)
@@ -35,14 +43,14 @@ def make_verdict(config: VerdictConfig) -> Verdict:
 
 
 def _reader(config: VerdictConfig) -> Verdict:
-    pattern = re.compile(config.regex) if config.regex else None
-
-    def read(words: str) -> Outcome:
-        is_all = pattern is None and not config.json_field
-        if pattern is not None:
-            found: Any = _matched(pattern, words)
+    def read(words: str, completion: str = "", nonce: str = "") -> Outcome:
+        is_all = not config.regex and not config.json_field
+        if config.regex:
+            found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion)
+        elif config.json_field:
+            found = _field(config.json_field.replace(NONCE, nonce), words, completion)
         else:
-            found = _field(config.json_field, words) if config.json_field else words
+            found = words
         value = _chosen(config.choices, found, is_all) if config.choices else _number(found, is_all)
         if value is None or not math.isfinite(value):
             wanted = f"one of {', '.join(config.choices)}" if config.choices else "one finite number"
@@ -55,7 +63,7 @@ def _reader(config: VerdictConfig) -> Verdict:
 def _function_reader(config: VerdictConfig) -> Verdict:
     function = import_function(config.function, "judge.verdict.function", ())
 
-    def read(words: str) -> Outcome:
+    def read(words: str, completion: str = "", nonce: str = "") -> Outcome:
         try:
             with contained():
                 return interpret(function(words))
@@ -65,32 +73,57 @@ def _function_reader(config: VerdictConfig) -> Verdict:
     return read
 
 
-def _matched(pattern: re.Pattern[str], words: str) -> str:
-    matches = list(pattern.finditer(words))
-    if not matches:
-        raise _none(words, f"nothing matches {pattern.pattern!r}")
-    last = matches[-1]  # a judge thinks first and concludes last
+def _matched(regex: str, words: str, completion: str) -> str:
+    pattern = re.compile(regex)
     group: int | str = SCORE if SCORE in pattern.groupindex else min(1, pattern.groups)
-    return last[group] or ""
+    matches = [(match[0], match[group] or "") for match in pattern.finditer(words)]
+    if not matches:
+        raise _none(words, f"nothing matches {regex!r}")
+    return str(_own(matches, words, completion))
 
 
-def _field(path: str, words: str) -> Any:
-    found = _last_object(words)
+def _own(found: list[tuple[str, Any]], words: str, completion: str) -> Any:
+    """The judge's conclusion: the last of its own, for it thinks first and concludes last.
+
+    What stands in the completion as well, word for word, may be a quotation, by which a completion could
+    give itself a verdict. Where there is nothing else, all of them must agree.
+    """
+    own = [value for text, value in found if text.strip() not in completion]
+    if own:
+        return own[-1]
+    values = [value for _, value in found]
+    if any(value != values[0] for value in values):
+        raise _none(words, "several verdicts stand there, all of which stand in the completion as well")
+    return values[0]
+
+
+def _field(path: str, words: str, completion: str) -> Any:
+    objects = [(text, value) for text, tree in _objects(words) if (value := _at(tree, path)) is not _ABSENT]
+    if not objects:
+        raise _none(words, f"there is no JSON object with the field {path!r}")
+    return _own(objects, words, completion)
+
+
+_ABSENT = object()
+
+
+def _at(tree: Any, path: str) -> Any:
     for part in path.split("."):
-        if not isinstance(found, dict) or part not in found:
-            raise _none(words, f"there is no JSON object with the field {path!r}")
-        found = found[part]
-    return found
+        if not isinstance(tree, dict) or part not in tree:
+            return _ABSENT
+        tree = tree[part]
+    return tree
 
 
-def _last_object(words: str) -> Any:
-    """The last JSON object that stands in the text, whatever is around it."""
-    decoder, found, position = json.JSONDecoder(), None, 0
-    while (position := words.find("{", position)) >= 0:
+def _objects(words: str) -> list[tuple[str, Any]]:
+    """The JSON objects in the text, whatever is around them: how they are spelled, and what they are."""
+    decoder, found, position = json.JSONDecoder(), [], 0
+    while (start := words.find("{", position)) >= 0:
         try:
-            found, position = decoder.raw_decode(words, position)
+            tree, position = decoder.raw_decode(words, start)
+            found.append((words[start:position], tree))
         except (ValueError, RecursionError):
-            position += 1
+            position = start + 1
     return found
 
 

@@ -1,0 +1,40 @@
+"""The token that servers of judges and reward models ask for, and reward workers show.
+
+One for all servers that register themselves with a run; both sides have it from their environment. Servers
+at `base_urls` have keys of their own (`api_key_env`) and are never shown this one.
+"""
+
+import hmac
+import os
+
+MODEL_TOKEN_VARIABLE = "TIDEMILL_MODEL_TOKEN"  # the variable's name, not a token
+MIN_TOKEN_CHARS = 16
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+def model_token() -> str:
+    """The token of this process's environment; empty where there is none."""
+    return os.environ.get(MODEL_TOKEN_VARIABLE, "")
+
+
+def key_for(is_registered: bool, api_key_env: str) -> str:
+    """What to show a server: the run's token to one that registered, else the key that the config names."""
+    token = model_token() if is_registered else ""
+    return token or (os.environ.get(api_key_env, "") if api_key_env else "")
+
+
+def is_shown(authorization: str, token: str) -> bool:
+    """Whether a request's header shows the token."""
+    scheme, _, shown = authorization.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token.encode())
+
+
+def complaint(host: str, token: str) -> str:
+    """What is wrong with listening on `host` with this token; empty where nothing is."""
+    if token and len(token) < MIN_TOKEN_CHARS:
+        problem = f"{MODEL_TOKEN_VARIABLE} has {len(token)} characters; expected at least {MIN_TOKEN_CHARS}"
+    elif not token and not host.startswith(LOOPBACK):
+        problem = f"--host {host} lets everybody in who reaches it: {MODEL_TOKEN_VARIABLE} is not set"
+    else:
+        return ""
+    return f"{problem}. Make one with `openssl rand -base64 24`, and give it to the reward workers too."
