@@ -63,6 +63,8 @@ class Cluster:
     cut_off: set[Process] = field(default_factory=set)
     """Processes that cannot reach the server now."""
     num_servers: int = 1
+    before: Callable[[Process, Fields], None] | None = None
+    """Hears of every command that arrives, before it is applied."""
     _waiting: dict["asyncio.Future[Any]", Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,6 +125,8 @@ class Cluster:
     def _arrive(
         self, process: Process, unit: Sequence[Fields], is_atomic: bool, future: "asyncio.Future[Any]", fate: str
     ) -> None:
+        if self.before is not None and self.state is State.UP:
+            self.before(process, unit[0])
         if self.state is State.DOWN or process in self.cut_off:
             self._answer(future, RedisConnectionError(REFUSED))
             return

@@ -71,7 +71,7 @@ def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -
 
 
 def _run(world: World, schedule: Schedule, verdict: Verdict) -> None:
-    config = schedule.setup.config(inputs(), world.run_id)
+    config = schedule.setup.config(inputs(), world.run_id, schedule.seed)
     fleet = Fleet(world)
     judge = Judge(world, config, schedule)
     world.on_append = judge.see

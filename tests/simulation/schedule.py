@@ -27,10 +27,11 @@ class Setup:
     rollouts: int = 2
     rewards: int = 2
 
-    def config(self, folder: Path, run_id: str) -> RunConfig:
+    def config(self, folder: Path, run_id: str, seed: int = 0) -> RunConfig:
         """The whole config, for a run whose data lie in `folder`."""
         tree = {
             "run_id": run_id,
+            "seed": seed % 100_000,
             "model": {"path": str(folder / "model"), "max_model_len": 64},
             "data": {
                 "train": str(folder / "train.jsonl"),
