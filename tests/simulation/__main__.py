@@ -6,24 +6,20 @@ shrunk, and printed as something that a regression test can hold.
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.simulation.generate import schedule_of
+from tests.simulation.many import verdicts
 from tests.simulation.run import Verdict, run
 from tests.simulation.shrink import shrink
 
-BATCH = 20
-"""Schedules that a worker process is given at once."""
 MOST_SHRUNK = 8
 MOST_WORDS = 2000
 
@@ -40,7 +36,7 @@ def main() -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("schedules", total=len(seeds))
-        for verdict in _verdicts(seeds, options.jobs):
+        for verdict in verdicts(seeds, options.jobs):
             progress.advance(bar)
             faults += verdict.faults
             if verdict.problem:
@@ -69,29 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", action="store_true", help="run one seed, and print all that happens")
     parser.add_argument("--no-shrink", action="store_true", help="leave failing schedules as they are")
     return parser
-
-
-def _verdicts(seeds: range, jobs: int) -> Iterator[Verdict]:
-    if jobs <= 1 or len(seeds) <= BATCH:
-        yield from map(_run_seed, seeds)
-        return
-    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for done in as_completed([pool.submit(_run_batch, batch) for batch in batches]):
-            yield from done.result()
-
-
-def _run_batch(seeds: range) -> list[Verdict]:
-    return [_run_seed(seed) for seed in seeds]
-
-
-def _run_seed(seed: int) -> Verdict:
-    schedule = schedule_of(seed)
-    try:
-        return run(schedule)
-    except Exception as error:
-        raise RuntimeError(f"the simulation itself failed at seed {seed}: {schedule!r}") from error
 
 
 def _tell(verdict: Verdict) -> None:

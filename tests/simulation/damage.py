@@ -21,6 +21,12 @@ def tear(run_dir: Path, what: str, share: float) -> bool:
     return _cut(files[int(share * 97) % len(files)], share) if files else False
 
 
+def newest(run_dir: Path) -> str:
+    """The newest checkpoint's folder, as long as nothing has replaced it; empty where there is none."""
+    versions = sorted((run_dir / "checkpoints").glob("v*"))
+    return f"{versions[-1].name} {versions[-1].stat().st_ino}" if versions else ""
+
+
 def _cut(path: Path, share: float) -> bool:
     if not path.is_file():
         return False

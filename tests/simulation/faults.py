@@ -30,6 +30,9 @@ class Injector:
         self.world, self.fleet, self.config, self.schedule = world, fleet, config, schedule
         self.rng = random.Random(f"faults {schedule.seed}")
         self.done: Counter[str] = Counter()
+        self.num_torn = 0
+        """Most checkpoints that were torn without a new one in between."""
+        self._torn: list[str] = []
         self.num_lost = 0
         """Entries that Redis has lost."""
         ends = [fault.at_s + float(fault.how.get("for_s", 0.0)) for fault in schedule.faults]
@@ -171,7 +174,12 @@ class Injector:
         """The trainer dies, and a file of its is not what it was."""
         if (process := self.fleet.find("trainer")) is not None:
             self.world.kill(process)
-        return damage.tear(self.world.folder / self.world.run_id, fault.how["what"], fault.how.get("share", 0.5))
+        what, run_dir = fault.how["what"], self.world.folder / self.world.run_id
+        if what == "checkpoint" and (newest := damage.newest(run_dir)):
+            # Torn again: it is the same one, and no new one has come in between.
+            self._torn = [*self._torn, newest] if newest in self._torn else [newest]
+            self.num_torn = max(self.num_torn, len(set(self._torn)))
+        return damage.tear(run_dir, what, fault.how.get("share", 0.5))
 
     def foreign(self, fault: Fault) -> bool:
         """Somebody else writes into a stream."""

@@ -26,6 +26,10 @@ from tests.simulation.reward import value_of
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
 
+REMEDIES = ("estore", "emove", "XDEL", "tart a new run", "stop the other", "tidemill ")
+"""A message that ends a run names what to do: one of these stands in it."""
+NO_RUN = "this Redis has no run"
+"""What people are told who mistyped a run's id; not those whose Redis was emptied."""
 LOSSES = ("restart", "failover", "empty")
 
 
@@ -65,15 +69,19 @@ class Judge:
         found += self._judge_letters()
         verdict.violations += found
 
-    def may_end(self, outcome: str) -> bool:
-        """Whether the run may have ended with this error: where no repair is possible, with one clear message."""
-        torn = sum(f.kind == "tear" and f.how["what"] == "checkpoint" for f in self.schedule.faults)
+    def may_end(self, outcome: str, num_torn: int) -> bool:
+        """Whether the run may have ended with this error: where no repair is possible, with one clear message.
+
+        `num_torn` is the most checkpoints that were torn without a new one in between.
+        """
+        if not any(word in outcome for word in REMEDIES) or NO_RUN in outcome:
+            return False
         has_losses = any(
             f.kind == "empty" or (f.kind in LOSSES and (f.how.get("lose") or f.how.get("lose_commits")))
             for f in self.schedule.faults
         )
         foreign = {f.target for f in self.schedule.faults if f.kind == "foreign"}
-        if "empty" in self.kinds or (torn and has_losses) or torn >= self.trainer.keep_checkpoints:
+        if "empty" in self.kinds or (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints:
             return True
         return bool(foreign & {"commits", "weights", "prompts", "prompts:eval"})
 
@@ -126,7 +134,7 @@ class Judge:
             dead=SimpleNamespace(entries=[]),
         )
         found: Any = chaos.judge(archive, self.trainer.group_size, self.trainer.max_staleness)  # type: ignore[arg-type]
-        problems = []
+        problems = self._judge_waits(commits)
         if found.lost or found.duplicated or found.violations or found.gaps:
             problems.append(f"history: {found}")
         if any(len(commit.groups) != self.trainer.groups_per_step for commit in commits):
@@ -135,6 +143,13 @@ class Judge:
         if twice := [ticket for ticket, count in ends.items() if count > 1]:
             problems.append(f"ends: tickets {twice[:5]} have two ends")
         return problems + self._judge_digests(commits) + self._judge_advantages(commits)
+
+    def _judge_waits(self, commits: list[Commit]) -> list[str]:
+        """Nobody waits for `reissue_after_s` for what a loss of Redis has taken: that is known at once."""
+        if "foreign" in self.kinds or "empty" in self.kinds:
+            return []
+        late = [ticket for commit in commits for ticket, _, reason in commit.dropped if reason == "lost"]
+        return [f"late: tickets {late} were given up after {self.trainer.reissue_after_s:g} s"] if late else []
 
     def _tickets(self) -> list[Ticket]:
         records = [record for record in self.world.history.of("prompts") if not record.is_foreign]

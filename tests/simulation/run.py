@@ -88,7 +88,7 @@ def _run(world: World, schedule: Schedule, verdict: Verdict) -> None:
     judge.judge(fleet, injector, verdict)
     if not fleet.outcome:
         verdict.stall = f"stall: {judge.standing()}"
-    elif fleet.outcome != FINISHED and not judge.may_end(fleet.outcome):
+    elif fleet.outcome != FINISHED and not judge.may_end(fleet.outcome, injector.num_torn):
         verdict.stall = f"ended: {fleet.outcome}"
     verdict.digest = world.digest
 

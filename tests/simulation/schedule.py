@@ -7,7 +7,7 @@ from typing import Any
 from common.config import RunConfig, parse_config
 
 LEASE_S = 4.0
-REISSUE_AFTER_S = 15.0
+REISSUE_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
