@@ -44,7 +44,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """What the function that runs on a thread has slept."""
         self.in_thread = False
         self.errors: list[dict[str, Any]] = []
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._num_timers = 0
         self._active: list[Process] = []
         self._threads: dict[Any, deque[Callable[[], None]]] = {}
         self._num_tasks = 0
@@ -78,15 +79,14 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def _advance(self, until_s: float) -> bool:
         """Go to the next timer's time."""
         timers = self._timers
-        while timers and timers[0]._cancelled:  # type: ignore[attr-defined]
+        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
             heapq.heappop(timers)
-        if not timers or timers[0].when() > until_s:
+        if not timers or timers[0][0] > until_s:
             self.now = max(self.now, until_s)
             return False
-        self.now = max(self.now, timers[0].when())
-        while timers and timers[0].when() <= self.now:
-            handle = heapq.heappop(timers)
-            handle._scheduled = False  # type: ignore[attr-defined]
+        now = self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= now:
+            handle = heapq.heappop(timers)[2]
             if not handle._cancelled:  # type: ignore[attr-defined]
                 self._enqueue(handle)
         return True
@@ -139,8 +139,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, handle)
-        handle._scheduled = True  # type: ignore[attr-defined]
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, handle))
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:

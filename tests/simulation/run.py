@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import gc
+import itertools
 import json
 import shutil
 import sys
@@ -24,6 +25,9 @@ from tests.simulation.world import World
 PATIENCE_S = 400.0
 """Virtual time after the last fault in which a run has to reach its end."""
 NUM_ROWS = 40
+COLLECT_EVERY = 10
+"""Schedules after which their garbage is looked for: looking takes as long as a short schedule."""
+_COUNTER = itertools.count(1)
 
 
 @dataclass
@@ -52,8 +56,8 @@ def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
         verdict = Verdict(schedule)
         _freeze()
         _live(schedule, folder, verdict, is_traced)
-        gc.collect()
-        gc.collect()  # what the last words have made
+        if next(_COUNTER) % COLLECT_EVERY == 0:
+            gc.collect()
     return verdict
 
 

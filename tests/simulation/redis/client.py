@@ -110,13 +110,17 @@ class MemoryPipeline:
 
 def packed(command: Sequence[Any]) -> Fields:
     """A command as bytes; its name may hold a subcommand."""
-    name, *args = command
-    return [*(part.encode() for part in name.split()), *map(_bytes, args)]
+    fields = _words(command[0])
+    for value in command[1:]:
+        kind = type(value)
+        if kind is bytes:
+            fields.append(value)
+        elif kind is memoryview or kind is bytearray:
+            fields.append(bytes(value))
+        else:
+            fields.append(str(value).encode())
+    return fields
 
 
-def _bytes(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, memoryview | bytearray):
-        return bytes(value)
-    return str(value).encode()
+def _words(name: str) -> Fields:
+    return [name.encode()] if " " not in name else [part.encode() for part in name.split()]
