@@ -312,10 +312,22 @@ def _smembers(space: Keyspace, args: Arguments) -> Any:
 
 @command("ZADD")
 def _zadd(space: Keyspace, args: Arguments) -> Any:
-    found = space.get(args[0], SortedSet, make=True)
-    before = len(found)
-    found.update((member, float(score)) for score, member in zip(args[1::2], args[2::2], strict=True))
-    return len(found) - before
+    key, rest, flags = args[0], args[1:], set[bytes]()
+    while rest and rest[0].upper() in (b"NX", b"XX", b"GT", b"LT", b"CH"):
+        flags.add(rest.pop(0).upper())
+    found = space.get(key, SortedSet, make=True)
+    added = changed = 0
+    for score_text, member in zip(rest[::2], rest[1::2], strict=True):
+        score, before = float(score_text), found.get(member)
+        if (before is None and b"XX" in flags) or (before is not None and b"NX" in flags):
+            continue
+        if before is not None and ((b"GT" in flags and score <= before) or (b"LT" in flags and score >= before)):
+            continue
+        added += before is None
+        changed += before != score
+        found[member] = score
+    space.drop_if_empty(key)
+    return changed if b"CH" in flags else added
 
 
 @command("ZREM")
