@@ -42,7 +42,9 @@ def main() -> int:
             if verdict.problem:
                 bad.append(verdict)
                 progress.console.print(f"seed {verdict.schedule.seed}: {verdict.problem[:200]}", markup=False)
-    for verdict in sorted(bad, key=lambda verdict: verdict.schedule.seed)[: 0 if options.no_shrink else MOST_SHRUNK]:
+    for verdict in sorted(bad, key=lambda verdict: verdict.schedule.seed)[
+        : 0 if options.no_shrink else MOST_SHRUNK
+    ]:
         _tell(verdict)
     console.print(f"{len(seeds)} schedules in {time.monotonic() - began:.0f} s")
     summary: dict[str, Any] = {
@@ -58,10 +60,14 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--schedules", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first one (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)"
+    )
     parser.add_argument("--trace", action="store_true", help="run one seed, and print all that happens")
     parser.add_argument("--no-shrink", action="store_true", help="leave failing schedules as they are")
     return parser
@@ -85,7 +91,11 @@ def _trace(seed: int) -> int:
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":
         # Sets of text have one order then, in every process.
-        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tests.simulation", *sys.argv[1:]],
+            os.environ | {"PYTHONHASHSEED": "0"},
+        )
     code = main()
     sys.stdout.flush()
     os._exit(code)  # coroutines that never ended have nothing to say

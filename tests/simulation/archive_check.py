@@ -28,7 +28,9 @@ def missing_ids(world: World) -> list[str]:
         archived = [entry_id for segment in manifest.segments for entry_id in _ids(manifest.path(segment))]
         wanted = {parse_id(record.entry_id.encode()) for record in world.history.of(name)}
         if missing := sorted(wanted - in_redis - set(archived)):
-            problems.append(f"archive: of {name}, {len(missing)} entries are nowhere any more, from {missing[0]} on")
+            problems.append(
+                f"archive: of {name}, {len(missing)} entries are nowhere any more, from {missing[0]} on"
+            )
         if twice := [entry_id for entry_id, count in Counter(archived).items() if count > 1]:
             problems.append(f"archive: {name} {twice[0]} is archived twice")
     return problems

@@ -123,7 +123,12 @@ class Cluster:
         self.loop.call_later(delay_s, call, context=self._context)
 
     def _arrive(
-        self, process: Process, unit: Sequence[Fields], is_atomic: bool, future: "asyncio.Future[Any]", fate: str
+        self,
+        process: Process,
+        unit: Sequence[Fields],
+        is_atomic: bool,
+        future: "asyncio.Future[Any]",
+        fate: str,
     ) -> None:
         if self.before is not None and self.state is State.UP:
             self.before(process, unit[0])

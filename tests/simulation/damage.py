@@ -15,7 +15,9 @@ def tear(run_dir: Path, what: str, share: float) -> bool:
     if what == "metrics":
         return _cut(run_dir / "metrics.jsonl", 0.0)
     if what.startswith("manifest"):
-        return _cut_last_line(run_dir / "archive" / (what.partition(":")[2] or "trajectories") / MANIFEST_FILE, share)
+        return _cut_last_line(
+            run_dir / "archive" / (what.partition(":")[2] or "trajectories") / MANIFEST_FILE, share
+        )
     versions = sorted((run_dir / {"checkpoint": "checkpoints", "weights": "weights"}[what]).glob("v*"))
     files = sorted(path for path in versions[-1].iterdir() if path.is_file()) if versions else []
     return _cut(files[int(share * 97) % len(files)], share) if files else False

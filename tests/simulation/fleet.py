@@ -92,7 +92,9 @@ class Fleet:
             self.last_words.append(f"{process.role}: {type(cause).__name__}: {cause}")
         elif cause is not None:
             self.crashes.append(f"{process.name}: {''.join(traceback.format_exception(cause))}")
-        self.world.tell(process.name, f"ended with {code} {type(cause).__name__}: {cause}" if cause else f"ended {code}")
+        self.world.tell(
+            process.name, f"ended with {code} {type(cause).__name__}: {cause}" if cause else f"ended {code}"
+        )
         if self.outcome:
             return
         if code == 0 and process.role == "trainer" and self.is_finished:

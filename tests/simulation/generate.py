@@ -19,7 +19,16 @@ MOMENTS = (
     ("INFO", "server"),
 )
 """Commands of the trainer before which Redis may fail."""
-STREAMS = ("prompts", "trajectories", "scores", "weights", "commits", "dead", "prompts:eval", "trajectories:eval")
+STREAMS = (
+    "prompts",
+    "trajectories",
+    "scores",
+    "weights",
+    "commits",
+    "dead",
+    "prompts:eval",
+    "trajectories:eval",
+)
 
 
 def schedule_of(seed: int) -> Schedule:
@@ -115,7 +124,9 @@ def _unreliable(rng: random.Random, names: list[str], setup: Setup) -> Made:
 
 
 def _clock(rng: random.Random, names: list[str], setup: Setup) -> Made:
-    return rng.choice(["trainer", *names]), {"by_s": round(rng.choice((-600, -60, -5, 5, 60, 3600)) * rng.random(), 1)}
+    return rng.choice(["trainer", *names]), {
+        "by_s": round(rng.choice((-600, -60, -5, 5, 60, 3600)) * rng.random(), 1)
+    }
 
 
 def _disk(rng: random.Random, names: list[str], setup: Setup) -> Made:

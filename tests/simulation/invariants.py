@@ -114,7 +114,9 @@ class Judge:
     def _commits(self) -> list[Commit]:
         """What the stream holds at the end."""
         stream = self.world.cluster.server.space.values.get(self.world.keys.commits.encode())
-        known = {record.entry_id: record for record in self.world.history.of("commits") if not record.is_foreign}
+        known = {
+            record.entry_id: record for record in self.world.history.of("commits") if not record.is_foreign
+        }
         ids = [text_of(entry_id).decode() for entry_id in stream.ids] if stream else []
         return [codec.decode(known[entry_id].fields, Commit) for entry_id in ids if entry_id in known]
 
@@ -122,7 +124,9 @@ class Judge:
         commits = self._commits()
         steps = [commit.step for commit in commits]
         if steps != list(range(self.trainer.steps)):
-            return [f"commits: the run is finished with steps {steps}, expected 0 to {self.trainer.steps - 1}"]
+            return [
+                f"commits: the run is finished with steps {steps}, expected 0 to {self.trainer.steps - 1}"
+            ]
         # A commit stands first: what a copy of the same key says later is a duplicate.
         lost = self._messages("trajectories", Trajectory, is_lost=True)
         archive = SimpleNamespace(
@@ -149,7 +153,9 @@ class Judge:
         if "foreign" in self.kinds or "empty" in self.kinds:
             return []
         late = [ticket for commit in commits for ticket, _, reason in commit.dropped if reason == "lost"]
-        return [f"late: tickets {late} were given up after {self.trainer.reissue_after_s:g} s"] if late else []
+        return (
+            [f"late: tickets {late} were given up after {self.trainer.reissue_after_s:g} s"] if late else []
+        )
 
     def _tickets(self) -> list[Ticket]:
         records = [record for record in self.world.history.of("prompts") if not record.is_foreign]
@@ -167,7 +173,10 @@ class Judge:
                     for ticket, index in micro:
                         trained = sorted(i for t, i in commit.trained_keys if t == ticket)
                         advantage = commit.advantages[str(ticket)][trained.index(index)]
-                        parts += [np.array((ticket, index), "<i8").tobytes(), np.array(advantage, "<f8").tobytes()]
+                        parts += [
+                            np.array((ticket, index), "<i8").tobytes(),
+                            np.array(advantage, "<f8").tobytes(),
+                        ]
                     parts.append(b"|")
                 chain = xxhash.xxh3_128(b"".join(parts)).digest()
             if chain.hex() != commit.digest:
@@ -187,11 +196,15 @@ class Judge:
                 indices = sorted(i for t, i in commit.trained_keys if t == ticket)
                 known = [rewards.get((ticket, index), set()) for index in indices]
                 if not all(values - {None} for values in known):
-                    problems.append(f"reward: step {commit.step} trained a sample of ticket {ticket} without one")
+                    problems.append(
+                        f"reward: step {commit.step} trained a sample of ticket {ticket} without one"
+                    )
                 elif all(len(values) == 1 for values in known):
                     values = [next(iter(item)) for item in known]
                     if not _same_order(values, commit.advantages[str(ticket)]):
-                        problems.append(f"advantages: those of ticket {ticket} do not follow from its rewards")
+                        problems.append(
+                            f"advantages: those of ticket {ticket} do not follow from its rewards"
+                        )
         return problems
 
     def _judge_records(self) -> list[str]:

@@ -210,7 +210,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 start()
         return future
 
-    def _call_in_thread(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    def _call_in_thread(
+        self, func: Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[Any, BaseException | None]:
         self.slept_s, self.in_thread = 0.0, True
         try:
             return func(*args), None

@@ -135,6 +135,9 @@ def inputs() -> Path:
     (folder / "model").mkdir()
     write_tokenizer(folder / "model")
     for name, count in (("train", NUM_ROWS), ("eval", 3)):
-        rows = [{"prompt": f"w{i % 29} w{i // 29}", "reward_model": {"ground_truth": str(i)}} for i in range(count)]
+        rows = [
+            {"prompt": f"w{i % 29} w{i // 29}", "reward_model": {"ground_truth": str(i)}}
+            for i in range(count)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -50,7 +50,9 @@ def _poison(world: World, what: str, rng: random.Random) -> Message | None:
     ticket = codec.decode(rng.choice(tickets[-4:]).fields, Ticket)
     index = rng.randrange(ticket.group_size)
     if what == "nan_score":
-        return Score.model_construct(ticket=ticket.ticket, index=index, status=ScoreStatus.OK, value=float("nan"))
+        return Score.model_construct(
+            ticket=ticket.ticket, index=index, status=ScoreStatus.OK, value=float("nan")
+        )
     num_commits = len(world.history.of("commits"))
     version = num_commits + 3 if what == "future" else 0
     return Trajectory(

@@ -52,7 +52,9 @@ class Keyspace:
         name, arguments = split(fields)
         command = COMMANDS.get(name)
         if command is None:
-            raise ResponseError(f"unknown command '{name.decode(errors='replace')}', with args beginning with: ")
+            raise ResponseError(
+                f"unknown command '{name.decode(errors='replace')}', with args beginning with: "
+            )
         return command(self, arguments)
 
     def get(self, key: bytes, kind: type, make: bool = False) -> Any:
@@ -321,7 +323,9 @@ def _zadd(space: Keyspace, args: Arguments) -> Any:
         score, before = float(score_text), found.get(member)
         if (before is None and b"XX" in flags) or (before is not None and b"NX" in flags):
             continue
-        if before is not None and ((b"GT" in flags and score <= before) or (b"LT" in flags and score >= before)):
+        if before is not None and (
+            (b"GT" in flags and score <= before) or (b"LT" in flags and score >= before)
+        ):
             continue
         added += before is None
         changed += before != score

@@ -29,7 +29,9 @@ def _group(space: Keyspace, key: bytes, name: bytes, suffix: str = "") -> tuple[
     stream = space.get(key, Stream)
     group = stream.groups.get(name) if stream else None
     if group is None:
-        raise ResponseError(f"NOGROUP No such key '{key.decode()}' or consumer group '{name.decode()}'{suffix}")
+        raise ResponseError(
+            f"NOGROUP No such key '{key.decode()}' or consumer group '{name.decode()}'{suffix}"
+        )
     return stream, group
 
 
@@ -138,7 +140,9 @@ def _xread(space: Keyspace, args: Arguments) -> Any:
         stream = space.get(key, Stream)
         if stream is None or position == b"$":
             continue
-        entries = [stream.shown(i) for i in stream.after(parse_id(position), number(count) if count else None)]
+        entries = [
+            stream.shown(i) for i in stream.after(parse_id(position), number(count) if count else None)
+        ]
         if entries:
             found.append([key, entries])
     return found or None
@@ -180,7 +184,9 @@ def _streams(args: Arguments) -> tuple[Arguments, Arguments]:
         raise ResponseError("syntax error")
     rest = args[upper.index(b"STREAMS") + 1 :]
     if not rest or len(rest) % 2:
-        raise ResponseError("Unbalanced XREAD list of streams: for each stream key an ID or '$' must be specified.")
+        raise ResponseError(
+            "Unbalanced XREAD list of streams: for each stream key an ID or '$' must be specified."
+        )
     return rest[: len(rest) // 2], rest[len(rest) // 2 :]
 
 
@@ -225,7 +231,12 @@ def _summary(group: Group) -> list[Any]:
     counts: dict[bytes, int] = {}
     for held in group.pending.values():
         counts[held.consumer] = counts.get(held.consumer, 0) + 1
-    return [len(ids), text_of(ids[0]), text_of(ids[-1]), [[name, b"%d" % n] for name, n in sorted(counts.items())]]
+    return [
+        len(ids),
+        text_of(ids[0]),
+        text_of(ids[-1]),
+        [[name, b"%d" % n] for name, n in sorted(counts.items())],
+    ]
 
 
 @command("XCLAIM")
@@ -312,7 +323,9 @@ def _named_group(space: Keyspace, args: Arguments) -> tuple[Stream, Group]:
     if stream is None:
         raise ResponseError(NEEDS_KEY)
     if args[1] not in stream.groups:
-        raise ResponseError(f"NOGROUP No such consumer group '{args[1].decode()}' for key name '{args[0].decode()}'")
+        raise ResponseError(
+            f"NOGROUP No such consumer group '{args[1].decode()}' for key name '{args[0].decode()}'"
+        )
     return stream, stream.groups[args[1]]
 
 
@@ -382,7 +395,9 @@ def _xinfo_groups(space: Keyspace, args: Arguments) -> Any:
 def _xinfo_consumers(space: Keyspace, args: Arguments) -> Any:
     stream = _existing(space, args[0])
     if args[1] not in stream.groups:
-        raise ResponseError(f"NOGROUP No such consumer group '{args[1].decode()}' for key name '{args[0].decode()}'")
+        raise ResponseError(
+            f"NOGROUP No such consumer group '{args[1].decode()}' for key name '{args[0].decode()}'"
+        )
     group, now, found = stream.groups[args[1]], space.now_ms(), []
     for name, seen_ms in sorted(group.consumers.items()):
         pending = sum(held.consumer == name for held in group.pending.values())
