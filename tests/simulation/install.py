@@ -210,7 +210,7 @@ def _logs(world: World) -> Iterator[None]:
 def rewire_defaults() -> None:
     """Let fields whose default is a clock look it up when they are asked: it may be a virtual one.
 
-    Their classes hold on to the functions; the new ones do the same as the old as long as nothing is replaced.
+    Their classes hold on to the functions; the new ones do the same as long as nothing is replaced.
     """
     late: dict[str, Callable[[], Any]] = {
         "time": lambda: time.time(),

@@ -4,6 +4,7 @@
 history, also what Redis has lost.
 """
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -54,8 +55,8 @@ class Judge:
             ticket = codec.decode(record.fields, Ticket)
             if ticket.replaces < 0 and ticket.step > self._newest + self.trainer.max_staleness:
                 self.broken.append(
-                    f"admission: ticket {ticket.ticket} of step {ticket.step} was issued when {self._newest} steps "
-                    f"were committed and max_staleness is {self.trainer.max_staleness}"
+                    f"admission: ticket {ticket.ticket} of step {ticket.step} was issued when "
+                    f"{self._newest} steps were committed and max_staleness is {self.trainer.max_staleness}"
                 )
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
@@ -70,7 +71,7 @@ class Judge:
         verdict.violations += found
 
     def may_end(self, outcome: str, num_torn: int) -> bool:
-        """Whether the run may have ended with this error: where no repair is possible, with one clear message.
+        """Whether the run may have ended with this error: no repair is possible, and the message is clear.
 
         `num_torn` is the most checkpoints that were torn without a new one in between.
         """
@@ -264,7 +265,7 @@ def _same_order(values: list[float | None], advantages: list[float]) -> bool:
     pairs = sorted(zip(values, advantages, strict=True))  # type: ignore[type-var]
     return all(
         (a[0] == b[0]) == (abs(a[1] - b[1]) < 1e-9) and a[1] <= b[1] + 1e-9
-        for a, b in zip(pairs, pairs[1:], strict=False)
+        for a, b in itertools.pairwise(pairs)
     )
 
 

@@ -3,6 +3,11 @@
 from tests.simulation.schedule import Fault, Schedule, Setup
 
 KNOWN = {
+    "a worker holds a ticket on which it does not work": Schedule(
+        7,
+        Setup(steps=6, checkpoint_every=4),
+        (Fault(3.0, "restart", "", {"for_s": 1.0, "lose": 5, "before": ["XADD", "prompts"]}),),
+    ),
     "a version beyond its step": Schedule(
         46,
         Setup(max_staleness=0),

@@ -51,7 +51,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._num_tasks = 0
 
     def run(self, is_over: Callable[[], bool], until_s: float) -> bool:
-        """Turn until `is_over`, or until the time; returns whether it is over. Nothing left to do ends it too."""
+        """Turn until `is_over`, or until the time; returns whether it is over."""
         asyncio.events._set_running_loop(self)
         try:
             while not is_over():
@@ -163,12 +163,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def remove_signal_handler(self, sig: int) -> bool:
         return OWNER.get(self.world).signals.pop(sig, None) is not None
-
-    async def shutdown_asyncgens(self) -> None:
-        """None are kept track of."""
-
-    async def shutdown_default_executor(self, timeout: Any = None) -> None:
-        """There is none."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         """Run a function whole, in a moment of the virtual time; its sleeps delay its result."""

@@ -1,4 +1,4 @@
-"""The simulated reward: a number that follows from the completion, after a while; some completions have none."""
+"""The simulated reward: a number that follows from the completion, which some do not have."""
 
 import asyncio
 from typing import Any

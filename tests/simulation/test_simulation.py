@@ -16,7 +16,11 @@ from tests.simulation.run import run
 from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
 
-DIGEST_OF = "from tests.simulation.run import run; from tests.simulation.generate import schedule_of; print(run(schedule_of({})).digest)"
+DIGEST_OF = """
+from tests.simulation.generate import schedule_of
+from tests.simulation.run import run
+print(run(schedule_of({})).digest)
+"""
 SLEEPER = Schedule(
     5,
     Setup(rollouts=2, group_size=3, groups_per_step=2),

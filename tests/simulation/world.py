@@ -1,4 +1,4 @@
-"""All that is simulated: processes on one loop, their Redis, their clocks, their disk, and what came of it."""
+"""All that is simulated: processes on one loop, their Redis, clocks and disk, and what came of it."""
 
 import contextvars
 import random

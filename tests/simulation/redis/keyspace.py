@@ -15,13 +15,15 @@ Command = Callable[["Keyspace", Arguments], Any]
 COMMANDS: dict[bytes, Command] = {}
 """By upper-case name; of commands with subcommands, both words."""
 CONTAINERS = {b"XGROUP", b"XINFO", b"MEMORY", b"CONFIG", b"SCRIPT", b"FUNCTION", b"CLIENT", b"ACL"}
-READS = {
-    b"GET", b"MGET", b"EXISTS", b"TYPE", b"KEYS", b"DBSIZE", b"PING", b"TIME", b"INFO", b"TTL", b"PTTL", b"SCAN",
-    b"HGET", b"HGETALL", b"HMGET", b"HEXISTS", b"HLEN", b"HKEYS", b"HVALS", b"SMEMBERS", b"SISMEMBER", b"SCARD",
-    b"ZCARD", b"ZSCORE", b"ZRANGE", b"ZRANGEBYSCORE", b"ZCOUNT", b"LLEN", b"LRANGE",
-    b"XLEN", b"XRANGE", b"XREVRANGE", b"XREAD", b"XPENDING", b"XINFO STREAM", b"XINFO GROUPS", b"XINFO CONSUMERS",
-    b"MEMORY USAGE", b"CONFIG GET",
-}  # fmt: skip
+READS = set(
+    (
+        b"GET MGET EXISTS TYPE KEYS DBSIZE PING TIME INFO TTL PTTL SCAN CONFIG_GET MEMORY_USAGE "
+        b"HGET HGETALL HMGET HEXISTS HLEN HKEYS HVALS SMEMBERS SISMEMBER SCARD "
+        b"ZCARD ZSCORE ZRANGE ZRANGEBYSCORE ZCOUNT LLEN LRANGE "
+        b"XLEN XRANGE XREVRANGE XREAD XPENDING XINFO_STREAM XINFO_GROUPS XINFO_CONSUMERS"
+    ).split()
+)
+READS |= {name.replace(b"_", b" ") for name in READS}
 """Commands that change nothing: they do not enter the log of writes, and a replica answers them."""
 
 
