@@ -74,6 +74,9 @@ class Cluster:
     def request(self, unit: Sequence[Fields], is_atomic: bool) -> "asyncio.Future[list[Any]]":
         """Send commands of the running process."""
         process, future = OWNER.get(self.loop.world), self.loop.create_future()
+        if self.loop.is_ending:
+            future.cancel()
+            return future
         process.num_steps += 1
         if process.springs("unsent"):
             self.kill(process)

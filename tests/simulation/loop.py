@@ -18,6 +18,7 @@ from tests.simulation.process import KilledError, Process
 OWNER: contextvars.ContextVar[Process] = contextvars.ContextVar("OWNER")
 """The process that the running code belongs to."""
 START_S = 1000.0
+LAST_TURNS = 20_000
 THREAD_DELAY_S = 0.0005
 """Longest time that a thread takes to begin, and its result to arrive."""
 
@@ -43,6 +44,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.slept_s = 0.0
         """What the function that runs on a thread has slept."""
         self.in_thread = False
+        self.is_ending = False
         self.errors: list[dict[str, Any]] = []
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
@@ -93,10 +95,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def _enqueue(self, handle: asyncio.Handle) -> None:
         owner: Process = handle._context.get(OWNER, self.world)  # type: ignore[attr-defined]
-        if owner.is_dead:
-            return
         owner.ready.append(handle)
-        if not owner.is_queued and not owner.is_frozen:
+        if not owner.is_queued and not owner.is_frozen and not owner.is_dead:
             owner.is_queued = True
             self._active.append(owner)
 
@@ -111,6 +111,19 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         if owner.ready and not owner.is_queued and not owner.is_dead:
             owner.is_queued = True
             self._active.append(owner)
+
+    def end(self, owners: list[Process]) -> None:
+        """Let every task that is left end by a cancellation: thrown away half-way, it would wait once more."""
+        self.is_ending = True
+        for owner in [*owners, self.world]:
+            owner.is_dead = owner.is_frozen = False
+            self.resume(owner)
+            for task in owner.tasks:
+                task.cancel()
+        for _ in range(LAST_TURNS):
+            if not self._active:
+                break
+            self._turn()
 
     # What asyncio asks of a loop.
 
@@ -167,6 +180,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         """Run a function whole, in a moment of the virtual time; its sleeps delay its result."""
         future = self.create_future()
+        if self.is_ending:
+            future.cancel()
+            return future
         waiting = self._threads.setdefault(executor, deque()) if executor is not None else None
 
         def finish() -> None:

@@ -1,5 +1,7 @@
 """Runs one schedule from its start to its verdict."""
 
+import asyncio
+import atexit
 import contextlib
 import contextvars
 import gc
@@ -65,18 +67,28 @@ def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -
     world = World(schedule.seed, folder, is_traced=is_traced)
     try:
         with installed(world):
-            _run(world, schedule, verdict)
+            fleet = Fleet(world)
+            _run(world, fleet, schedule, verdict)
+            fleet.outcome = fleet.outcome or "over"
+            _end(world)
     finally:
         verdict.trace = world.trace
-        for process in [*world.processes, world.loop.world]:
-            process.is_dead = True
-            for task in process.tasks:
-                task._log_destroy_pending = False
 
 
-def _run(world: World, schedule: Schedule, verdict: Verdict) -> None:
+def _end(world: World) -> None:
+    running = asyncio.events._get_running_loop()
+    asyncio.events._set_running_loop(world.loop)
+    try:
+        world.loop.end(world.processes)
+    finally:
+        asyncio.events._set_running_loop(running)
+    for process in world.processes:
+        for task in process.tasks:
+            task._log_destroy_pending = False
+
+
+def _run(world: World, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> None:
     config = schedule.setup.config(inputs(), world.run_id, schedule.seed)
-    fleet = Fleet(world)
     judge = Judge(world, config, schedule)
     world.on_append = judge.see
     injector = Injector(world, fleet, config, schedule)
@@ -121,7 +133,8 @@ def _folder() -> Iterator[Path]:
 
 @cache
 def _freeze() -> None:
-    """What was there before is not looked through again and again."""
+    """What was there before is not looked through again and again; what never ended ends in silence."""
+    atexit.register(setattr, sys, "unraisablehook", lambda _: None)
     gc.collect()
     gc.freeze()
 

@@ -74,7 +74,7 @@ def test_a_score_without_its_acknowledgement_is_found(monkeypatch: pytest.Monkey
     without(monkeypatch, "complete", "redis.call('XACK', KEYS[1], ARGV[1], unpack(acked))")
     setup = Setup(rollouts=1, rewards=2, steps=5, max_staleness=3)
     found = [run(Schedule(seed, setup)).problem for seed in range(3)]
-    assert all(found), found
+    assert any("published twice" in problem for problem in found), found
 
 
 def test_tickets_that_are_not_issued_again_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,6 @@ class World:
     def _bury(self, process: Process, code: int, error: BaseException | None) -> None:
         process.is_dead = True
         self.loop.drop(process)
-        process.ready.clear()
         self.cluster.disconnect(process)
         self.disk.free_locks(process)
         if process.on_end is not None:
