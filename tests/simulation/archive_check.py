@@ -26,7 +26,9 @@ def missing_ids(world: World) -> list[str]:
             problems.append(f"archive: {error}")
             continue
         archived = [entry_id for segment in manifest.segments for entry_id in _ids(manifest.path(segment))]
-        wanted = {parse_id(record.entry_id.encode()) for record in world.history.of(name)}
+        # What a stranger has written is moved aside.
+        own = [record for record in world.history.of(name) if not record.is_foreign]
+        wanted = {parse_id(record.entry_id.encode()) for record in own}
         if missing := sorted(wanted - in_redis - set(archived)):
             problems.append(
                 f"archive: of {name}, {len(missing)} entries are nowhere any more, from {missing[0]} on"
