@@ -113,7 +113,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self._active.append(owner)
 
     def end(self, owners: list[Process]) -> None:
-        """Let every task that is left end by a cancellation: thrown away half-way, it would wait once more."""
+        """Let every task that is left end by a cancellation, or it would complain when thrown away."""
         self.is_ending = True
         for owner in [*owners, self.world]:
             owner.is_dead = owner.is_frozen = False

@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from tests.simulation.redis import stream_commands  # noqa: F401 (registers the commands)
+from tests.simulation.redis import collections, group_commands  # noqa: F401 (register their commands)
 from tests.simulation.redis.keyspace import READS, Keyspace, split
 from tests.simulation.redis.scripts import Scripts
 
