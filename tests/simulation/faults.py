@@ -19,6 +19,8 @@ from tests.simulation.redis.keyspace import split
 from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.world import World
 
+SCRIPTED = ("EVALSHA", "FCALL")
+"""Entries may be appended by a script."""
 GRACE_S = 20.0
 """How long a fault waits for its moment: for the next command of some kind, or for a process to be there."""
 
@@ -65,7 +67,8 @@ class Injector:
         name, text = split(fields)[0].decode(), b" ".join(fields[:8]).decode(errors="replace")
         for armed in list(self._armed):
             command, key, happen = armed
-            if process.role == "trainer" and name == command and key in text:
+            is_it = name == command or (command == "XADD" and name in SCRIPTED)
+            if process.role == "trainer" and is_it and key in text:
                 self._armed.remove(armed)
                 happen()
 
