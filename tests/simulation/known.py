@@ -92,4 +92,13 @@ KNOWN = {
             Fault(4.2, "kill", "trainer"),
         ),
     ),
+    "Redis is emptied before there is a checkpoint": Schedule(
+        3789,
+        Setup(groups_per_step=1, checkpoint_every=4, rollouts=1, rewards=1),
+        (
+            Fault(4.519, "empty", "", {"flush": True}),
+            Fault(4.76, "kill", "trainer", {"step": "file", "count": 2}),
+            Fault(4.825, "kill", "rollout-0", {"step": "applied", "count": 4}),
+        ),
+    ),
 }
