@@ -27,7 +27,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help demo demo-judge test gpu-test check bench bench-name chaos compose-test images-cpu clean distclean
+.PHONY: help demo demo-judge test gpu-test check bench bench-name chaos simulate compose-test images-cpu clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -68,6 +68,9 @@ bench-name:
 
 chaos: $(BASE) ## kill -9 the processes of a whole run, and prove that nothing was lost (ARGS="--seeds 5")
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+simulate: $(BASE) $(DEV) ## whole runs in virtual time under faults from seeds (ARGS="--schedules 10000 --seed 0 --jobs 2")
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 compose-test: $(BASE) ## the whole stack on a real Docker engine: scaling, kills, two nodes (needs root and Docker)
 	$(BIN)/python -m tests.compose $(ARGS)

@@ -12,6 +12,7 @@ import structlog
 from common.broker import Broker
 from common.embedded import EmbeddedRedis, available_servers
 from common.keys import Keys
+from tests.simulation.stand_in import MEMORY, StandIn, is_trusted
 
 TESTS = Path(__file__).parent
 
@@ -45,11 +46,22 @@ def own_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 SERVERS = available_servers()
 
 
-@pytest.fixture(scope="session", params=sorted(SERVERS) or [pytest.param("", marks=pytest.mark.skip)])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of what the simulation relies on run against its Redis in memory as well."""
+    if "redis_server" in metafunc.fixturenames:
+        kinds: list[Any] = sorted(SERVERS) or [pytest.param("", marks=pytest.mark.skip)]
+        kinds += [MEMORY] if is_trusted(metafunc.module.__name__, metafunc.function.__name__) else []
+        metafunc.parametrize("redis_server", kinds, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def redis_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EmbeddedRedis]:
-    """A real server of each kind; shared, so tests keep to their own run id."""
+) -> Iterator[EmbeddedRedis | StandIn]:
+    """A server of each kind; shared, so tests keep to their own run id."""
+    if request.param == MEMORY:
+        yield StandIn()
+        return
     server = EmbeddedRedis(tmp_path_factory.mktemp("redis"), executable=SERVERS[request.param])
     server.start()
     yield server
@@ -57,9 +69,11 @@ def redis_server(
 
 
 @pytest.fixture
-async def broker(redis_server: EmbeddedRedis) -> AsyncIterator[Broker]:
+async def broker(redis_server: EmbeddedRedis | StandIn) -> AsyncIterator[Broker]:
     """A connection to it."""
-    broker = await Broker.connect(redis_server.url)
+    broker = (
+        redis_server.broker() if isinstance(redis_server, StandIn) else await Broker.connect(redis_server.url)
+    )
     yield broker
     await broker.close()
 

@@ -1,0 +1,45 @@
+"""Whether what a run let go of in Redis is in its archive."""
+
+from collections import Counter
+
+import pyarrow.parquet as pq
+
+from common.archive import stream_folder
+from common.archive.columns import ID_MS, ID_SEQ
+from common.archive.manifest import SUFFIX, Manifest
+from common.errors import ArchiveError
+from common.history.selection import StreamName
+from tests.simulation.redis.stream import Stream, parse_id
+from tests.simulation.world import World
+
+
+def missing_ids(world: World) -> list[str]:
+    """In words, per stream: entries that neither Redis nor the archive has, and those archived twice."""
+    problems = []
+    for stream in StreamName:
+        name = world.keys.name_of(stream.key(world.keys))
+        value = world.cluster.server.space.values.get(stream.key(world.keys).encode())
+        in_redis = set(value.ids) if isinstance(value, Stream) else set()
+        try:
+            manifest = Manifest.load(stream_folder(world.folder / world.run_id, stream))
+        except ArchiveError as error:
+            problems.append(f"archive: {error}")
+            continue
+        archived = [entry_id for segment in manifest.segments for entry_id in _ids(manifest.path(segment))]
+        # A file that its manifest has lost is taken in again by the next writer.
+        there = {entry_id for path in sorted(manifest.folder.glob(f"*{SUFFIX}")) for entry_id in _ids(path)}
+        # What a stranger has written is moved aside.
+        own = [record for record in world.history.of(name) if not record.is_foreign]
+        wanted = {parse_id(record.entry_id.encode()) for record in own}
+        if missing := sorted(wanted - in_redis - there):
+            problems.append(
+                f"archive: of {name}, {len(missing)} entries are nowhere any more, from {missing[0]} on"
+            )
+        if twice := [entry_id for entry_id, count in Counter(archived).items() if count > 1]:
+            problems.append(f"archive: {name} {twice[0]} is archived twice")
+    return problems
+
+
+def _ids(path: object) -> list[tuple[int, int]]:
+    table = pq.read_table(path, columns=[ID_MS, ID_SEQ])
+    return list(zip(table[ID_MS].to_pylist(), table[ID_SEQ].to_pylist(), strict=True))

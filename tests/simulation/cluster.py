@@ -1,0 +1,178 @@
+"""The run's Redis as its clients see it: a server that restarts, fails over, is slow, or loses what it said.
+
+Guarantee: what a client was told is what some server applied; only faults make a server forget it, and they
+forget a suffix of its writes, never anything in between.
+"""
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ReadOnlyError
+
+from tests.simulation.clock import Clocks
+from tests.simulation.loop import OWNER, SimulatedLoop
+from tests.simulation.process import Process
+from tests.simulation.redis.client import deliver
+from tests.simulation.redis.keyspace import READS, split
+from tests.simulation.redis.server import Fields, MemoryServer
+
+LATENCY_S = 0.001
+REFUSED = "Error 111 connecting to redis:6379. Connection refused."
+LOST = "Connection closed by server."
+
+
+class State(StrEnum):
+    """What the server's address leads to."""
+
+    UP = "up"
+    DOWN = "down"
+    DEMOTED = "demoted"
+    """A master that is a replica now: it answers reads from what it has."""
+
+
+@dataclass
+class Weather:
+    """How the way to the server is now."""
+
+    slow_s: float = 0.0
+    lose_share: float = 0.0
+    """Share of the commands that are never applied, or whose answer never comes, half of each."""
+    hang_share: float = 0.0
+    """Of those, the share in which the client is not even told that the connection is gone."""
+
+
+@dataclass
+class Cluster:
+    """`server` is the one that the address leads to."""
+
+    loop: SimulatedLoop
+    clocks: Clocks
+    rng: random.Random
+    kill: Callable[[Process], None]
+    tell: Callable[[str, str, bytes], None]
+    """Hears of every command that is applied: process, words, and bytes that stand for it."""
+    server: MemoryServer = field(init=False)
+    state: State = State.UP
+    weather: Weather = field(default_factory=Weather)
+    cut_off: set[Process] = field(default_factory=set)
+    """Processes that cannot reach the server now."""
+    num_servers: int = 1
+    before: Callable[[Process, Fields], None] | None = None
+    """Hears of every command that arrives, before it is applied."""
+    _waiting: dict["asyncio.Future[Any]", Process] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.server = MemoryServer(self.clocks.server_ms, _run_id(1))
+        self._context = contextvars.Context()
+
+    def request(self, unit: Sequence[Fields], is_atomic: bool) -> "asyncio.Future[list[Any]]":
+        """Send commands of the running process."""
+        process, future = OWNER.get(self.loop.world), self.loop.create_future()
+        if self.loop.is_ending:
+            future.cancel()
+            return future
+        process.num_steps += 1
+        if process.springs("unsent"):
+            self.kill(process)
+            return future
+        self._waiting[future] = process
+        fate = self._fate()
+        self._later(lambda: self._arrive(process, unit, is_atomic, future, fate))
+        return future
+
+    def go_down(self) -> None:
+        """Every connection breaks."""
+        self.state = State.DOWN
+        self._break_connections()
+
+    def demote(self) -> None:
+        """The server is a replica from now on."""
+        self.state = State.DEMOTED
+        self.server.is_replica = True
+
+    def come_up(self, num_units: int) -> None:
+        """Another server is there, on the first so many writes of the old one."""
+        self._break_connections()
+        self.num_servers += 1
+        self.server = self.server.restored(num_units, _run_id(self.num_servers))
+        self.state = State.UP
+
+    def disconnect(self, process: Process) -> None:
+        """The server sees the connections of a process close."""
+        for future in [f for f, owner in self._waiting.items() if owner is process]:
+            del self._waiting[future]
+
+    def _break_connections(self) -> None:
+        for future in list(self._waiting):
+            self._answer(future, RedisConnectionError(LOST))
+        self.server.blocked.clear()
+
+    def _fate(self) -> str:
+        if self.weather.lose_share and self.rng.random() < self.weather.lose_share:
+            how = "hangs" if self.rng.random() < self.weather.hang_share else "breaks"
+            return f"{self.rng.choice(('unsent', 'unanswered'))} {how}"
+        return ""
+
+    def _later(self, call: Callable[[], None]) -> None:
+        delay_s = LATENCY_S * (0.1 + self.rng.random())
+        if self.weather.slow_s:
+            delay_s += self.weather.slow_s * self.rng.random()
+        self.loop.call_later(delay_s, call, context=self._context)
+
+    def _arrive(
+        self,
+        process: Process,
+        unit: Sequence[Fields],
+        is_atomic: bool,
+        future: "asyncio.Future[Any]",
+        fate: str,
+    ) -> None:
+        if self.before is not None and self.state is State.UP:
+            self.before(process, unit[0])
+        if self.state is State.DOWN or process in self.cut_off:
+            self._answer(future, RedisConnectionError(REFUSED))
+            return
+        if fate.startswith("unsent"):
+            if fate.endswith("breaks"):
+                self._answer(future, RedisConnectionError(LOST))
+            return
+        if self.state is State.DEMOTED and not all(split(fields)[0] in READS for fields in unit):
+            self._answer(future, ReadOnlyError("You can't write against a read only replica."))
+            return
+        self._tell(process, unit)
+
+        def answer(replies: list[Any]) -> None:
+            if not fate:
+                self._answer(future, replies)
+            elif fate.endswith("breaks"):
+                self._answer(future, RedisConnectionError(LOST))
+
+        deliver(self.server, unit, is_atomic, answer, lambda: future not in self._waiting)
+        if process.springs("applied"):
+            self.kill(process)
+
+    def _answer(self, future: "asyncio.Future[Any]", outcome: Any) -> None:
+        def arrive() -> None:
+            if self._waiting.pop(future, None) is None or future.done():
+                return
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        self._later(arrive)
+
+    def _tell(self, process: Process, unit: Sequence[Fields]) -> None:
+        for fields in unit:
+            name, args = split(fields)
+            self.tell(process.name, name.decode(), b" ".join(args))
+
+
+def _run_id(number: int) -> str:
+    return f"{number:040x}"

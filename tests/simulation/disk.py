@@ -1,0 +1,74 @@
+"""The disk that all machines of a run share: full for a while, torn by a death, locked by the living.
+
+It stands between `os` and the run's folder. A process that is dead changes nothing any more, also not on its
+way out: what it would clean up stays as it was.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.loop import OWNER
+from tests.simulation.process import KilledError, Process
+
+WRITING = ("x", "w", "a", "+")
+
+
+@dataclass
+class Disk:
+    """`kill` ends the process whose trap a file operation springs."""
+
+    folder: Path
+    kill: Callable[[Process], None]
+    is_full: bool = False
+    num_operations: int = 0
+    _locks: dict[tuple[int, int], tuple[Process, Any]] = field(default_factory=dict)
+
+    def step(self, path: Any) -> None:
+        """Before every operation that changes the disk.
+
+        Raises:
+            KilledError: the process dies, or is dead.
+            OSError: the disk is full.
+        """
+        # Names without a folder are those that `rmtree` removes.
+        if isinstance(path, int) or not os.path.isabs(path) or str(path).startswith(str(self.folder)):
+            self._step()
+
+    def _step(self) -> None:
+        process = OWNER.get(None)
+        if process is None:
+            return
+        self.num_operations += 1
+        if process.is_dead:
+            raise KilledError
+        if process.springs("file"):
+            self.kill(process)
+            raise KilledError
+
+    def step_growing(self, path: Any) -> None:
+        """The same, of an operation that needs room."""
+        self.step(path)
+        if self.is_full and OWNER.get(None) is not None and str(path).startswith(str(self.folder)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def lock(self, file: Any, is_waiting: bool) -> None:
+        """An exclusive lock on an open file, as long as file and process are there.
+
+        Raises:
+            BlockingIOError: another one holds it.
+        """
+        process, status = OWNER.get(None), os.fstat(file.fileno())
+        key = status.st_dev, status.st_ino
+        holder = self._locks.get(key)
+        if holder is not None and not holder[1].closed and not holder[0].is_dead:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if process is not None:
+            self._locks[key] = process, file
+
+    def free_locks(self, process: Process) -> None:
+        """The process is dead."""
+        self._locks = {key: held for key, held in self._locks.items() if held[0] is not process}

@@ -1,0 +1,251 @@
+"""Does a schedule's faults to a world. `KINDS` says what there is, and what each does.
+
+Nothing here knows what the services do about it. A fault that finds nothing to happen to is left out.
+"""
+
+import contextvars
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from common.config import RunConfig
+from tests.simulation import damage, strangers
+from tests.simulation.cluster import State, Weather
+from tests.simulation.fleet import Fleet
+from tests.simulation.loop import START_S
+from tests.simulation.process import Process
+from tests.simulation.redis.keyspace import split
+from tests.simulation.schedule import Fault, Schedule
+from tests.simulation.world import World
+
+SCRIPTED = ("EVALSHA", "FCALL")
+"""Entries may be appended by a script."""
+GRACE_S = 20.0
+"""How long a fault waits for its moment: for the next command of some kind, or for a process to be there."""
+
+
+class Injector:
+    """`arm` sets every fault's alarm; `done` counts those that happened."""
+
+    def __init__(self, world: World, fleet: Fleet, config: RunConfig, schedule: Schedule) -> None:
+        self.world, self.fleet, self.config, self.schedule = world, fleet, config, schedule
+        self.rng = random.Random(f"faults {schedule.seed}")
+        self.done: Counter[str] = Counter()
+        self.num_torn = 0
+        """Most checkpoints that were torn without a new one in between."""
+        self._torn: list[str] = []
+        self.num_lost = 0
+        """Entries that Redis has lost."""
+        ends = [fault.at_s + float(fault.how.get("for_s", 0.0)) for fault in schedule.faults]
+        self.quiet_at_s = START_S + max(ends, default=0.0) + GRACE_S
+        self._armed: list[tuple[str, str, Callable[[], None]]] = []
+        world.cluster.before = self._before
+
+    def arm(self) -> None:
+        for fault in self.schedule.faults:
+            self._at(START_S + fault.at_s, lambda fault=fault: self._do(fault))
+
+    def _at(self, when: float, call: Callable[[], None]) -> None:
+        self.world.loop.call_at(when, call, context=contextvars.Context())
+
+    def _after(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._at(self.world.loop.now + delay_s, call)
+
+    def _do(self, fault: Fault) -> None:
+        if self.fleet.outcome:
+            return
+        if before := fault.how.get("before"):
+            self._armed.append((before[0], before[1], lambda: self._happen(fault)))
+        else:
+            self._happen(fault)
+
+    def _before(self, process: Process, fields: list[bytes]) -> None:
+        """A command arrives at the server: some faults have waited for it."""
+        if not self._armed:
+            return
+        name, text = split(fields)[0].decode(), b" ".join(fields[:8]).decode(errors="replace")
+        for armed in list(self._armed):
+            command, key, happen = armed
+            is_it = name == command or (command == "XADD" and name in SCRIPTED)
+            if process.role == "trainer" and is_it and key in text:
+                self._armed.remove(armed)
+                happen()
+
+    def _happen(self, fault: Fault) -> None:
+        self.world.tell("FAULT", repr(fault))
+        if KINDS[fault.kind](self, fault) is not False:
+            self.done[fault.kind] += 1
+
+    # What happens.
+
+    def kill(self, fault: Fault) -> bool:
+        """SIGKILL: now, or at a command that is not sent, or one that is applied, or at a file operation."""
+        process = self.fleet.find(fault.target)
+        if process is None:
+            return False
+        if (step := fault.how.get("step", "now")) == "now":
+            self.world.kill(process)
+        else:
+            process.trap, process.num_until_trap = step, fault.how.get("count", 0)
+        return True
+
+    def freeze(self, fault: Fault) -> bool:
+        """A process stands still for longer than its leases, and wakes up."""
+        process = self.fleet.find(fault.target)
+        if process is None:
+            return False
+        self.world.freeze(process)
+        self._after(fault.how["for_s"], lambda: self.world.thaw(process))
+        return True
+
+    def term(self, fault: Fault) -> bool:
+        """SIGTERM: it drains, and is started again."""
+        if self.fleet.find(fault.target) is None:
+            return False
+        self.fleet.terminate(fault.target)
+        return True
+
+    def restart(self, fault: Fault) -> bool:
+        """Redis dies, and comes back without its last writes."""
+        if self.world.cluster.state is not State.UP:
+            return False
+        keep = self._units_kept(fault.how)
+        self.world.cluster.go_down()
+        self._after(fault.how.get("for_s", 1.0), lambda: self._come_up(keep, 0.0))
+        return True
+
+    def failover(self, fault: Fault) -> bool:
+        """A replica takes over that lags behind; the old master answers reads for a while."""
+        cluster = self.world.cluster
+        if cluster.state is not State.UP:
+            return False
+        keep = self._units_kept(fault.how)
+        cluster.demote()
+        for_s = fault.how.get("for_s", 1.0)
+        self._after(for_s / 2, cluster.go_down)
+        self._after(for_s, lambda: self._come_up(keep, fault.how.get("clock_s", 0.0)))
+        return True
+
+    def empty(self, fault: Fault) -> bool:
+        """FLUSHALL, or a restart without an append-only file."""
+        cluster = self.world.cluster
+        if cluster.state is not State.UP:
+            return False
+        self.num_lost += self.world.history.forget_after(0)
+        if fault.how.get("flush"):
+            cluster.server.apply([[b"FLUSHALL"]])
+        else:
+            cluster.go_down()
+            self._after(fault.how.get("for_s", 1.0), lambda: self._come_up(0, 0.0))
+        return True
+
+    def slow(self, fault: Fault) -> None:
+        """Every command takes long for a while."""
+        self._weather(fault, Weather(slow_s=fault.how["slow_s"]))
+
+    def unreliable(self, fault: Fault) -> None:
+        """Commands get lost, or their answers, for a while."""
+        self._weather(fault, Weather(lose_share=fault.how["share"], hang_share=fault.how.get("hang", 0.0)))
+
+    def cut_off(self, fault: Fault) -> bool:
+        """One process cannot reach Redis for a while."""
+        process = self.fleet.find(fault.target)
+        if process is None:
+            return False
+        self.world.cluster.cut_off.add(process)
+        self._after(fault.how["for_s"], lambda: self.world.cluster.cut_off.discard(process))
+        return True
+
+    def server_clock(self, fault: Fault) -> None:
+        """Redis's clock jumps."""
+        self.world.clocks.server_offset_s += fault.how["by_s"]
+
+    def host_clock(self, fault: Fault) -> None:
+        """The clock of one host jumps, and stays so for those that start there later."""
+        member = self.fleet.members[fault.target]
+        member.wall_offset_s += fault.how["by_s"]
+        if member.process is not None:
+            member.process.wall_offset_s += fault.how["by_s"]
+
+    def disk_full(self, fault: Fault) -> None:
+        """Nothing can be written for a while."""
+        self.world.disk.is_full = True
+        self._after(fault.how["for_s"], lambda: setattr(self.world.disk, "is_full", False))
+
+    def tear(self, fault: Fault) -> bool:
+        """The trainer dies, and a file of its is not what it was."""
+        if (process := self.fleet.find("trainer")) is not None:
+            self.world.kill(process)
+        what, run_dir = fault.how["what"], self.world.folder / self.world.run_id
+        if what == "checkpoint" and (newest := damage.newest(run_dir)):
+            # Torn again: it is the same one, and no new one has come in between.
+            self._torn = [*self._torn, newest] if newest in self._torn else [newest]
+            self.num_torn = max(self.num_torn, len(set(self._torn)))
+        return damage.tear(run_dir, what, fault.how.get("share", 0.5))
+
+    def foreign(self, fault: Fault) -> bool:
+        """Somebody else writes into a stream."""
+        return strangers.write(self.world, fault.target, fault.how["what"], self.rng)
+
+    def config(self, fault: Fault) -> bool:
+        """The run is resumed with another config."""
+        tree = self.config.model_dump(mode="json")
+        for dotted, value in fault.how["set"].items():
+            section, *rest = dotted.split(".")
+            node = tree[section]
+            for name in rest[:-1]:
+                node = node[name]
+            node[rest[-1]] = value
+        self.config = RunConfig.model_validate(tree)
+        text = self.config.model_dump_json().encode()
+        if self.world.cluster.state is not State.UP:
+            return False
+        self.world.cluster.server.apply([[b"SET", self.world.keys.config.encode(), text]])
+        if (process := self.fleet.find("trainer")) is not None:
+            self.world.kill(process)
+        return True
+
+    def _units_kept(self, how: dict[str, Any]) -> int:
+        """How many writes the next server knows: all but the last `lose`, or but those from a commit on."""
+        num_units = len(self.world.cluster.server.log)
+        if num_commits := how.get("lose_commits", 0):
+            commits = self.world.history.of("commits")
+            units = [record.unit for record in commits if not record.is_foreign][-num_commits:]
+            num_units = min([num_units, *units])
+        return max(0, num_units - int(how.get("lose", 0)))
+
+    def _come_up(self, num_units: int, clock_s: float) -> None:
+        world = self.world
+        self.num_lost += world.history.forget_after(num_units)
+        world.clocks.server_offset_s += clock_s
+        world.cluster.come_up(num_units)
+        world.watch_server()
+        world.tell("FAULT", f"Redis is back with {num_units} writes")
+
+    def _weather(self, fault: Fault, weather: Weather) -> None:
+        self.world.cluster.weather = weather
+        self._after(fault.how["for_s"], lambda: self._clear(weather))
+
+    def _clear(self, weather: Weather) -> None:
+        if self.world.cluster.weather is weather:
+            self.world.cluster.weather = Weather()
+
+
+KINDS: dict[str, Callable[[Injector, Fault], Any]] = {
+    "kill": Injector.kill,
+    "freeze": Injector.freeze,
+    "term": Injector.term,
+    "restart": Injector.restart,
+    "failover": Injector.failover,
+    "empty": Injector.empty,
+    "slow": Injector.slow,
+    "unreliable": Injector.unreliable,
+    "cut_off": Injector.cut_off,
+    "server_clock": Injector.server_clock,
+    "host_clock": Injector.host_clock,
+    "disk_full": Injector.disk_full,
+    "tear": Injector.tear,
+    "foreign": Injector.foreign,
+    "config": Injector.config,
+}

@@ -1,0 +1,120 @@
+"""The processes of a run, started as the services start themselves and kept alive as `tidemill up` does.
+
+A process that dies is started again after a pause; one that says that the user made a mistake (exit code 2),
+or that dies young too often, ends the run with its last words.
+"""
+
+import argparse
+import contextvars
+import signal
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import services.reward.__main__
+import services.rollout.__main__
+import services.trainer.__main__
+from common import service
+from common.errors import ConfigError, TidemillError, first_cause
+from common.run_state import FINISHED
+from services.console.supervisor import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_YOUNG_DEATHS, YOUNG_S
+from tests.simulation.process import Process
+from tests.simulation.world import World
+
+LOADERS = {
+    "trainer": services.trainer.__main__.load,
+    "rollout": services.rollout.__main__.load,
+    "reward": services.reward.__main__._load,
+}
+KILLED = -9
+
+
+@dataclass
+class Member:
+    """One place in the fleet."""
+
+    name: str
+    role: str
+    process: Process | None = None
+    young_deaths: int = 0
+    wall_offset_s: float = 0.0
+
+
+@dataclass
+class Fleet:
+    """`outcome` is empty while the run goes on, then `finished` or why it ended."""
+
+    world: World
+    members: dict[str, Member] = field(default_factory=dict)
+    outcome: str = ""
+    last_words: list[str] = field(default_factory=list)
+    """Errors in plain words with which processes ended by themselves."""
+    crashes: list[str] = field(default_factory=list)
+    """Tracebacks of what is no `TidemillError`."""
+
+    def add(self, name: str, role: str) -> None:
+        self.members[name] = Member(name, role)
+        self._start(self.members[name])
+
+    def find(self, target: str) -> Process | None:
+        """The living process of a place; None while there is none."""
+        member = self.members.get(target)
+        return member.process if member and member.process and not member.process.is_dead else None
+
+    def terminate(self, target: str) -> None:
+        if process := self.find(target):
+            self.world.tell(target, "gets SIGTERM")
+            self.world.signal(process, signal.SIGTERM)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run says of itself that it is."""
+        state = self.world.cluster.server.space.values.get(self.world.keys.state.encode(), {})
+        return bool(state.get(b"status", b"").decode() == f'"{FINISHED}"')
+
+    def _start(self, member: Member) -> None:
+        if self.outcome:
+            return
+        options = argparse.Namespace(
+            run=self.world.run_id, name=member.name, metrics_port=0, set=[], config=None
+        )
+
+        async def main() -> int:
+            return await service._serve(member.role, options, LOADERS[member.role], lambda _: 0)
+
+        member.process = self.world.start(member.name, member.role, main, self._ended, member.wall_offset_s)
+
+    def _ended(self, process: Process, code: int, error: BaseException | None) -> None:
+        member = self.members[process.name]
+        cause = first_cause(error) if error is not None else None
+        if isinstance(cause, TidemillError):
+            code = cause.exit_code
+            self.last_words.append(f"{process.role}: {type(cause).__name__}: {cause}")
+        elif cause is not None:
+            self.crashes.append(f"{process.name}: {''.join(traceback.format_exception(cause))}")
+        self.world.tell(
+            process.name, f"ended with {code} {type(cause).__name__}: {cause}" if cause else f"ended {code}"
+        )
+        if self.outcome:
+            return
+        if code == 0 and process.role == "trainer" and self.is_finished:
+            self.outcome = FINISHED
+            return
+        if code == ConfigError.exit_code:
+            self.outcome = f"failed: {process.role} cannot do this run: {cause}"
+            return
+        is_young = self.world.loop.now - process.started_at < YOUNG_S
+        if code not in (KILLED, 0):
+            member.young_deaths = member.young_deaths + 1 if is_young else 1
+        if member.young_deaths > MAX_YOUNG_DEATHS:
+            self.outcome = f"failed: {process.role} died {member.young_deaths} times in a row: {cause}"
+            return
+        pause_s = min(FIRST_PAUSE_S * 2 ** max(0, member.young_deaths - 1), LONGEST_PAUSE_S)
+        self.world.loop.call_later(pause_s, self._start, member, context=contextvars.Context())
+
+
+def names(config: Any) -> list[tuple[str, str]]:
+    """Name and role of every process of a run."""
+    rollouts = [(f"rollout-{index}", "rollout") for index in range(config.rollout.workers)]
+    rewards = [(f"reward-{index}", "reward") for index in range(config.reward.workers)]
+    return [("trainer", "trainer"), *rollouts, *rewards]

@@ -1,0 +1,171 @@
+"""Schedules from seeds: a config, and up to six faults, often close together."""
+
+import random
+from typing import Any
+
+from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
+
+MOST_FAULTS = 6
+SPAN_S = 14.0
+"""Faults begin within the first so many seconds: about what an undisturbed run takes."""
+MOMENTS = (
+    ("XADD", "prompts"),
+    ("XADD", "commits"),
+    ("XADD", "weights"),
+    ("XINFO STREAM", "prompts"),
+    ("XINFO STREAM", "commits"),
+    ("XTRIM", "trajectories"),
+    ("HSET", "state"),
+    ("INFO", "server"),
+)
+"""Commands of the trainer before which Redis may fail."""
+STREAMS = (
+    "prompts",
+    "trajectories",
+    "scores",
+    "weights",
+    "commits",
+    "dead",
+    "prompts:eval",
+    "trajectories:eval",
+)
+
+
+def schedule_of(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(f"schedule {seed}")
+    setup = _setup(rng)
+    names = [f"rollout-{i}" for i in range(setup.rollouts)] + [f"reward-{i}" for i in range(setup.rewards)]
+    faults: list[Fault] = []
+    at_s = rng.uniform(0.0, SPAN_S)
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 5, MOST_FAULTS))):
+        if rng.random() < 0.5:
+            at_s = rng.uniform(0.0, SPAN_S)
+        else:
+            at_s += rng.uniform(0.0, 0.6)  # on top of the one before
+        faults.append(_fault(rng, round(at_s, 3), names, setup))
+    return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _setup(rng: random.Random) -> Setup:
+    trim = rng.random() < 0.8
+    return Setup(
+        steps=rng.choice((3, 4, 5, 6)),
+        groups_per_step=rng.choice((1, 2, 3)),
+        group_size=rng.choice((2, 3, 4, 8)),
+        max_staleness=rng.choice((0, 1, 1, 3)),
+        batch_order=rng.choice(("in_order", "in_order", "as_ready")),
+        checkpoint_every=rng.choice((1, 1, 2, 3, 4)),
+        keep_checkpoints=rng.choice((1, 2, 2)),
+        trim=trim,
+        archive=trim and rng.random() < 0.35,
+        evaluation=rng.random() < 0.25,
+        rollouts=rng.choice((1, 2, 3)),
+        rewards=rng.choice((1, 2)),
+    )
+
+
+def _fault(rng: random.Random, at_s: float, names: list[str], setup: Setup) -> Fault:
+    kind = rng.choices(list(_MAKERS), [weight for weight, _ in _MAKERS.values()])[0]
+    target, how = _MAKERS[kind][1](rng, names, setup)
+    return Fault(at_s, kind, target, how)
+
+
+Made = tuple[str, dict[str, Any]]
+
+
+def _kill(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    target = "trainer" if rng.random() < 0.5 else rng.choice(names)
+    step = rng.choice(("now", "unsent", "applied", "file"))
+    return target, {} if step == "now" else {"step": step, "count": rng.randrange(12)}
+
+
+def _one(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    return rng.choice(["trainer", *names]), {}
+
+
+def _freeze(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    return rng.choice(["trainer", *names, *names]), {"for_s": round(rng.uniform(0.5, 3.0) * LEASE_S, 2)}
+
+
+def _cut_off(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    return rng.choice(["trainer", *names]), {"for_s": round(rng.uniform(0.2, 3.0) * LEASE_S, 2)}
+
+
+def _loss(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    how: dict[str, Any] = {"for_s": round(rng.uniform(0.1, 3.0), 2)}
+    if rng.random() < 0.35:
+        how["lose_commits"] = rng.randint(1, 4)
+    elif rng.random() < 0.9:
+        how["lose"] = int(2 ** rng.uniform(0, 7))
+    if rng.random() < 0.4:
+        how["before"] = list(rng.choice(MOMENTS))
+    return "", how
+
+
+def _failover(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    target, how = _loss(rng, names, setup)
+    if rng.random() < 0.4:
+        how["clock_s"] = round(rng.uniform(-30.0, 30.0), 1)
+    return target, how
+
+
+def _empty(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    return "", {"flush": True} if rng.random() < 0.5 else {"for_s": 1.0}
+
+
+def _slow(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    return "", {"for_s": round(rng.uniform(1.0, 10.0), 1), "slow_s": round(rng.uniform(0.02, 1.5), 2)}
+
+
+def _unreliable(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    how = {"for_s": round(rng.uniform(1.0, 10.0), 1), "share": round(rng.uniform(0.05, 0.6), 2)}
+    return "", how | ({"hang": round(rng.uniform(0.1, 0.5), 2)} if rng.random() < 0.3 else {})
+
+
+def _clock(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    return rng.choice(["trainer", *names]), {
+        "by_s": round(rng.choice((-600, -60, -5, 5, 60, 3600)) * rng.random(), 1)
+    }
+
+
+def _disk(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    return "", {"for_s": round(rng.uniform(0.5, 10.0), 1)}
+
+
+def _tear(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    kinds = ["checkpoint", "checkpoint", "weights", "metrics"]
+    if setup.archive:
+        kinds += ["manifest:trajectories", "manifest:scores", "manifest:prompts"]
+    return "trainer", {"what": rng.choice(kinds), "share": round(rng.random(), 3)}
+
+
+def _foreign(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    if rng.random() < 0.4:
+        return "trajectories", {"what": rng.choice(("future", "old", "nan"))}
+    return rng.choice(STREAMS), {"what": rng.choice(("garbage", "text", "copied"))}
+
+
+def _config(rng: random.Random, names: list[str], setup: Setup) -> Made:
+    name = rng.choice(("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.keep_weights"))
+    return "trainer", {"set": {name: rng.choice((2, 3))}}
+
+
+_MAKERS: dict[str, tuple[float, Any]] = {
+    "kill": (6.0, _kill),
+    "freeze": (2.0, _freeze),
+    "term": (1.0, _one),
+    "restart": (5.0, _loss),
+    "failover": (2.0, _failover),
+    "empty": (0.7, _empty),
+    "slow": (1.0, _slow),
+    "unreliable": (2.0, _unreliable),
+    "cut_off": (1.5, _cut_off),
+    "server_clock": (0.8, _clock),
+    "host_clock": (0.8, _clock),
+    "disk_full": (1.0, _disk),
+    "tear": (1.8, _tear),
+    "foreign": (1.5, _foreign),
+    "config": (0.7, _config),
+}
+"""Kind -> how often it is drawn, and what makes one."""

@@ -1,0 +1,49 @@
+"""Every entry that any server of the run ever held, and which of them Redis has lost."""
+
+from dataclasses import dataclass, field
+
+from common.keys import Keys
+from tests.simulation.redis.server import Fields
+from tests.simulation.redis.stream import EntryId
+
+
+@dataclass(slots=True)
+class Record:
+    """One entry: where, what, and with which write it came."""
+
+    stream: str
+    entry_id: str
+    fields: dict[bytes, bytes]
+    unit: int
+    at_s: float
+    is_lost: bool = False
+    is_foreign: bool = False
+    """A fault has put it there."""
+
+
+@dataclass
+class History:
+    """Filled by the server; trimming does not remove anything here."""
+
+    keys: Keys
+    records: list[Record] = field(default_factory=list)
+    is_foreign_now: bool = False
+
+    def note(self, key: bytes, entry_id: EntryId, fields: Fields, unit: int, at_s: float) -> Record:
+        """An entry was appended."""
+        pairs = dict(zip(fields[::2], fields[1::2], strict=True))
+        name = self.keys.name_of(key.decode())
+        record = Record(name, f"{entry_id[0]}-{entry_id[1]}", pairs, unit, at_s, False, self.is_foreign_now)
+        self.records.append(record)
+        return record
+
+    def forget_after(self, num_units: int) -> int:
+        """A server has taken over that knows only so many writes; returns how many entries are lost."""
+        lost = [record for record in self.records if record.unit >= num_units and not record.is_lost]
+        for record in lost:
+            record.is_lost = True
+        return len(lost)
+
+    def of(self, stream: str, is_lost: bool = False) -> list[Record]:
+        """What a stream holds, or has held before it was trimmed; or what of it was lost."""
+        return [record for record in self.records if record.stream == stream and record.is_lost == is_lost]

@@ -1,0 +1,251 @@
+"""Puts the virtual world in the place of the real one, and takes it away again. The only place that patches.
+
+What is replaced: clocks, chance, names of processes, the disk's operations that change something, the way to
+Redis, child processes, and what costs time without being simulated (HTTP endpoints, loading a tokenizer).
+"""
+
+import asyncio
+import builtins
+import contextlib
+import dataclasses
+import fcntl
+import gc
+import logging
+import os
+import random
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import structlog
+
+import common.broker
+import common.redis_client
+import common.service
+import services.reward.hybrid
+import services.rollout.service
+import services.trainer.service
+from common.broker import WAIT_VARIABLE
+from common.redis_client import URL_VARIABLE
+from common.run_paths import RUNS_DIR_VARIABLE
+from services.trainer.prompts import load_tokenizer
+from tests.simulation.archiving import spawn
+from tests.simulation.disk import WRITING
+from tests.simulation.loop import OWNER
+from tests.simulation.redis.client import MemoryClient
+from tests.simulation.reward import make_reward
+from tests.simulation.world import World
+
+REAL_TIMES: dict[Any, str] = {time.time: "time", time.monotonic: "monotonic", os.getpid: "getpid"}
+"""Functions that fields took as their defaults when their classes were made."""
+
+known_tokenizer = cache(load_tokenizer)
+
+
+class NoEndpoint:
+    """In place of the HTTP endpoint of a service."""
+
+    def __init__(self, port: int, host: str = "", *_: Any, **__: Any) -> None:
+        self.port, self.host, self.collectors = port, host, list[Any]()
+
+    def beat(self) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class NoHttpClient:
+    """In place of a client that nobody uses, and that reads all certificates when it is made."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+def no_redis_for_jobs(url: str) -> Any:
+    """RQ blocks: without its Redis, the trainer has the archive written by a child process."""
+    raise OSError("there is no RQ in the simulation")
+
+
+@contextlib.contextmanager
+def installed(world: World) -> Iterator[None]:
+    """Everything inside runs in the virtual world."""
+    rewire_defaults()
+    state, were_collected = random.getstate(), gc.isenabled()
+    gc.disable()
+    random.seed(f"chance {world.seed}")
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in _replacements(world):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        stack.enter_context(_environment(world))
+        stack.enter_context(_logs(world))
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if were_collected:
+                gc.enable()
+
+
+def _replacements(world: World) -> list[tuple[Any, str, Any]]:
+    clocks, rng = world.clocks, random.Random(f"names {world.seed}")
+    return [
+        (time, "time", clocks.wall_s),
+        (time, "monotonic", clocks.monotonic_s),
+        (time, "time_ns", lambda: int(1e9 * clocks.wall_s())),
+        (time, "monotonic_ns", lambda: int(1e9 * clocks.monotonic_s())),
+        (time, "sleep", clocks.sleep),
+        (secrets, "token_hex", lambda num_bytes=16: rng.randbytes(num_bytes).hex()),
+        (uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16), version=4)),
+        (os, "getpid", lambda: OWNER.get(world.loop.world).pid),
+        *_disk_replacements(world),
+        (asyncio, "create_subprocess_exec", spawn(world)),
+        (os, "kill", lambda pid, number: _signal(world, pid, number)),
+        (common.broker, "make_client", lambda url: MemoryClient(world.cluster)),
+        (common.redis_client, "make_blocking_client", no_redis_for_jobs),
+        (common.service, "HttpEndpoint", NoEndpoint),
+        (common.service, "LAG_PROBE_S", 5.0),
+        (services.rollout.service, "SAMPLE_S", 1.0),
+        (services.reward.hybrid, "make_reward", make_reward),
+        (services.trainer.service, "load_tokenizer", known_tokenizer),
+        (httpx, "AsyncClient", NoHttpClient),
+    ]
+
+
+def _disk_replacements(world: World) -> list[tuple[Any, str, Any]]:
+    disk = world.disk
+
+    def guarded(function: Callable[..., Any], is_growing: bool = False) -> Callable[..., Any]:
+        def call(path: Any, *rest: Any, **options: Any) -> Any:
+            disk.step_growing(path) if is_growing else disk.step(path)
+            return function(path, *rest, **options)
+
+        return call
+
+    def fsync(descriptor: int) -> None:
+        disk.step_growing(os.readlink(f"/proc/self/fd/{descriptor}") if disk.is_full else descriptor)
+
+    def flock(file: Any, operation: int) -> None:
+        if not operation & fcntl.LOCK_UN:
+            disk.lock(file, is_waiting=not operation & fcntl.LOCK_NB)
+
+    real_open = builtins.open
+
+    def open_guarded(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if any(letter in mode for letter in WRITING):
+            # A file that is there needs no room to be opened.
+            disk.step(file) if isinstance(file, int) or os.path.exists(file) else disk.step_growing(file)
+        return real_open(file, mode, *rest, **options)
+
+    names = ("replace", "rename", "unlink", "rmdir")
+    return [
+        *((os, name, guarded(getattr(os, name))) for name in names),
+        (os, "mkdir", guarded(os.mkdir, is_growing=True)),
+        (os, "fsync", fsync),
+        (fcntl, "flock", flock),
+        (builtins, "open", open_guarded),
+    ]
+
+
+def _signal(world: World, pid: int, number: int) -> None:
+    for process in world.processes:
+        if process.pid == pid and not process.is_dead:
+            world.signal(process, number)
+            return
+    raise ProcessLookupError(pid)
+
+
+@contextlib.contextmanager
+def _environment(world: World) -> Iterator[None]:
+    wanted = {URL_VARIABLE: "redis://simulated", RUNS_DIR_VARIABLE: str(world.folder), WAIT_VARIABLE: "300"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _logs(world: World) -> Iterator[None]:
+    """Log lines go into the trace, or nowhere."""
+    before, is_configured = structlog.get_config(), structlog.is_configured()
+    level = logging.INFO if world.is_traced else logging.CRITICAL
+
+    def note(_: Any, level: str, event: dict[str, Any]) -> str:
+        text = str(event.pop("event"))
+        details = " ".join(f"{name}={value}" for name, value in event.items())
+        process = OWNER.get(world.loop.world)
+        world.trace.append(f"{world.loop.now - 1000:10.4f} {process.name:12} [{level}] {text} {details}")
+        raise structlog.DropEvent
+
+    structlog.configure(
+        processors=[note],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+        if is_configured:
+            structlog.configure(**before)
+
+
+@cache
+def rewire_defaults() -> None:
+    """Let fields whose default is a clock look it up when they are asked: it may be a virtual one.
+
+    Their classes hold on to the functions; the new ones do the same as long as nothing is replaced.
+    """
+    late: dict[str, Callable[[], Any]] = {
+        "time": lambda: time.time(),
+        "monotonic": lambda: time.monotonic(),
+        "getpid": lambda: os.getpid(),
+    }
+    for module in [m for n, m in sys.modules.items() if n.startswith(("common.", "services."))]:
+        for kind in [item for item in vars(module).values() if isinstance(item, type)]:
+            if issubclass(kind, pydantic.BaseModel):
+                _rewire_model(kind, late)
+            elif dataclasses.is_dataclass(kind):
+                _rewire_dataclass(kind, late)
+
+
+def _rewire_model(kind: type[pydantic.BaseModel], late: dict[str, Callable[[], Any]]) -> None:
+    found = [field for field in kind.model_fields.values() if _real_name(field.default_factory)]
+    for field in found:
+        field.default_factory = late[_real_name(field.default_factory)]
+    if found:
+        kind.model_rebuild(force=True)
+
+
+def _rewire_dataclass(kind: type, late: dict[str, Callable[[], Any]]) -> None:
+    for cell in getattr(kind.__init__, "__closure__", None) or ():
+        if name := _real_name(cell.cell_contents):
+            cell.cell_contents = late[name]
+
+
+def _real_name(function: Any) -> str:
+    try:
+        return REAL_TIMES.get(function, "")
+    except TypeError:
+        return ""
+
+
+def run_folder(world: World) -> Path:
+    """The folder of the simulated run."""
+    return world.folder / world.run_id

@@ -1,0 +1,272 @@
+"""What must hold of every run, whatever has befallen it: DESIGN.md, sections 3 to 5.
+
+`see` looks at each entry as it is appended, `judge` at the whole when the run has ended. Both know the true
+history, also what Redis has lost.
+"""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from common import codec
+from common.config import RunConfig
+from common.errors import CodecError
+from common.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
+from common.run_state import FINISHED
+from tests.chaos import verdict as chaos
+from tests.simulation.fleet import Fleet
+from tests.simulation.history import Record
+from tests.simulation.redis.stream import Stream, text_of
+from tests.simulation.reward import value_of
+from tests.simulation.schedule import Schedule
+from tests.simulation.world import World
+
+REMEDIES = ("estore", "emove", "XDEL", "tart a new run", "stop the other", "tidemill ")
+"""A message that ends a run names what to do: one of these stands in it."""
+NO_RUN = "this Redis has no run"
+"""What people are told who mistyped a run's id; not those whose Redis was emptied."""
+LOSSES = ("restart", "failover", "empty")
+
+
+class Judge:
+    """Judges one run."""
+
+    def __init__(self, world: World, config: RunConfig, schedule: Schedule) -> None:
+        self.world, self.config, self.schedule = world, config, schedule
+        self.trainer = config.trainer
+        self.kinds = {fault.kind for fault in schedule.faults}
+        self.broken: list[str] = []
+        self._newest = 0
+        """The newest version that was ever committed."""
+
+    def see(self, record: Record) -> None:
+        """An entry was appended now."""
+        if record.is_foreign:
+            return
+        if record.stream == "commits":
+            self._newest = max(self._newest, int(record.entry_id.split("-")[0]))
+        elif record.stream == "prompts":
+            ticket = codec.decode(record.fields, Ticket)
+            if ticket.replaces < 0 and ticket.step > self._newest + self.trainer.max_staleness:
+                self.broken.append(
+                    f"admission: ticket {ticket.ticket} of step {ticket.step} was issued when "
+                    f"{self._newest} steps were committed and max_staleness is {self.trainer.max_staleness}"
+                )
+
+    def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
+        """Everything that is wrong with the run goes into the verdict."""
+        found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken]
+        if fleet.outcome == FINISHED:
+            found += self._judge_history()
+            found += self._judge_records()
+        elif "empty" not in self.kinds:
+            found += self._judge_digests(self._commits())
+        found += self._judge_letters()
+        verdict.violations += found
+
+    def may_end(self, outcome: str, num_torn: int) -> bool:
+        """Whether the run may have ended with this error: no repair is possible, and the message is clear.
+
+        `num_torn` is the most checkpoints that were torn without a new one in between.
+        """
+        if not any(word in outcome for word in REMEDIES) or NO_RUN in outcome:
+            return False
+        has_losses = any(
+            f.kind == "empty" or (f.kind in LOSSES and (f.how.get("lose") or f.how.get("lose_commits")))
+            for f in self.schedule.faults
+        )
+        foreign = {f.target for f in self.schedule.faults if f.kind == "foreign"}
+        if "empty" in self.kinds or (num_torn and has_losses) or num_torn >= self.trainer.keep_checkpoints:
+            return True
+        return bool(foreign & {"commits", "weights", "prompts", "prompts:eval"})
+
+    def standing(self) -> str:
+        """Where the run stands, in words, for a stall."""
+        server = self.world.cluster.server
+        lengths = {
+            self.world.keys.name_of(key.decode()): len(value.ids)
+            for key, value in sorted(server.space.values.items())
+            if isinstance(value, Stream)
+        }
+        pending = {
+            self.world.keys.name_of(key.decode()): len(group.pending)
+            for key, value in sorted(server.space.values.items())
+            if isinstance(value, Stream)
+            for group in value.groups.values()
+            if group.pending
+        }
+        return f"version {self._newest} of {self.trainer.steps}, streams {lengths}, pending {pending}"
+
+    def _messages(self, stream: str, kind: type[Message], is_lost: bool = False) -> list[Any]:
+        found = []
+        for record in self.world.history.of(stream, is_lost):
+            try:
+                found.append(codec.decode(record.fields, kind))
+            except CodecError:
+                continue
+        return found
+
+    def _commits(self) -> list[Commit]:
+        """What the stream holds at the end."""
+        stream = self.world.cluster.server.space.values.get(self.world.keys.commits.encode())
+        known = {
+            record.entry_id: record for record in self.world.history.of("commits") if not record.is_foreign
+        }
+        ids = [text_of(entry_id).decode() for entry_id in stream.ids] if stream else []
+        return [codec.decode(known[entry_id].fields, Commit) for entry_id in ids if entry_id in known]
+
+    def _judge_history(self) -> list[str]:
+        commits = self._commits()
+        steps = [commit.step for commit in commits]
+        if steps != list(range(self.trainer.steps)):
+            return [
+                f"commits: the run is finished with steps {steps}, expected 0 to {self.trainer.steps - 1}"
+            ]
+        # A commit stands first: what a copy of the same key says later is a duplicate.
+        lost = self._messages("trajectories", Trajectory, is_lost=True)
+        archive = SimpleNamespace(
+            commits=SimpleNamespace(messages=commits),
+            tickets=SimpleNamespace(messages=[t for t in self._tickets()]),
+            trajectories=SimpleNamespace(
+                messages=self._messages("trajectories", Trajectory), lost=dict(enumerate(lost))
+            ),
+            dead=SimpleNamespace(entries=[]),
+        )
+        found: Any = chaos.judge(archive, self.trainer.group_size, self.trainer.max_staleness)  # type: ignore[arg-type]
+        problems = self._judge_waits(commits)
+        if found.lost or found.duplicated or found.violations or found.gaps:
+            problems.append(f"history: {found}")
+        if any(len(commit.groups) != self.trainer.groups_per_step for commit in commits):
+            problems.append("groups: a step has another number of groups than groups_per_step")
+        ends = Counter(t for commit in commits for t in {*commit.groups, *_dropped_whole(commit)})
+        if twice := [ticket for ticket, count in ends.items() if count > 1]:
+            problems.append(f"ends: tickets {twice[:5]} have two ends")
+        return problems + self._judge_digests(commits) + self._judge_advantages(commits)
+
+    def _judge_waits(self, commits: list[Commit]) -> list[str]:
+        """Nobody waits for `reissue_after_s` for what a loss of Redis has taken: that is known at once."""
+        if "foreign" in self.kinds or "empty" in self.kinds:
+            return []
+        late = [ticket for commit in commits for ticket, _, reason in commit.dropped if reason == "lost"]
+        return (
+            [f"late: tickets {late} were given up after {self.trainer.reissue_after_s:g} s"] if late else []
+        )
+
+    def _tickets(self) -> list[Ticket]:
+        records = [record for record in self.world.history.of("prompts") if not record.is_foreign]
+        return [codec.decode(record.fields, Ticket) for record in records]
+
+    def _judge_digests(self, commits: list[Commit]) -> list[str]:
+        """The simulated policy's digest follows from the commits alone."""
+        chain, problems = xxhash.xxh3_128(b"simulated").digest(), []
+        for number, commit in enumerate(commits):
+            if commit.step != number:
+                break
+            for mini in commit.mini_batches:
+                parts = [chain]
+                for micro in mini:
+                    for ticket, index in micro:
+                        trained = sorted(i for t, i in commit.trained_keys if t == ticket)
+                        advantage = commit.advantages[str(ticket)][trained.index(index)]
+                        parts += [
+                            np.array((ticket, index), "<i8").tobytes(),
+                            np.array(advantage, "<f8").tobytes(),
+                        ]
+                    parts.append(b"|")
+                chain = xxhash.xxh3_128(b"".join(parts)).digest()
+            if chain.hex() != commit.digest:
+                problems.append(f"digest: that of version {commit.version} does not follow from the commits")
+                break
+        return problems
+
+    def _judge_advantages(self, commits: list[Commit]) -> list[str]:
+        """Better rewards have better advantages, and what has no reward was not trained."""
+        rewards: dict[tuple[int, int], set[float | None]] = {}
+        for is_lost in (False, True):
+            for sample in self._messages("trajectories", Trajectory, is_lost):
+                rewards.setdefault(sample.key, set()).add(value_of(sample.text))
+        problems = []
+        for commit in commits:
+            for ticket in commit.groups:
+                indices = sorted(i for t, i in commit.trained_keys if t == ticket)
+                known = [rewards.get((ticket, index), set()) for index in indices]
+                if not all(values - {None} for values in known):
+                    problems.append(
+                        f"reward: step {commit.step} trained a sample of ticket {ticket} without one"
+                    )
+                elif all(len(values) == 1 for values in known):
+                    values = [next(iter(item)) for item in known]
+                    if not _same_order(values, commit.advantages[str(ticket)]):
+                        problems.append(
+                            f"advantages: those of ticket {ticket} do not follow from its rewards"
+                        )
+        return problems
+
+    def _judge_records(self) -> list[str]:
+        """What is on the disk and in the streams at the end."""
+        problems = []
+        path = self.world.folder / self.world.run_id / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = [line["step"] for line in lines if line["kind"] == "step"]
+        is_torn = any(f.kind == "tear" and f.how["what"] == "metrics" for f in self.schedule.faults)
+        if steps != list(range(self.trainer.steps)) and not is_torn:
+            problems.append(f"records: metrics.jsonl has the steps {steps}")
+        is_lossless = self.kinds.isdisjoint({*LOSSES, "foreign"})
+        if is_lossless:
+            for stream, kind in (("trajectories", Trajectory), ("scores", Score)):
+                counts = Counter(message.key for message in self._messages(stream, kind))
+                if twice := [key for key, count in counts.items() if count > 1]:
+                    problems.append(f"published twice: {stream} has {twice[:5]} more than once")
+        if self.schedule.setup.evaluation and self.kinds.isdisjoint({"foreign", "empty"}) and not is_torn:
+            problems += self._judge_evaluations(lines)
+        if self.schedule.setup.archive and "empty" not in self.kinds:
+            problems += self._judge_archive()
+        return problems
+
+    def _judge_evaluations(self, lines: list[dict[str, Any]]) -> list[str]:
+        steps = self.trainer.steps
+        due = {0, steps, *range(2, steps, 2)}
+        done = Counter(line["version"] for line in lines if line["kind"] == "evaluation")
+        if set(done) != due or any(count > 1 for count in done.values()):
+            return [f"evaluations: {dict(done)} are on record, due are {sorted(due)}, each once"]
+        return []
+
+    def _judge_archive(self) -> list[str]:
+        """Archive and Redis together hold all that was not lost."""
+        from tests.simulation.archive_check import missing_ids
+
+        return missing_ids(self.world)
+
+    def _judge_letters(self) -> list[str]:
+        """Dead letters keep the bytes of what they are about."""
+        by_id: dict[tuple[str, str], list[dict[bytes, bytes]]] = {}
+        for record in self.world.history.records:
+            by_id.setdefault((record.stream, record.entry_id), []).append(record.fields)
+        problems = []
+        for letter in self._messages("dead", DeadLetter):
+            originals = by_id.get((letter.origin, letter.entry_id))
+            fields = {name.encode(): value for name, value in letter.fields.items()}
+            if letter.entry_id and originals is not None and fields not in originals:
+                problems.append(f"letters: that of {letter.origin} {letter.entry_id} has other bytes")
+        return problems
+
+
+def _dropped_whole(commit: Commit) -> list[int]:
+    return [ticket for ticket, index, _ in commit.dropped if index == chaos.WHOLE_GROUP]
+
+
+def _same_order(values: list[float | None], advantages: list[float]) -> bool:
+    pairs = sorted(zip(values, advantages, strict=True))  # type: ignore[type-var]
+    return all(
+        (a[0] == b[0]) == (abs(a[1] - b[1]) < 1e-9) and a[1] <= b[1] + 1e-9
+        for a, b in itertools.pairwise(pairs)
+    )
+
+
+__all__ = ["Judge", "Path"]

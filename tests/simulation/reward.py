@@ -1,0 +1,45 @@
+"""The simulated reward: a number that follows from the completion, which some do not have."""
+
+import asyncio
+from typing import Any
+
+import xxhash
+
+from services.reward.outcome import AttemptError, Outcome
+
+FAILING = 40
+"""One completion in so many has no reward, whoever asks."""
+LONGEST_S = 0.8
+
+
+class SimulatedReward:
+    """Implements `Reward`."""
+
+    slots = None
+
+    async def score(self, sample: Any) -> Outcome:
+        number = fate_of(sample.solution_str)
+        await asyncio.sleep(LONGEST_S * (number % 97) / 97)
+        value = value_of(sample.solution_str)
+        if value is None:
+            raise AttemptError("this completion has no reward", is_final=True)
+        return Outcome(value)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def fate_of(text: str) -> int:
+    """A number that follows from the completion alone."""
+    return int(xxhash.xxh3_64_intdigest(text.encode()))
+
+
+def value_of(text: str) -> float | None:
+    """The reward of a completion; None where there is none."""
+    number = fate_of(text)
+    return None if number % FAILING == 0 else float(number % 5) / 4
+
+
+def make_reward(*_: Any, **__: Any) -> SimulatedReward:
+    """In place of the factory of rewards."""
+    return SimulatedReward()

@@ -1,0 +1,156 @@
+"""Runs one schedule from its start to its verdict."""
+
+import asyncio
+import atexit
+import contextlib
+import contextvars
+import gc
+import itertools
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from common.run_state import FINISHED
+from tests.simulation.faults import Injector
+from tests.simulation.fleet import Fleet, names
+from tests.simulation.install import installed
+from tests.simulation.invariants import Judge
+from tests.simulation.schedule import Schedule
+from tests.simulation.world import World
+
+PATIENCE_S = 400.0
+"""Virtual time after the last fault in which a run has to reach its end."""
+NUM_ROWS = 40
+COLLECT_EVERY = 10
+"""Schedules after which their garbage is looked for: looking takes as long as a short schedule."""
+_COUNTER = itertools.count(1)
+
+
+@dataclass
+class Verdict:
+    """What a schedule came to. No words at all: it is good."""
+
+    schedule: Schedule
+    outcome: str = ""
+    digest: str = ""
+    violations: list[str] = field(default_factory=list)
+    stall: str = ""
+    faults: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+    num_commands: int = 0
+    trace: list[str] = field(default_factory=list)
+
+    @property
+    def problem(self) -> str:
+        """The first thing that is wrong; empty where nothing is."""
+        return self.violations[0] if self.violations else self.stall
+
+
+def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
+    """Run it in a folder of its own, which is gone afterwards, and so is all that never ended."""
+    with _folder() as folder, _without_last_words():
+        verdict = Verdict(schedule)
+        _freeze()
+        _live(schedule, folder, verdict, is_traced)
+        if next(_COUNTER) % COLLECT_EVERY == 0:
+            gc.collect()
+    return verdict
+
+
+def _live(schedule: Schedule, folder: Path, verdict: Verdict, is_traced: bool) -> None:
+    world = World(schedule.seed, folder, is_traced=is_traced)
+    try:
+        with installed(world):
+            fleet = Fleet(world)
+            _run(world, fleet, schedule, verdict)
+            fleet.outcome = fleet.outcome or "over"
+            _end(world)
+    finally:
+        verdict.trace = world.trace
+
+
+def _end(world: World) -> None:
+    running = asyncio.events._get_running_loop()
+    asyncio.events._set_running_loop(world.loop)
+    try:
+        world.loop.end(world.processes)
+    finally:
+        asyncio.events._set_running_loop(running)
+    for process in world.processes:
+        for task in process.tasks:
+            task._log_destroy_pending = False
+
+
+def _run(world: World, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> None:
+    config = schedule.setup.config(inputs(), world.run_id, schedule.seed)
+    judge = Judge(world, config, schedule)
+    world.on_append = judge.see
+    injector = Injector(world, fleet, config, schedule)
+    world.cluster.server.apply([[b"SET", world.keys.config.encode(), config.model_dump_json().encode()]])
+    context = contextvars.Context()
+    for name, role in names(config):
+        context.run(fleet.add, name, role)
+    injector.arm()
+    end_s = injector.quiet_at_s + PATIENCE_S
+    world.loop.run(lambda: bool(fleet.outcome), end_s)
+    verdict.outcome, verdict.faults = fleet.outcome, injector.done
+    verdict.virtual_s, verdict.num_commands = world.loop.now - 1000, len(world.cluster.server.log)
+    judge.judge(fleet, injector, verdict)
+    if not fleet.outcome:
+        verdict.stall = f"stall: {judge.standing()}"
+    elif fleet.outcome != FINISHED and not judge.may_end(fleet.outcome, injector.num_torn):
+        verdict.stall = f"ended: {fleet.outcome}"
+    verdict.digest = world.digest
+
+
+@contextlib.contextmanager
+def _without_last_words() -> Iterator[None]:
+    """Coroutines that never ended complain when they are thrown away."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """On a disk in memory where there is one."""
+    memory = Path("/dev/shm")
+    parent = str(memory) if memory.is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="tidemill-simulation-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _freeze() -> None:
+    """What was there before is not looked through again and again; what never ended ends in silence."""
+    atexit.register(setattr, sys, "unraisablehook", lambda _: None)
+    gc.collect()
+    gc.freeze()
+
+
+@cache
+def inputs() -> Path:
+    """Data and tokenizer that all schedules of this process share."""
+    from tests.models import write_tokenizer
+
+    folder = Path(tempfile.mkdtemp(prefix="tidemill-simulation-inputs-"))
+    (folder / "model").mkdir()
+    write_tokenizer(folder / "model")
+    for name, count in (("train", NUM_ROWS), ("eval", 3)):
+        rows = [
+            {"prompt": f"w{i % 29} w{i // 29}", "reward_model": {"ground_truth": str(i)}}
+            for i in range(count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -1,0 +1,102 @@
+"""What happens in one run: its config, and the faults that befall it. All of it follows from a seed."""
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common.config import RunConfig, parse_config
+
+LEASE_S = 4.0
+REISSUE_AFTER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The part of a run's config that differs between schedules."""
+
+    steps: int = 5
+    groups_per_step: int = 2
+    group_size: int = 3
+    max_staleness: int = 1
+    batch_order: str = "in_order"
+    checkpoint_every: int = 2
+    keep_checkpoints: int = 2
+    trim: bool = True
+    archive: bool = False
+    evaluation: bool = False
+    rollouts: int = 2
+    rewards: int = 2
+
+    def config(self, folder: Path, run_id: str, seed: int = 0) -> RunConfig:
+        """The whole config, for a run whose data lie in `folder`."""
+        tree = {
+            "run_id": run_id,
+            "seed": seed % 100_000,
+            "model": {"path": str(folder / "model"), "max_model_len": 64},
+            "data": {
+                "train": str(folder / "train.jsonl"),
+                "eval": {"held-out": str(folder / "eval.jsonl")} if self.evaluation else {},
+                "max_prompt_tokens": 16,
+            },
+            "rollout": {
+                "engine": "simulated",
+                "workers": self.rollouts,
+                "max_groups_in_flight": 4,
+                "sampling": {"max_tokens": 16},
+                "simulated": {"tokens": 6, "vocab_size": 32, "group_s": 1.0, "jitter": 0.8, "load_s": 0.1},
+            },
+            "reward": {"function": "reward.py:compute_score", "workers": self.rewards, "processes": 1},
+            "trainer": {
+                "policy": "simulated",
+                "steps": self.steps,
+                "groups_per_step": self.groups_per_step,
+                "group_size": self.group_size,
+                "max_staleness": self.max_staleness,
+                "batch_order": self.batch_order,
+                "checkpoint_every": self.checkpoint_every,
+                "keep_checkpoints": self.keep_checkpoints,
+                "keep_weights": 2,
+                "reissue_after_s": REISSUE_AFTER_S,
+                "tensorboard": False,
+                "simulated": {"group_s": 0.2, "update_s": 0.1},
+                "evaluation": {"every": 2, "samples": 1},
+            },
+            "streams": {
+                "lease_s": LEASE_S,
+                "trim": self.trim,
+                "archive": {"enabled": self.archive, "segment_mb": 0.004},
+            },
+        }
+        return parse_config(tree, "the simulated run's config")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong. `how` are its numbers; `faults.py` says what the kinds mean."""
+
+    at_s: float
+    kind: str
+    target: str = ""
+    how: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        how = f", {self.how!r}" if self.how else ""
+        return f"Fault({self.at_s!r}, {self.kind!r}, {self.target!r}{how})"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Runs the same whenever seed, setup and faults are the same."""
+
+    seed: int
+    setup: Setup = Setup()
+    faults: tuple[Fault, ...] = ()
+
+    def __repr__(self) -> str:
+        default = asdict(Setup())
+        setup = ", ".join(f"{k}={v!r}" for k, v in asdict(self.setup).items() if v != default[k])
+        faults = "".join(f"\n        {fault!r}," for fault in self.faults)
+        return f"Schedule(\n    {self.seed},\n    Setup({setup}),\n    ({faults}\n    ),\n)"
+
+    def without(self, fault: Fault) -> "Schedule":
+        return replace(self, faults=tuple(item for item in self.faults if item is not fault))

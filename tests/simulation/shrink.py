@@ -1,0 +1,73 @@
+"""Finds the shortest schedule that fails in the same way: fewer faults, plainer faults, a plainer config."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from tests.simulation.run import Verdict, run
+from tests.simulation.schedule import Fault, Schedule, Setup
+
+MOST_RUNS = 120
+
+
+def shrink(verdict: Verdict, on_run: Callable[[Schedule], None] = lambda _: None) -> Verdict:
+    """The smallest failing schedule that can be reached by leaving things out, one after the other."""
+    best, kind, num_runs, is_smaller = verdict, kind_of(verdict), 0, True
+    while is_smaller and num_runs < MOST_RUNS:
+        is_smaller = False
+        for candidate in _smaller(best.schedule):
+            num_runs += 1
+            on_run(candidate)
+            found = run(candidate)
+            if kind_of(found) == kind:
+                best, is_smaller = found, True
+                break
+            if num_runs >= MOST_RUNS:
+                break
+    return best
+
+
+def kind_of(verdict: Verdict) -> str:
+    """What sort of failure it is: the word before the colon, and of a crash its last line."""
+    word, _, rest = verdict.problem.partition(":")
+    return f"{word}: {rest.strip().splitlines()[-1][:60]}" if word == "crash" else word
+
+
+def _smaller(schedule: Schedule) -> Iterator[Schedule]:
+    faults = schedule.faults
+    if len(faults) > 3:
+        for half in (faults[: len(faults) // 2], faults[len(faults) // 2 :]):
+            yield replace(schedule, faults=half)
+    for fault in faults:
+        yield schedule.without(fault)
+    for name, value in _PLAIN.items():
+        if getattr(schedule.setup, name) != value:
+            yield replace(schedule, setup=replace(schedule.setup, **{name: value}))
+    for place, fault in enumerate(faults):
+        for plainer in _plainer(fault):
+            yield replace(schedule, faults=(*faults[:place], plainer, *faults[place + 1 :]))
+
+
+_PLAIN = {
+    "archive": False,
+    "evaluation": False,
+    "batch_order": "in_order",
+    "rollouts": 1,
+    "rewards": 1,
+    "groups_per_step": 1,
+    "group_size": 2,
+    "max_staleness": 1,
+    "checkpoint_every": 2,
+    "keep_checkpoints": 2,
+    "steps": 3,
+}
+assert _PLAIN.keys() <= Setup.__dataclass_fields__.keys()
+
+
+def _plainer(fault: Fault) -> Iterator[Fault]:
+    for name in ("before", "clock_s", "hang", "lose", "lose_commits"):
+        if name in fault.how:
+            yield replace(fault, how={key: value for key, value in fault.how.items() if key != name})
+    if fault.how.get("lose", 0) > 1:
+        yield replace(fault, how=fault.how | {"lose": fault.how["lose"] // 2})
+    if round(fault.at_s, 1) != fault.at_s:
+        yield replace(fault, at_s=round(fault.at_s, 1))

@@ -1,0 +1,79 @@
+"""Entries that no service has written: somebody's by hand, or a broken worker's."""
+
+import random
+
+import numpy as np
+
+from common import codec
+from common.keys import Keys
+from common.messages import Message, Score, ScoreStatus, Ticket, Trajectory
+from tests.simulation.world import World
+
+
+def write(world: World, stream: str, what: str, rng: random.Random) -> bool:
+    """Append one entry under an id of the server's; False where there is nothing to make it of.
+
+    `garbage` cannot be decoded, `copied` has the bytes of an entry of the stream. The others are trajectories
+    of a ticket that is in flight: `future` from a version that is not there yet, `old` from one that is gone,
+    `nan` with a logprob that is no number; `nan_score` is a score without a finite value.
+    """
+    fields = _fields(world, stream, what, rng)
+    if fields is None:
+        return False
+    key = world.keys._key(stream) if ":eval" not in stream else f"{world.keys._key(stream[:-5])}:eval"
+    world.history.is_foreign_now = True
+    try:
+        flat = [part for pair in fields.items() for part in pair]
+        world.cluster.server.apply([[b"XADD", key.encode(), b"*", *flat]])
+    finally:
+        world.history.is_foreign_now = False
+    return True
+
+
+def _fields(world: World, stream: str, what: str, rng: random.Random) -> dict[bytes, bytes] | None:
+    if what == "garbage":
+        return {b"v": b"1.0", b"p": rng.randbytes(20)}
+    if what == "text":
+        return {b"hello": b"world"}
+    if what == "copied":
+        known = [record for record in world.history.of(stream) if not record.is_foreign]
+        return dict(rng.choice(known[-4:]).fields) if known else None
+    message = _poison(world, what, rng)
+    return None if message is None else codec.encode(message)
+
+
+def _poison(world: World, what: str, rng: random.Random) -> Message | None:
+    """A message for a ticket that was issued lately."""
+    tickets = [record for record in world.history.of("prompts") if not record.is_foreign]
+    if not tickets:
+        return None
+    ticket = codec.decode(rng.choice(tickets[-4:]).fields, Ticket)
+    index = rng.randrange(ticket.group_size)
+    if what == "nan_score":
+        return Score.model_construct(
+            ticket=ticket.ticket, index=index, status=ScoreStatus.OK, value=float("nan")
+        )
+    num_commits = len(world.history.of("commits"))
+    version = num_commits + 3 if what == "future" else 0
+    return Trajectory(
+        ticket=ticket.ticket,
+        index=index,
+        step=ticket.step,
+        group_size=ticket.group_size,
+        prompt_ids=ticket.prompt_ids,
+        prompt_text=ticket.prompt_text,
+        data_source=ticket.data_source,
+        ground_truth=ticket.ground_truth,
+        extra=ticket.extra,
+        completion_ids=np.arange(3, 7, dtype=np.int32),
+        logprobs=np.full(4, np.nan if what == "nan" else -1.0, np.float32),
+        spans=((version, 0),),
+        finish="stop",
+        text=f"t{ticket.ticket} t{index} poisoned",
+        worker="stranger",
+        started_at=0.0,
+        finished_at=0.0,
+    )
+
+
+__all__ = ["Keys", "write"]

@@ -1,0 +1,101 @@
+"""The simulation itself: it repeats itself exactly, and it notices when a mechanism is taken out."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import common.broker
+from common.streams.consumer import Consumer
+from services.trainer.scheduler import Scheduler
+from tests.runs import REPO
+from tests.simulation.generate import schedule_of
+from tests.simulation.run import run
+from tests.simulation.schedule import Fault, Schedule, Setup
+from tests.simulation.shrink import shrink
+
+DIGEST_OF = """
+from tests.simulation.generate import schedule_of
+from tests.simulation.run import run
+print(run(schedule_of({})).digest)
+"""
+SLEEPER = Schedule(
+    5,
+    Setup(rollouts=2, group_size=3, groups_per_step=2),
+    (Fault(1.0, "freeze", "rollout-0", {"for_s": 9.0}),),
+)
+"""A worker stands still for two leases while it holds tickets, wakes up and wants to publish."""
+
+
+def test_a_seed_gives_the_same_commands_at_the_same_times() -> None:
+    for seed in (3, 5, 8):
+        assert run(schedule_of(seed)).digest == run(schedule_of(seed)).digest
+    assert run(schedule_of(3)).digest != run(schedule_of(4)).digest
+
+
+def test_another_process_with_other_hashes_gives_them_too() -> None:
+    command = [sys.executable, "-c", DIGEST_OF.format(3)]
+    found = subprocess.run(
+        command, cwd=REPO, env=os.environ | {"PYTHONHASHSEED": "5"}, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == run(schedule_of(3)).digest, found.stderr
+
+
+def test_a_sleeper_does_no_harm() -> None:
+    verdict = run(SLEEPER)
+    assert (verdict.problem, verdict.faults["freeze"]) == ("", 1)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
+    """Take a part out of a Lua script."""
+    known = common.broker._script
+
+    def changed(name: str) -> tuple[str, str]:
+        import hashlib
+
+        source, sha = known(name)
+        if name != script:
+            return source, sha
+        assert part in source
+        source = source.replace(part, "")
+        return source, hashlib.sha1(source.encode()).hexdigest()
+
+    monkeypatch.setattr(common.broker, "_script", changed)
+
+
+def test_a_worker_that_publishes_without_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "publish_sample", "if #held == 0 then\n  return 0\nend\n")
+    monkeypatch.setattr(Consumer, "_lose", lambda *_: None)
+    found = [run(Schedule(seed, SLEEPER.setup, SLEEPER.faults)).problem for seed in range(5, 11)]
+    assert any("published twice" in problem for problem in found), found
+
+
+def test_a_score_without_its_acknowledgement_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "complete", "redis.call('XACK', KEYS[1], ARGV[1], unpack(acked))")
+    setup = Setup(rollouts=1, rewards=2, steps=5, max_staleness=3)
+    found = [run(Schedule(seed, setup)).problem for seed in range(3)]
+    assert any("published twice" in problem for problem in found), found
+
+
+def test_tickets_that_are_not_issued_again_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_tickets(_: Any) -> int:
+        return 0
+
+    monkeypatch.setattr(Scheduler, "reissue_lost", no_tickets)
+    faults = (Fault(0.3, "restart", "", {"for_s": 0.5, "lose": 1000}),)
+    verdict = run(Schedule(1, Setup(), faults))
+    assert verdict.problem.startswith(("stall", "late", "ended")), verdict.problem
+
+
+def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "publish_sample", "redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])")
+    faults = (
+        Fault(1.0, "slow", "", {"for_s": 1.0, "slow_s": 0.1}),
+        Fault(2.0, "host_clock", "trainer", {"by_s": 5.0}),
+    )
+    verdict = run(Schedule(1, Setup(rollouts=2, steps=4), faults))
+    assert verdict.problem
+    shrunk = shrink(verdict)
+    assert shrunk.problem and not shrunk.schedule.faults
