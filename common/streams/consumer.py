@@ -137,13 +137,15 @@ class Consumer(Generic[M]):
         done: list[bool] = []
         for start in range(0, len(results), MAX_HELD_IN_ONE_CALL):
             part = results[start : start + MAX_HELD_IN_ONE_CALL]
+            # Looked at once: what is current may change while Redis answers.
+            current = [self._is_current(delivery) for delivery, _ in part]
             pairs = [
                 (delivery.entry_id, codec.encode_payload(result) if result is not None else b"")
-                for delivery, result in part
-                if self._is_current(delivery)
+                for (delivery, result), is_current in zip(part, current, strict=True)
+                if is_current
             ]
             flags = iter(await self._complete(pairs, out_key) if pairs else ())
-            done += [self._is_current(delivery) and next(flags) for delivery, _ in part]
+            done += [is_current and next(flags) for is_current in current]
         return done
 
     async def publish_sample(

@@ -17,7 +17,7 @@ from services.trainer.recorder import record_of
 
 log = structlog.get_logger(__name__)
 
-NOT_MEASURED = ("version", "dataset", "pass_at", "at")
+NOT_MEASURED = ("components", "version", "dataset", "pass_at", "at")
 """Fields of an evaluation in the run's state that are no metrics."""
 
 
@@ -63,5 +63,6 @@ def _step_of(commit: Commit) -> Record:
 def _evaluation_of(item: Mapping[str, Any]) -> Record:
     numbers = {name: value for name, value in item.items() if name not in NOT_MEASURED}
     numbers |= {f"pass_at_{k}": value for k, value in item["pass_at"].items()}
+    numbers |= {f"rewards/{name}/mean": value for name, value in item.get("components", {}).items()}
     head = {"kind": EVALUATION, "version": item["version"], "set": item["dataset"]}
     return record_of(head, numbers, item["at"])

@@ -213,7 +213,8 @@ class Trainer:
         with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
             write = partial(self.thread.call, self.weights.write, version, self.policy)
             manifest = await until_stored(self.context, write)
-            await asyncio.to_thread(self.weights.prune, self.config.keep_weights, self.best.in_use)
+            keep, in_use = self.config.keep_weights, self.best.in_use
+            await asyncio.to_thread(self.weights.prune, keep, in_use, version)
             return manifest
 
     async def _announce(self, manifest: WeightManifest) -> None:

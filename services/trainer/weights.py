@@ -70,11 +70,17 @@ class WeightStore:
         """The versions on the disk, in ascending order."""
         return folder_versions(self.folder)
 
-    def prune(self, keep: int, in_use: Collection[int] = ()) -> list[int]:
-        """Remove all but the newest `keep` versions and those `in_use`; returns what was removed."""
+    def prune(self, keep: int, in_use: Collection[int] = (), newest: int | None = None) -> list[int]:
+        """Remove all but the newest `keep` versions and those `in_use`; returns what was removed.
+
+        The run stands at `newest`: what is above it belongs to a history that Redis has lost, and goes first.
+        """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        old = [version for version in self.versions()[:-keep] if version not in in_use]
+        versions = self.versions()
+        lost = [version for version in versions if newest is not None and version > newest]
+        standing = [version for version in versions if version not in lost]
+        old = [*lost, *(version for version in standing[:-keep] if version not in in_use)]
         for version in old:
             retire_folder(self.folder / version_name(version))
         return old
