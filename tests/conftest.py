@@ -48,7 +48,8 @@ SERVERS = available_servers()
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests of what the simulation relies on run against its Redis in memory as well."""
-    if "redis_server" in metafunc.fixturenames:
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "redis_server" in metafunc.fixturenames and "redis_server" not in named:
         kinds: list[Any] = sorted(SERVERS) or [pytest.param("", marks=pytest.mark.skip)]
         kinds += [MEMORY] if is_trusted(metafunc.module.__name__, metafunc.function.__name__) else []
         metafunc.parametrize("redis_server", kinds, indirect=True, scope="session")

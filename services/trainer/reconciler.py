@@ -11,11 +11,13 @@ from collections.abc import Iterable
 import structlog
 
 from common.broker import Broker
+from common.codec import SCHEMA
 from common.errors import TidemillError
 from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.messages import Commit, WeightManifest
 from common.streams import (
     START,
+    Entry,
     append_after,
     append_missing,
     entry_id_of,
@@ -25,6 +27,7 @@ from common.streams import (
     last_id,
     pending_ids,
     read_newest,
+    read_range,
 )
 from services.trainer.commit_journal import CommitJournal
 from services.trainer.intake import PendingGroup
@@ -146,6 +149,24 @@ class Reconciler:
                 "with an entry that cannot be read. If a newer release wrote it, go on with that one; else "
                 "remove it (XDEL, then XSETID to the version before), and restart."
             )
+
+    async def take_back_versions(self, version: int) -> None:
+        """Take back what is announced above `version`, where a trainer starts that stands there.
+
+        An emptied Redis was given its newest version back, and its trainer died before the commits that led
+        there had a checkpoint to stand on. Workers would go on with weights that no history has.
+        """
+        key = self.keys.weights
+        entries = await read_range(self.broker, key, WeightManifest, entry_id_of(version + 1))
+        lost = [entry for entry in entries if isinstance(entry, Entry) and entry.message.version > version]
+        if not lost:
+            return
+        log.warning(
+            "taking back versions of a lost history", version=version, newest=lost[-1].message.version
+        )
+        floor = entry_id_of(version - 1) if version else START
+        pairs = [part for entry in lost for part in (entry.entry_id, "")]
+        await self.broker.script("move_aside", [key, self.keys.dead], [SCHEMA, floor, *pairs])
 
     def change_manifest(self, manifest: WeightManifest) -> None:
         """Announce this one from now on."""

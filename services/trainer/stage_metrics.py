@@ -22,18 +22,19 @@ def stage_metrics(
 ) -> dict[str, float]:
     """Times and sizes of one step; `scores` may be fewer than `trajectories`.
 
-    `queued` says how long trajectories waited for their rewards, by one clock.
+    `queued` says how long trajectories waited for their rewards, by one clock; a step that is replayed from
+    records alone has none of that.
     """
     if not trajectories or not scores:
         return {}
     latencies = np.array([score.latency_s for score in scores])
     generations = np.array([max(0.0, t.finished_at - t.started_at) for t in trajectories])
-    return {
+    waiting = {"stages/reward_queue_s": float(np.mean(queued))} if queued else {}
+    return waiting | {
         "stages/generation_s": float(generations.mean()),
         "stages/generation_p95_s": float(np.quantile(generations, 0.95)),
         "stages/rollout_workers": float(len({trajectory.worker for trajectory in trajectories})),
         "stages/rollout_busy_s": _busy_s((t.worker, t.started_at, t.finished_at) for t in trajectories),
-        "stages/reward_queue_s": float(np.mean(queued)) if queued else 0.0,
         "stages/score_s": float(latencies.mean()),
         "stages/score_p95_s": float(np.quantile(latencies, 0.95)),
         "stages/scores": float(len(scores)),

@@ -103,6 +103,7 @@ class Trainer:
         """Announce the version that the run is at; finish what a crash cut off before that."""
         state = await read_state(self.context.broker, self.context.keys)
         self._evaluations = list(state.get("evaluations") or evaluations_on_record(self.context.run_dir))
+        await self.reconciler.take_back_versions(self.version)
         manifest = await self._announced_weights() or await self._write_weights(self.version)
         if self._must_evaluate(self.version - 1) and not await self.reconciler.is_announced(self.version):
             self._start_evaluation(self.version - 1)

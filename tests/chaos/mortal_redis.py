@@ -83,6 +83,7 @@ class MortalRedis:
         client = redis.Redis(unix_socket_path=str(replica.socket))
         await wait_until(lambda: self._follows(client), LINK_TIMEOUT_S)
         client.execute_command("REPLICAOF", "NO", "ONE")
+        replica.options = network_of(port)  # when it comes back, it follows nobody
         client.close()
         await asyncio.sleep(lag_s)
         master, self.server, self.port = self.server, replica, port
@@ -99,9 +100,8 @@ class MortalRedis:
     def _next_server(self, *options: str) -> tuple[EmbeddedRedis, int]:
         self._generation += 1
         port = free_port()  # replication needs one
-        network = ("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0")
         data_dir = self.folder / f"server-{self._generation}"
-        return EmbeddedRedis(data_dir, options=(*network, *options)), port
+        return EmbeddedRedis(data_dir, options=(*network_of(port), *options)), port
 
     def _take_charge(self) -> None:
         """From now on the address leads to the present server."""
@@ -124,6 +124,11 @@ class MortalRedis:
             while self._sizes and self._sizes[0][0] < now - FSYNC_WINDOW_S:
                 self._sizes.popleft()
             await asyncio.sleep(SAMPLE_S)
+
+
+def network_of(port: int) -> tuple[str, ...]:
+    """Options of a server that others can follow."""
+    return "--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0"
 
 
 def _append_only_file(data_dir: Path) -> Path:

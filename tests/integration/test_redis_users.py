@@ -200,7 +200,7 @@ WRITES = [
     ("heartbeats of reward", ("HSET", RUN.workers("reward"), "a", "1"), {"reward"}),
     ("heartbeats of sandboxes", ("HSET", RUN.workers("jobs.sandbox"), "a", "1"), {"sandbox"}),
     ("results of code", ("SET", RUN.sandbox_result("a"), "{}"), {"sandbox"}),
-    ("acknowledgements of tickets", ("XACK", RUN.prompts(), "rollout", "1-0"), {"rollout"}),
+    ("acknowledgements of tickets", ("XACK", RUN.prompts(), "rollout", "1-0"), {"rollout", "trainer"}),
     ("acknowledgements of trajectories", ("XACK", RUN.trajectories(), "reward", "1-0"), {"reward"}),
     ("trimmed trajectories", ("XTRIM", RUN.trajectories(), "MINID", "5-0"), {"trainer"}),
     ("trimmed commits", ("XTRIM", RUN.commits, "MINID", "5-0"), set()),
