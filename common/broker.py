@@ -63,6 +63,7 @@ _PASSING = (
 _DEMOTED = ("READONLY", "MASTERDOWN", "UNBLOCKED")
 """The server is a replica now: its master is another one, which new connections will find."""
 _PASSING_PREFIXES = ("OOM", "MISCONF", "LOADING", "BUSY ", "NOREPLICAS", *_DEMOTED)
+_DISCARDED = "Transaction discarded because of: "
 _SCRIPT_ERROR = re.compile(r"Error running script \(call to .*@user_script: ?\d+: -?(.*)", re.DOTALL)
 """How Redis 6.2 wraps the error of a command inside a script; 7.0 passes it on as it is."""
 _FINAL = (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError)
@@ -317,13 +318,18 @@ def _is_passing(error: BaseException) -> bool:
     if isinstance(error, _FINAL) or isinstance(error.__cause__, _FINAL):
         return False
     return isinstance(error, _PASSING) or (
-        isinstance(error, redis_errors.ResponseError) and str(error).startswith(_PASSING_PREFIXES)
+        isinstance(error, redis_errors.ResponseError) and _reason(error).startswith(_PASSING_PREFIXES)
     )
+
+
+def _reason(error: BaseException | None) -> str:
+    """What the server said; of a transaction that it refused at EXEC, and did nothing of, why."""
+    return str(error).removeprefix("EXECABORT ").removeprefix(_DISCARDED)
 
 
 def _is_full(error: BaseException | None) -> bool:
     """Whether Redis has no memory left to write with."""
-    return isinstance(error, redis_errors.OutOfMemoryError) or str(error).startswith("OOM")
+    return isinstance(error, redis_errors.OutOfMemoryError) or _reason(error).startswith("OOM")
 
 
 def _is_out_of_files(error: BaseException | None) -> bool:

@@ -61,6 +61,7 @@ async def test_an_address_of_the_wrong_form_is_a_broker_error(
         redis_errors.ResponseError("MISCONF Errors writing to the AOF file"),
         redis_errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
         OOM,
+        redis_errors.ExecAbortError(f"Transaction discarded because of: {OOM}"),
         ConnectionRefusedError("refused"),
         TimeoutError(),
     ],
