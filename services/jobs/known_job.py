@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
+from rq.serializers import JSONSerializer
 
 FIELDS = frozenset(
     {
@@ -45,6 +46,10 @@ class KnownJob(Job):
     """A job whose function is looked up in `functions`; see `known_job`."""
 
     functions: ClassVar[Functions] = {}
+
+    def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:
+        # Whoever makes it and forgets the serializer: nothing is unpickled.
+        super().__init__(id, connection=connection, serializer=JSONSerializer)
 
     @property
     def func(self) -> Callable[..., Any]:

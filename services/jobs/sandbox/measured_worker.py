@@ -1,4 +1,7 @@
-"""RQ's worker with metrics, counted in the process that forks: forks end before anybody could ask them."""
+"""RQ's worker with metrics, counted in the process that forks: forks end before anybody could ask them.
+
+What it reads of a job is JSON, as of every `KnownWorker` (JSONSerializer).
+"""
 
 import time
 
