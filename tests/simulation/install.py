@@ -35,6 +35,7 @@ import services.trainer.service
 from common.broker import WAIT_VARIABLE
 from common.redis_client import URL_VARIABLE
 from common.run_paths import RUNS_DIR_VARIABLE
+from common.stand_in import StandIn
 from services.trainer.prompts import load_tokenizer
 from tests.simulation.archiving import spawn
 from tests.simulation.disk import WRITING
@@ -71,6 +72,16 @@ class NoHttpClient:
         """Nothing to close."""
 
 
+class NoStandIn(StandIn):
+    """In place of the thread that renews leases while a loop is blocked: no loop is, in virtual time."""
+
+    def start(self) -> None:
+        """One thread is all there is."""
+
+    def stop(self) -> None:
+        """Nothing to end."""
+
+
 def no_redis_for_jobs(url: str) -> Any:
     """RQ blocks: without its Redis, the trainer has the archive written by a child process."""
     raise OSError("there is no RQ in the simulation")
@@ -100,6 +111,7 @@ def installed(world: World) -> Iterator[None]:
 def _replacements(world: World) -> list[tuple[Any, str, Any]]:
     clocks, rng = world.clocks, random.Random(f"names {world.seed}")
     return [
+        (common.service, "StandIn", NoStandIn),
         (time, "time", clocks.wall_s),
         (time, "monotonic", clocks.monotonic_s),
         (time, "time_ns", lambda: int(1e9 * clocks.wall_s())),
