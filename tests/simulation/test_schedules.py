@@ -7,7 +7,7 @@ from tests.simulation.known import KNOWN
 from tests.simulation.run import run
 from tests.simulation.schedule import Schedule
 
-FIRST_SEED, NUM_SEEDS, BATCH = 0, 20, 10
+FIRST_SEED, NUM_SEEDS, BATCH = 0, 200, 10
 
 
 @pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS, BATCH))
