@@ -25,7 +25,6 @@ import numpy as np
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from common import codec
 from common.archive import stream_folder
 from common.archive.archiver import MIB, has_archive
 from common.archive.columns import RawEntry
@@ -33,9 +32,18 @@ from common.archive.manifest import Manifest
 from common.archive.writer import write_segments, writing
 from common.config import ArchiveConfig
 from common.history import StreamName
-from common.main_task import run_main
-from common.messages import Commit, Message, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
+from common.process.programs import run_main
 from common.streams import entry_id_of
+from common.wire import codec
+from common.wire.messages import (
+    Commit,
+    Message,
+    SamplingParams,
+    Score,
+    ScoreStatus,
+    Ticket,
+    Trajectory,
+)
 
 GROUP, GROUPS_PER_STEP, PROMPT_TOKENS, TOKENS = 8, 64, 24, 64
 WORDS = ("so", "then", "the", "sum", "is", "therefore", "we", "add", "carry", "check", "again", "thus")

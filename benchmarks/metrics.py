@@ -35,11 +35,11 @@ from benchmarks.transport import (
     run_ends,
     started_server,
 )
-from common.activity import Activity
 from common.errors import TidemillError
-from common.messages import Lane
-from services.reward.tally import Tally
-from services.rollout.sample_counts import SampleCounts
+from common.process.activity import Activity
+from common.wire.messages import Lane
+from services.reward.worker_metrics import Tally
+from services.rollout.group import SampleCounts
 
 MODULE = "benchmarks.metrics_ends"
 PER_CALL = 64

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics import MetricWrapperBase
 
 from benchmarks import metrics_ends
-from common.gathered import MOST, Gathered, Histogram
-from common.main_task import run_main
+from common.process.programs import run_main
+from common.telemetry.batched import MOST, Gathered, Histogram
 
 OPERATIONS: tuple[tuple[type, str], ...] = (
     (Counter, "inc"),

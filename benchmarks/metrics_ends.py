@@ -20,15 +20,15 @@ from benchmarks.transport_ends import (
     score_of,
     trajectories,
 )
-from common.activity import Activity
-from common.broker import Broker
-from common.gathered import Gathered, Histogram
-from common.keys import REWARD_GROUP, Keys
-from common.main_task import run_main
-from common.messages import Lane, Trajectory
+from common.process.activity import Activity
+from common.process.programs import run_main
+from common.redis.broker import Broker
 from common.streams import Consumer, Garbled, append
-from services.reward.tally import Tally
-from services.rollout.sample_counts import SampleCounts
+from common.telemetry.batched import Gathered, Histogram
+from common.wire.keys import REWARD_GROUP, Keys
+from common.wire.messages import Lane, Trajectory
+from services.reward.worker_metrics import Tally
+from services.rollout.group import SampleCounts
 
 
 def silence() -> None:

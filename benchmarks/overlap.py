@@ -33,11 +33,11 @@ from typing import Annotated
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from common.main_task import run_main
-from common.messages import Commit
-from common.presence import read_heartbeats
+from common.process.heartbeats import read_heartbeats
+from common.process.programs import run_main
 from common.streams import Entry, read_range
-from tests.runs import ServiceRun, simulated_config
+from common.wire.messages import Commit
+from tests.support.runs import ServiceRun, simulated_config
 
 GENERATION_S, LOGPROBS_S, TRAINING_S = 40.0, 46.0 + 37.0, 127.0
 REWARD_S = (1.0, 40.0)

@@ -18,14 +18,14 @@ import numpy as np
 import yaml
 
 from benchmarks.report import machine, print_result, print_table
-from common.broker import Broker
 from common.config import RunConfig, parse_config
-from common.embedded import EmbeddedRedis
-from common.keys import Keys
-from common.main_task import run_main
-from common.messages import Score, ScoreStatus, Trajectory
-from common.run_state import publish_config
+from common.process.programs import run_main
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import publish_config
 from common.streams import append
+from common.wire.keys import Keys
+from common.wire.messages import Score, ScoreStatus, Trajectory
 
 GROUP_SIZE = 8
 BATCH = 512

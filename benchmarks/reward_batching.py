@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine, print_result, print_table
-from common.main_task import run_main
+from common.process.programs import run_main
 from services.reward.model_server.batcher import Batcher
 from services.reward.model_server.batching import BatchLimits
 from services.reward.model_server.scoring_model import ScoringModel

@@ -28,13 +28,13 @@ import typer
 
 from benchmarks.report import machine, print_result, print_table
 from common.config import RunConfig
-from common.keys import REWARD_GROUP
-from common.main_task import run_main
-from common.messages import Trajectory
-from common.presence import HEARTBEAT_S, read_heartbeats
+from common.process.heartbeats import HEARTBEAT_S, read_heartbeats
+from common.process.programs import run_main
 from common.streams import append, group_status, last_id, length
-from tests.runs import ServiceRun
-from tests.waiting import wait_until
+from common.wire.keys import REWARD_GROUP
+from common.wire.messages import Trajectory
+from tests.support.runs import ServiceRun
+from tests.support.waiting import wait_until
 
 DELAY_S = (1.0, 40.0)
 GROUPS, GROUP_SIZE = 1024, 5

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.trainer_cases import CASES, CPU_SHAPE, GPU_SCALE, GPU_SHAPE, make_batch, make_model
 from benchmarks.trainer_measures import LR, MAX_GRAD_NORM, Peak, now_s
-from services.trainer.samples import Sample
+from services.trainer.groups.samples import Sample
 
 
 def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int) -> None:
@@ -39,9 +39,9 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
 def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """Form micro-batches, accumulate them, update: what the trainer's step does with a complete batch."""
     from common.config.trainer import TrainerConfig
-    from services.trainer.micro_batches import form_micro_batches
-    from services.trainer.policy import MicroBatchMetrics
-    from services.trainer.transformers_policy import TransformersPolicy
+    from services.trainer.groups.micro_batches import form_micro_batches
+    from services.trainer.policy.policy import MicroBatchMetrics
+    from services.trainer.policy.transformers_policy import TransformersPolicy
 
     config = TrainerConfig.model_validate(
         {

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import redis
 
-from common.broker import Broker
-from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
-from common.keys import REWARD_GROUP, Keys
-from common.main_task import run_main
-from common.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
+from common.process.programs import run_main
+from common.redis.broker import Broker
 from common.streams import Consumer, Garbled, OffsetReader, append
+from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
+from common.wire.keys import REWARD_GROUP, Keys
+from common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
 VOCABULARY = 151_936

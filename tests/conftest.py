@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import structlog
 
-from common.broker import Broker
-from common.embedded import EmbeddedRedis, available_servers
-from common.keys import Keys
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis, available_servers
+from common.wire.keys import Keys
 from tests.simulation.stand_in import MEMORY, StandIn, is_trusted
 
 TESTS = Path(__file__).parent

@@ -14,16 +14,15 @@ from pathlib import Path
 import structlog
 
 from common.archive import archive_folder, stream_folder
-from common.archive.adoption import kept_aside, unlisted
-from common.archive.gaps import gaps
+from common.archive.adoption import gaps, kept_aside, unlisted
 from common.archive.manifest import Manifest, Segment
 from common.archive.writer import OnSegment, archive_stream, writing
-from common.broker import Broker
 from common.config import ArchiveConfig
 from common.errors import ArchiveError
 from common.files import LockedError, file_checksum
 from common.history.selection import StreamName
-from common.keys import Keys
+from common.redis.broker import Broker
+from common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ that cannot be decoded at all), the row keeps the original fields beside them.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -17,10 +17,11 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pyarrow as pa
 
-from common import codec
-from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.entries import Entry, Fields, Garbled, decoded, id_order
-from common.messages import Commit, Message, Trajectory
+from common.history.selection import time_of
+from common.streams.entries import Entry, Fields, Garbled, decoded, id_order
+from common.wire import codec
+from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.wire.messages import Commit, Message, Trajectory
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 ID, ID_MS, ID_SEQ = "id", "id_ms", "id_seq"
@@ -286,3 +287,28 @@ def bounds_of(values: Sequence[float | None]) -> tuple[float, float] | None:
     """Least and greatest of the finite ones."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return (min(finite), max(finite)) if finite else None
+
+
+def widen(bounds: MutableMapping[str, tuple[float, float]], messages: Sequence[Message]) -> None:
+    """Let the bounds hold these messages too."""
+    for name, values in _measures(messages).items():
+        known = bounds.get(name, (None, None))
+        if (wider := bounds_of([*values, *known])) is not None:
+            bounds[name] = wider
+
+
+def _measures(messages: Sequence[Message]) -> Mapping[str, list[float | None]]:
+    """What segments are searched by, over some messages of one type."""
+    found: dict[str, list[float | None]] = {"ticket": [], "step": [], "version": [], "time": []}
+    for message in messages:
+        found["time"].append(time_of(message))
+        found["step"].append(getattr(message, "step", None))
+        if isinstance(message, Trajectory):
+            found["version"] += [version for version, _ in message.spans]
+        else:
+            found["version"].append(getattr(message, "version", None))
+        if isinstance(message, Commit):
+            found["ticket"] += [*message.groups, *(ticket for ticket, _, _ in message.dropped)]
+        else:
+            found["ticket"].append(getattr(message, "ticket", None))
+    return found

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.entries import START, id_order
 from common.errors import ArchiveError
 from common.files import storage_errors, write_atomically
+from common.streams.entries import START, id_order
 
 MANIFEST_FILE = "_manifest.jsonl"
 """The underscore keeps it out of what other programs take for the files of a table."""

@@ -14,19 +14,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.archive import LOCK_FILE, archive_folder, stream_folder
-from common.archive.adoption import with_unlisted
-from common.archive.bounds import widen
-from common.archive.columns import ID_MS, RawEntry, columns_of, derived_of, schema_of, table_of
-from common.archive.gaps import trimmed_up_to
+from common.archive.adoption import trimmed_up_to, with_unlisted
+from common.archive.columns import (
+    ID_MS,
+    RawEntry,
+    columns_of,
+    derived_of,
+    schema_of,
+    table_of,
+    widen,
+)
 from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name
-from common.broker import Broker
-from common.codec import PAYLOAD_FIELD
-from common.entries import START, id_order
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from common.history.selection import StreamName
-from common.keys import Keys
-from common.messages import Message
+from common.redis.broker import Broker
 from common.streams import read_raw
+from common.streams.entries import START, id_order
+from common.wire.codec import PAYLOAD_FIELD
+from common.wire.keys import Keys
+from common.wire.messages import Message
 
 ROW_GROUP_BYTES = 4 << 20
 """Payload of a row group: what a lookup reads at least, and what a writer holds beside one message."""

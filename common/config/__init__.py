@@ -1,18 +1,20 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from common.config.algorithm import AlgorithmConfig
-from common.config.archive import ArchiveConfig
-from common.config.changes import Change, changed_fields
-from common.config.data import DataConfig, ModelConfig, is_path
-from common.config.judge import JudgeConfig
 from common.config.loading import load_config, override_config, parse_config
-from common.config.named_reward import NamedRewardConfig, RewardCacheConfig, RewardLimits
-from common.config.recorded import load_recorded, parse_recorded
-from common.config.reward import RewardConfig
-from common.config.reward_model import RewardModelConfig
+from common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
+from common.config.reward import NamedRewardConfig, RewardCacheConfig, RewardConfig, RewardLimits
+from common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig
 from common.config.rollout import RolloutConfig, SamplingConfig
-from common.config.run import ExpectConfig, RunConfig, StreamsConfig
-from common.config.sandbox import SandboxConfig
+from common.config.run import (
+    ArchiveConfig,
+    DataConfig,
+    ExpectConfig,
+    ModelConfig,
+    RunConfig,
+    StreamsConfig,
+    is_path,
+)
 from common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [

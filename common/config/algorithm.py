@@ -1,7 +1,7 @@
 """The `trainer.algorithm` section: advantages, loss, and what corrects and regularises them.
 
 Every combination that would train on something else than it says is refused here, with the reason. The
-papers and equations stand beside the functions, in services/trainer/advantages and services/trainer/losses;
+papers and equations stand beside the functions, in services/trainer/algorithm/advantages and services/trainer/algorithm/losses;
 docs/algorithms.md says which to choose.
 """
 

@@ -5,8 +5,12 @@ that the code had then, not today's default, so that its steps replay to the sam
 """
 
 import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from common.config.loading import parse_config, read_tree
 from common.config.run import RunConfig
@@ -38,3 +42,58 @@ def parse_recorded(tree: dict[str, Any], origin: str) -> RunConfig:
         if isinstance(node, dict):
             node.setdefault(name, value)
     return parse_config(completed, origin)
+
+
+FIXED = {
+    "seed": "the order of the prompts and the sampling follow from it",
+    "model": "weights and checkpoints are those of this model",
+    "data.train": "tickets are numbered by the position of their prompt",
+    "data.prompt_column": "tickets are numbered by the position of their prompt",
+    "data.system_prompt": "the prompts of later steps would be others than those of earlier ones",
+    "data.prompt_suffix": "the prompts of later steps would be others than those of earlier ones",
+    "data.chat_template": "the prompts of later steps would be others than those of earlier ones",
+    "data.max_prompt_tokens": "which rows are used, and so the order of the prompts, follows from it",
+    "data.overlong_prompts": "which rows are used, and so the order of the prompts, follows from it",
+    "data.shuffle": "tickets are numbered by the position of their prompt",
+    "trainer.groups_per_step": "tickets belong to steps by their number",
+    "trainer.group_size": "groups that were issued have this many samples",
+    "trainer.policy": "the checkpoints are those of this kind of policy",
+    "trainer.batch_order": "tickets that are outstanding were issued for this order",
+}
+"""Field or section -> why a run cannot change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One field that differs."""
+
+    field: str
+    before: Any
+    after: Any
+
+    @property
+    def refusal(self) -> str:
+        """Why a run cannot take this change; empty where it can."""
+        names = [name for name in FIXED if self.field == name or self.field.startswith(name + ".")]
+        return FIXED[names[0]] if names else ""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before!r} -> {self.after!r}"
+
+
+def changed_fields(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Every field that differs, by its dotted name; the run id is no part of the comparison."""
+    return [change for change in _compare(before, after) if change.field != "run_id"]
+
+
+def _compare(before: BaseModel, after: BaseModel, prefix: str = "") -> Iterator[Change]:
+    for name in type(before).model_fields:
+        old, new = getattr(before, name), getattr(after, name)
+        if isinstance(old, BaseModel) and type(old) is type(new):
+            yield from _compare(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield Change(prefix + name, _plain(old), _plain(new))
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value

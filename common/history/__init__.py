@@ -1,9 +1,8 @@
 """What a run has written to its streams, wherever it is now: in Redis, in the archive, or in both."""
 
 from common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup, TicketCursor
-from common.history.history import History, Record
+from common.history.history import History, Record, StreamSummary
 from common.history.selection import ALL, Selection, StreamName, texts_of, time_of
-from common.history.summary import StreamSummary
 
 __all__ = [
     "ALL",

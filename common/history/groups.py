@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, cast
 
-from common.entries import START, Entry, id_after
 from common.errors import TidemillError
 from common.history.history import History, Record
 from common.history.selection import Selection, StreamName
-from common.messages import Message, Score, Ticket, Trajectory
+from common.streams.entries import START, Entry, id_after
+from common.wire.messages import Message, Score, Ticket, Trajectory
 
 SPARE_TICKETS = 256
 """May be open beyond twice what admission allows: a resumed run may have had other limits."""

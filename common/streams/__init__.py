@@ -1,9 +1,8 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
-from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_after, id_before, id_order
 from common.streams.backlog import Backlog, backlog
 from common.streams.consumer import Consumer, Delivery
-from common.streams.letters import (
+from common.streams.dead_letters import (
     DONE,
     LETTER_GONE,
     MESSAGE_GONE,
@@ -13,9 +12,21 @@ from common.streams.letters import (
     remove_entries,
     requeue,
 )
+from common.streams.entries import (
+    START,
+    Entry,
+    Fields,
+    Garbled,
+    decoded,
+    entry_id_of,
+    id_after,
+    id_before,
+    id_order,
+)
 from common.streams.log import (
     GroupStatus,
     OffsetReader,
+    Trail,
     append,
     append_after,
     append_missing,
@@ -33,7 +44,6 @@ from common.streams.log import (
     scan,
     trim_before,
 )
-from common.streams.trail import Trail
 
 __all__ = [
     "DONE",

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from common.broker import Broker
-from common.entries import Entry, Garbled, id_order
-from common.messages import Message
+from common.redis.broker import Broker
+from common.streams.entries import Entry, Garbled, id_order
 from common.streams.log import group_status, last_id, length, read_range
+from common.wire.messages import Message
 
 MAX_COUNTED = 100
 """Where the server does not say how many entries wait, they are counted up to so many."""

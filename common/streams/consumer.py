@@ -16,14 +16,15 @@ from typing import Any, Generic, TypeVar
 import structlog
 from redis import exceptions as redis_errors
 
-from common import codec, metrics
-from common.broker import Broker
-from common.codec import MAX_PAYLOAD_BYTES, SCHEMA
-from common.entries import START, Fields, Garbled, decoded
 from common.errors import LeaseLostError
-from common.messages import Message, Trajectory
-from common.stand_in import StandIn
+from common.process.stand_in import StandIn
+from common.redis.broker import Broker
+from common.streams.entries import START, Fields, Garbled, decoded
 from common.streams.log import block_ms, ensure_group, fields_of
+from common.telemetry import metrics
+from common.wire import codec
+from common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
+from common.wire.messages import Message, Trajectory
 
 log = structlog.get_logger(__name__)
 

@@ -8,14 +8,68 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import xxhash
 from redis import exceptions as redis_errors
 
-from common import codec
-from common.broker import MAX_BLOCK_S, Broker
-from common.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_before, id_order
-from common.messages import Message
-from common.streams.trail import Trail
+from common.redis.broker import MAX_BLOCK_S, Broker
+from common.streams.entries import (
+    START,
+    Entry,
+    Fields,
+    Garbled,
+    decoded,
+    entry_id_of,
+    id_before,
+    id_order,
+)
+from common.wire import codec
+from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.wire.messages import Message
+
+MAX_RUNGS = 256
+"""When there are more, every second one goes: they stay spread over all that was read."""
+LOOKED_AT_ONCE = 16
+
+Rung = tuple[str, str]
+"""Id of an entry, and a hash over its values."""
+
+
+class Trail:
+    """Rungs in the order of reading, spread evenly."""
+
+    def __init__(self, rungs: list[Rung] | None = None) -> None:
+        self.rungs: list[Rung] = [(entry_id, mark) for entry_id, mark in rungs or []]
+        self._stride, self._num_passed = 1, 0
+
+    def follow(self, entry_id: str, raw: list[bytes]) -> None:
+        """The reader has passed an entry."""
+        self._num_passed += 1
+        if self._num_passed % self._stride:
+            return
+        self.rungs.append((entry_id, _mark(raw)))
+        if len(self.rungs) > MAX_RUNGS:
+            del self.rungs[::2]
+            self._stride *= 2
+
+    async def last_standing(self, broker: Broker, key: str) -> str:
+        """Id of the newest rung that the stream holds unchanged; what is above it is forgotten.
+
+        `START` where there is none: what stands is trimmed, or nothing does.
+        """
+        while self.rungs:
+            newest = self.rungs[-LOOKED_AT_ONCE:]
+            found = await broker.pipeline([("XRANGE", key, entry_id, entry_id) for entry_id, _ in newest])
+            while newest:
+                (entry_id, mark), entries = newest.pop(), found.pop()
+                if entries and not isinstance(entries, Exception) and _mark(entries[0][1]) == mark:
+                    return entry_id
+                self.rungs.pop()
+        return START
+
+
+def _mark(raw: list[bytes]) -> str:
+    return xxhash.xxh3_64_hexdigest(b"\0".join(raw))
+
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""

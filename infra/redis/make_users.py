@@ -53,7 +53,7 @@ def _switched_off(line: str) -> str:
 
 
 def _of_run(line: str, run: str) -> str:
-    """The same rules for one run; `Keys` in `common/keys.py` spells its names."""
+    """The same rules for one run; `Keys` in `common/wire/keys.py` spells its names."""
     digest = hashlib.sha256(run.encode()).hexdigest()[:16]
     for every, one in (
         ("tidemill:{*}:", f"tidemill:{{{run}}}:"),

@@ -7,16 +7,13 @@ from typing import Annotated
 import typer
 
 from common.errors import ConfigError, TidemillError
-from services.console.archive_commands import archive
-from services.console.dead_commands import app as dead
-from services.console.lineage_commands import step, timeline, trace
-from services.console.plan_commands import plan
-from services.console.replay_commands import app as replay
-from services.console.replay_commands import diff
-from services.console.sandbox_commands import rescore
-from services.console.shared_options import ConfigFile, Json, Overrides, RunId, RunsDir
-from services.console.streams_commands import app as streams
-from services.console.web_command import web
+from services.console.cli.operations import app as dead
+from services.console.cli.operations import archive, plan, web
+from services.console.cli.options import ConfigFile, Json, Overrides, RunId, RunsDir
+from services.console.cli.records import app as streams
+from services.console.cli.records import step, timeline, trace
+from services.console.cli.replays import app as replay
+from services.console.cli.replays import diff, rescore
 
 app = typer.Typer(
     name="tidemill",
@@ -50,11 +47,11 @@ def check(
     Reads the config, all rows of the datasets, the model folder and the reward function, and tries Redis if
     TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
     """
-    from services.console.explain import explain
-    from services.console.preflight import examine
+    from services.console.check.explain import explain
+    from services.console.check.preflight import examine
 
     if fields:
-        from services.console.fields import print_fields
+        from services.console.reference.fields import print_fields
 
         print_fields(str(config or ""))
         return
@@ -104,7 +101,7 @@ def up(
     Exits with 0 when the run did what it should, 1 when it did not, 2 for a mistake in what it was given, and
     130 when it was stopped.
     """
-    from services.console.up import UpOptions, run_up
+    from services.console.launch.up import UpOptions, run_up
 
     options = UpOptions(config, tuple(overrides or ()), run_id, resume, live, runs_dir, metrics_port)
     raise typer.Exit(run_up(options))
@@ -120,7 +117,7 @@ def status(
 
     Finds the run's Redis by itself on the machine of `tidemill up`, elsewhere through TIDEMILL_REDIS_URL.
     """
-    from services.console.attach import show_status
+    from services.console.status.attach import show_status
 
     show_status(run_id, as_json, runs_dir)
 
@@ -136,7 +133,7 @@ def report(
     Writes summary.json and reward.png into the run's folder. Exits with 1 if anything was lost, trained
     twice, or not as the config expects it.
     """
-    from services.console.late_report import show_report
+    from services.console.status.report import show_report
 
     raise typer.Exit(show_report(run_id, as_json, runs_dir))
 
@@ -144,7 +141,7 @@ def report(
 @app.command(epilog="Example: tidemill top arith-20260131-120000")
 def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
     """Watch a run live, from this machine or another, without touching it. Ctrl-C ends the watching only."""
-    from services.console.attach import watch
+    from services.console.status.attach import watch
 
     watch(run_id, runs_dir)
 
@@ -165,7 +162,7 @@ def export(
 
     Done by a worker of the run (`python -m services.jobs RUN_ID`) where there is one, and here otherwise.
     """
-    from services.console.export import export as export_version
+    from services.console.exports.export import export as export_version
 
     export_version(run_id, version, output, now, runs_dir)
 

@@ -12,11 +12,11 @@ import time
 
 from redis.exceptions import RedisError
 
-from common.broker import redis_url
 from common.errors import TidemillError
-from common.keys import Keys
-from common.redis_client import make_blocking_client
-from services.jobs.known_worker import KnownWorker
+from common.redis.broker import redis_url
+from common.redis.client import make_blocking_client
+from common.wire.keys import Keys
+from services.jobs.known_job import KnownWorker
 from services.jobs.orders import orders_of
 
 NICENESS = 10

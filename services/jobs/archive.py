@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from common.archive.archiver import archive_run
-from common.broker import Broker
 from common.errors import TidemillError
 from common.files import LockedError
 from common.history.selection import StreamName
-from common.keys import Keys
-from common.main_task import run_main
-from common.run_state import read_config
+from common.process.programs import run_main
+from common.redis.broker import Broker
+from common.run.state import read_config
+from common.wire.keys import Keys
 
 PATIENCE_S = 60.0
 """How long another archiver of the run is waited for."""

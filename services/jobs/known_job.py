@@ -6,9 +6,10 @@ imported, arguments are validated by the function itself (`pydantic.validate_cal
 that a job of ours does not have are not read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from rq import Worker
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -84,3 +85,15 @@ class KnownJob(Job):
 def known_job(functions: Functions) -> type[KnownJob]:
     """The kind of job that calls these functions, by their names in Redis."""
     return type("KnownJob", (KnownJob,), {"functions": dict(functions)})
+
+
+class KnownWorker(Worker):
+    """Does the jobs of `queues` that are one of `functions`, and fails all others."""
+
+    def __init__(self, queues: Sequence[str], functions: Functions, **options: Any) -> None:
+        fixed = {"serializer": JSONSerializer, "job_class": known_job(functions)}
+        super().__init__(list(queues), **options | fixed)
+
+    def _set_ip_address(self, connection: Any) -> None:
+        """RQ asks for the list of all clients to find its own address, which workers may not read."""
+        self.ip_address = "unknown"

@@ -12,15 +12,14 @@ import sys
 from typing import Any
 
 from common.config import RewardConfig
+from common.config.checks import CALLED, READS
 from common.errors import ConfigError
-from common.main_task import run_main
-from common.rewards import CALLED, READS
-from services.reward.example import readings
-from services.reward.functions import load_function
-from services.reward.group_functions import load_group_function
-from services.reward.outcome import AttemptError
-from services.reward.rewards import FunctionReward, check_reward
-from services.reward.sample import Sample
+from common.process.programs import run_main
+from services.reward.functions.functions import load_function
+from services.reward.functions.sample import Sample, readings
+from services.reward.groups.group_functions import load_group_function
+from services.reward.results.outcome import AttemptError
+from services.reward.rewards.reward import FunctionReward, check_reward
 
 
 def main(argument: str, row: str = "", call: str = "") -> int:

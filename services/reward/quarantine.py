@@ -9,9 +9,9 @@ delivered.
 import asyncio
 from typing import Protocol
 
-from common.messages import Trajectory
-from common.service import ServiceContext
+from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery
+from common.wire.messages import Trajectory
 
 FEW = 8
 """Samples that run together where their first deliveries cleared nobody."""

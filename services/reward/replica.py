@@ -8,7 +8,7 @@ on any machine that reaches Redis, while the run goes on.
 import argparse
 import sys
 
-from common.service import ServiceMain, run_service
+from common.process.service import ServiceMain, run_service
 
 
 def main() -> int:

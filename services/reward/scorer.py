@@ -8,9 +8,9 @@ import random
 import time
 
 from common.config import RewardConfig
-from common.messages import Lane, Score, Trajectory
-from services.reward.hybrid import HybridReward, Parts
-from services.reward.sample import Sample
+from common.wire.messages import Lane, Score, Trajectory
+from services.reward.functions.sample import Sample
+from services.reward.rewards.weighted_sum import HybridReward, Parts
 
 
 class Scorer:

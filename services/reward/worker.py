@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from common import metrics
-from common.keys import REWARD_GROUP
-from common.messages import DeadLetter, Lane, Score, Trajectory
-from common.service import ServiceContext
+from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery, Garbled
-from services.reward.capacity import Capacity
-from services.reward.grouping import GroupScoring
-from services.reward.hybrid import make_hybrid
-from services.reward.post_processing import PostProcessing
-from services.reward.publisher import Publisher
+from common.telemetry import metrics
+from common.wire.keys import REWARD_GROUP
+from common.wire.messages import DeadLetter, Lane, Score, Trajectory
+from services.reward.functions.processes.capacity import Capacity
+from services.reward.groups.group_functions import PostProcessing
+from services.reward.groups.grouping import GroupScoring
 from services.reward.quarantine import Quarantine
+from services.reward.results.publisher import Publisher
+from services.reward.rewards.dependencies import RewardServices
+from services.reward.rewards.weighted_sum import make_hybrid
 from services.reward.scorer import Scorer
-from services.reward.services import RewardServices
-from services.reward.tally import Tally
+from services.reward.worker_metrics import Tally
 
 log = structlog.get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from common.service import ServiceMain, run_service
+from common.process.service import ServiceMain, run_service
 
 
 def load() -> ServiceMain:

@@ -7,18 +7,46 @@ every published sample was generated under a lease that still held when it was p
 
 import asyncio
 import time
+from collections.abc import Sequence
 from itertools import chain, count
 
 import structlog
 
-from common import metrics
-from common.broker import Broker
-from common.keys import Keys
-from common.messages import Lane, Ticket, Trajectory
+from common.redis.broker import Broker
 from common.streams import Consumer, Delivery
-from services.rollout.engine import Engine, Generation, GenerationRequest
-from services.rollout.follower import WeightFollower
-from services.rollout.sample_counts import SampleCounts
+from common.telemetry import metrics
+from common.telemetry.batched import Gathered
+from common.wire.keys import Keys
+from common.wire.messages import Lane, Ticket, Trajectory
+from services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from services.rollout.weight_follower import WeightFollower
+
+Counted = tuple[int, int, float]
+"""Tokens of the prompt and of the completion, and the seconds it took."""
+
+
+class SampleCounts:
+    """The metrics of one lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._published = metrics.TRAJECTORIES_PUBLISHED.labels(lane)
+        self._prompt_tokens = metrics.PROMPT_TOKENS.labels(lane)
+        self._completion_tokens = metrics.COMPLETION_TOKENS.labels(lane)
+        self._seconds = metrics.GENERATION_SECONDS.labels(lane)
+        self._gathered: Gathered[Counted] = Gathered(self._book)
+
+    def observe(self, sample: Trajectory) -> None:
+        """One sample was published."""
+        seconds = sample.finished_at - sample.started_at
+        self._gathered.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
+
+    def _book(self, samples: Sequence[Counted]) -> None:
+        prompts, completions, seconds = zip(*samples, strict=True)
+        self._published.inc(len(samples))
+        self._prompt_tokens.inc(sum(prompts))
+        self._completion_tokens.inc(sum(completions))
+        self._seconds.observe_many(seconds)
+
 
 log = structlog.get_logger(__name__)
 

@@ -3,15 +3,15 @@
 import asyncio
 import time
 
-from common import metrics
-from common.activity import WAIT_REDIS, Activity
 from common.errors import EngineError
-from common.messages import Lane
-from common.presence import Heartbeat
-from common.service import ServiceContext
-from services.rollout.engine import Engine
+from common.process.activity import WAIT_REDIS, Activity
+from common.process.heartbeats import Heartbeat
+from common.process.service import ServiceContext
+from common.telemetry import metrics
+from common.wire.messages import Lane
 from services.rollout.engines import build_engine
-from services.rollout.follower import WeightFollower
+from services.rollout.engines.engine import Engine
+from services.rollout.weight_follower import WeightFollower
 from services.rollout.worker import RolloutWorker
 
 SAMPLE_S = 0.02

@@ -8,16 +8,16 @@ import asyncio
 
 import structlog
 
-from common import metrics
 from common.errors import BrokerError, EngineError, LeaseLostError, first_cause
-from common.keys import ROLLOUT_GROUP
-from common.messages import DeadLetter, Lane, Ticket
-from common.presence import Heartbeat
-from common.service import ServiceContext
+from common.process.heartbeats import Heartbeat
+from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery, Garbled
-from services.rollout.engine import Engine
-from services.rollout.follower import WeightFollower
+from common.telemetry import metrics
+from common.wire.keys import ROLLOUT_GROUP
+from common.wire.messages import DeadLetter, Lane, Ticket
+from services.rollout.engines.engine import Engine
 from services.rollout.group import GroupGenerator
+from services.rollout.weight_follower import WeightFollower
 
 log = structlog.get_logger(__name__)
 

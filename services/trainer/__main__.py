@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.service import ServiceMain, run_service
+from common.process.service import ServiceMain, run_service
 
 
 def load() -> ServiceMain:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     if int(os.environ.get("RANK", "0")):  # torchrun has started this one as a follower
-        from services.trainer.follower import main
+        from services.trainer.policy.fsdp.rank_main import main
 
         sys.exit(main())
     sys.exit(

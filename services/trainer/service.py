@@ -5,43 +5,44 @@ from functools import partial
 
 import structlog
 
-from common.config.diagnostics import HealthyRange
+from common.config.checks import check_loggers
+from common.config.trainer import HealthyRange
 from common.files import locked
-from common.logger_check import check_loggers
-from common.messages import Commit
-from common.presence import Heartbeat
-from common.records import METRICS_FILE, read_records
-from common.run_state import read_state
-from common.service import ServiceContext
-from services.trainer.best_version import BestVersion
-from services.trainer.checkpoint import CheckpointStore
-from services.trainer.checkpointing import Checkpointer
-from services.trainer.collector import Collector, StoppedError
-from services.trainer.commit_journal import CommitJournal
-from services.trainer.diagnostics import Diagnostics
+from common.process.heartbeats import Heartbeat
+from common.process.service import ServiceContext
+from common.run.records import METRICS_FILE, read_records
+from common.run.state import read_state
+from common.wire.messages import Commit
+from services.trainer.batch.batch_assembler import Collector, StoppedError
+from services.trainer.batch.prompts import (
+    PromptSource,
+    load_eval_prompts,
+    load_tokenizer,
+    load_training_prompts,
+)
+from services.trainer.batch.reconciler import Reconciler
+from services.trainer.batch.scheduler import Scheduler
+from services.trainer.batch.stream_join import Intake
+from services.trainer.durable.checkpoint import CheckpointStore
+from services.trainer.durable.checkpointing import Checkpointer, Trimmer
+from services.trainer.durable.commit_journal import CommitJournal
+from services.trainer.durable.disk_retry import until_stored
+from services.trainer.durable.memory_watch import MemoryWatch
+from services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
+from services.trainer.durable.registration import Registration, next_term
 from services.trainer.evaluation import Evaluator
-from services.trainer.intake import Intake
-from services.trainer.judgement import Judge
-from services.trainer.loggers.sender import Sender
-from services.trainer.loggers.trackers import TRACKERS, TrackedRun
-from services.trainer.memory_watch import MemoryWatch
-from services.trainer.policy import Policy
-from services.trainer.policy_loading import open_policy
-from services.trainer.policy_thread import PolicyThread
-from services.trainer.prompts import PromptSource, load_eval_prompts, load_tokenizer, load_training_prompts
-from services.trainer.reconciler import Reconciler
-from services.trainer.recorder import Recorder
-from services.trainer.records_on_file import rebuild
-from services.trainer.recovery import Replayer, begins_at_start, restore_checkpoint
-from services.trainer.registration import Registration
-from services.trainer.scheduler import Scheduler
-from services.trainer.sharded_policy import ShardedPolicy
+from services.trainer.groups.group_filter import Judge
+from services.trainer.metrics.diagnostics import Diagnostics
+from services.trainer.metrics.loggers.sender import Sender
+from services.trainer.metrics.loggers.trackers import TRACKERS, TrackedRun
+from services.trainer.metrics.recorder import Recorder, rebuild
+from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from services.trainer.policy.loading import open_policy
+from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepRunner
-from services.trainer.storage import until_stored
-from services.trainer.term import next_term
 from services.trainer.trainer import Trainer
-from services.trainer.trimming import Trimmer
-from services.trainer.weights import WeightStore
+from services.trainer.weights.best_version import BestVersion
+from services.trainer.weights.store import WeightStore
 
 log = structlog.get_logger(__name__)
 

@@ -19,18 +19,22 @@ from typing import Protocol
 
 import structlog
 
-from common.activity import Activity
 from common.config import RunConfig
 from common.errors import TidemillError
-from common.messages import Commit
-from services.trainer.advantages import Advantages
-from services.trainer.collector import Collector, StoppedError
-from services.trainer.judgement import CompleteGroup, Judge, TrainableGroup
-from services.trainer.micro_batches import MicroBatch, form_micro_batches, rebuild, unprepared
-from services.trainer.policy import MicroBatchMetrics, Policy, UpdateResult
-from services.trainer.policy_thread import PolicyThread
-from services.trainer.preparation import Preparer
-from services.trainer.samples import Sample
+from common.process.activity import Activity
+from common.wire.messages import Commit
+from services.trainer.algorithm.advantages import Advantages
+from services.trainer.batch.batch_assembler import Collector, StoppedError
+from services.trainer.batch.precompute import Preparer
+from services.trainer.groups.group_filter import CompleteGroup, Judge, TrainableGroup
+from services.trainer.groups.micro_batches import (
+    MicroBatch,
+    form_micro_batches,
+    rebuild,
+    unprepared,
+)
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.policy import MicroBatchMetrics, Policy, PolicyThread, UpdateResult
 
 log = structlog.get_logger(__name__)
 

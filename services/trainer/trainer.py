@@ -13,34 +13,32 @@ from functools import partial
 
 import structlog
 
-from common import metrics
-from common.activity import BOOKKEEPING, WAIT
 from common.errors import WeightsError
 from common.files import free_share
-from common.messages import Commit, Lane, WeightManifest
-from common.run_state import FINISHED, RUNNING, read_state, update_state
-from common.service import ServiceContext
+from common.process.activity import BOOKKEEPING, WAIT
+from common.process.service import ServiceContext
+from common.run.state import FINISHED, RUNNING, read_state, update_state
+from common.run.weight_files import verified_files
 from common.streams import read_newest
-from common.weight_files import verified_files
-from services.trainer.best_version import BestVersion
-from services.trainer.checkpointing import Checkpointer
-from services.trainer.collector import QUIET_S, Collector, Dropped, StoppedError
-from services.trainer.commits import LostTailError, append_commit, make_commit
-from services.trainer.diagnostics import Diagnostics
+from common.telemetry import metrics
+from common.wire.messages import Commit, Lane, WeightManifest
+from services.trainer.batch.batch_assembler import QUIET_S, Collector, Dropped, StoppedError
+from services.trainer.batch.reconciler import Reconciler, delete_results
+from services.trainer.batch.scheduler import Scheduler
+from services.trainer.batch.stream_join import Intake
+from services.trainer.durable.checkpointing import Checkpointer
+from services.trainer.durable.commits import LostTailError, append_commit, make_commit
+from services.trainer.durable.disk_retry import until_stored
+from services.trainer.durable.memory_watch import MemoryWatch
 from services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
-from services.trainer.group_results import delete_results
-from services.trainer.intake import Intake
-from services.trainer.memory_watch import MemoryWatch
-from services.trainer.policy import Policy
-from services.trainer.policy_thread import PolicyThread
-from services.trainer.reconciler import Reconciler
-from services.trainer.recorder import Recorder
-from services.trainer.scheduler import Scheduler
+from services.trainer.metrics.diagnostics import Diagnostics
+from services.trainer.metrics.recorder import Recorder
+from services.trainer.metrics.step_gauges import observe_step
+from services.trainer.metrics.step_metrics import step_metrics
+from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepResult, StepRunner
-from services.trainer.step_gauges import observe_step
-from services.trainer.step_metrics import step_metrics
-from services.trainer.storage import until_stored
-from services.trainer.weights import WeightStore
+from services.trainer.weights.best_version import BestVersion
+from services.trainer.weights.store import WeightStore
 
 log = structlog.get_logger(__name__)
 

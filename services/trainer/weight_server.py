@@ -22,11 +22,11 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from common.errors import ConfigError, TidemillError
-from common.keys import Keys
-from common.logs import configure_logs
-from common.messages import WeightManifest
-from common.run_paths import runs_dir
-from common.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, WEIGHTS_TOKEN_VARIABLE
+from common.run.state import runs_dir
+from common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, WEIGHTS_TOKEN_VARIABLE
+from common.telemetry.logs import configure_logs
+from common.wire.keys import Keys
+from common.wire.messages import WeightManifest
 
 MIN_TOKEN_CHARS = 16
 FOLDER = re.compile(r"v[0-9]{8}")

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from benchmarks.report import print_result
 from common.config import RunConfig, load_config
-from services.trainer.transformers_policy import load_policy
+from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.driver import Driver, Outcome, torment
 from tests.chaos.faults import plan
 from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result

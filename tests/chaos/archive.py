@@ -7,10 +7,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from common.broker import Broker
-from common.keys import Keys
-from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
+from common.redis.broker import Broker
 from common.streams import START, Entry, Garbled, id_order, last_id, read_range
+from common.wire.keys import Keys
+from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
 
 READ_COUNT = 2000
 POLL_S = 0.2

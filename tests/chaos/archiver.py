@@ -12,7 +12,7 @@ from common.history import History, StreamName
 from common.streams import Entry
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.fleet import Fleet
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 ROLE = "jobs"
 POLL_S = 0.02

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.config import RunConfig
 from common.streams import id_order, last_id
-from services.trainer.policy import Policy
+from services.trainer.policy.policy import Policy
 from tests.chaos.archive import Archive
 from tests.chaos.archiver import ArchiverKiller, disagreements
 from tests.chaos.faults import KILLS, LONGEST_LAG_S, LOSSES, Fault, Kind
@@ -18,7 +18,7 @@ from tests.chaos.fleet import Fleet
 from tests.chaos.recovery import TRAINER, Event, RecoveryWatch
 from tests.chaos.replay import CheckpointCopies, ReplayResult, replay
 from tests.chaos.verdict import Verdict, judge
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 POLL_S = 0.2
 STUCK_S = 300.0

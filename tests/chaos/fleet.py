@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from common.broker import Broker
 from common.config import RunConfig
-from common.keys import Keys
-from common.run_state import publish_config
-from services.console.processes import ServiceSpec, service_environment, service_specs
-from services.console.supervisor import FIRST_PAUSE_S
+from common.redis.broker import Broker
+from common.run.state import publish_config
+from common.wire.keys import Keys
+from services.console.launch.processes import ServiceSpec, service_environment, service_specs
+from services.console.launch.supervisor import FIRST_PAUSE_S
 from tests.chaos.mortal_redis import MortalRedis
 
 POLL_S = 0.05

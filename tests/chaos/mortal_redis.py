@@ -17,9 +17,9 @@ from pathlib import Path
 
 import redis
 
-from common.embedded import EmbeddedRedis
-from tests.servers import free_port
-from tests.waiting import wait_until
+from common.redis.embedded import EmbeddedRedis
+from tests.support.servers import free_port
+from tests.support.waiting import wait_until
 
 FSYNC_WINDOW_S = 1.0
 """`appendfsync everysec`: what is older than this is on the disk."""

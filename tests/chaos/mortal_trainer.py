@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from common.broker import Broker
 from common.config import RunConfig
-from common.keys import Keys
-from services.trainer import checkpoint, trainer
-from services.trainer.reconciler import Reconciler
-from services.trainer.scheduler import Scheduler
+from common.redis.broker import Broker
+from common.wire.keys import Keys
+from services.trainer import trainer
+from services.trainer.batch.reconciler import Reconciler
+from services.trainer.batch.scheduler import Scheduler
+from services.trainer.durable import checkpoint
+from services.trainer.policy.transformers_policy import TransformersPolicy
 from services.trainer.service import serve
-from services.trainer.transformers_policy import TransformersPolicy
-from services.trainer.weights import WeightStore
-from tests.training import make_context
+from services.trainer.weights.store import WeightStore
+from tests.support.training import make_context
 
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "after a micro-batch": (TransformersPolicy, "accumulate", True),

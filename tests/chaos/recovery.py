@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.broker import Broker
-from common.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.redis.broker import Broker
 from common.streams import group_status, id_order
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tests.chaos.archive import Archive
 from tests.chaos.faults import KILLS, Kind
 

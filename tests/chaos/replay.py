@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-from common.activity import Activity
-from common.broker import Broker
 from common.config import RunConfig
-from common.keys import Keys
-from common.messages import Commit
-from common.service import ServiceContext
-from services.trainer.judgement import CompleteGroup, Judge
-from services.trainer.policy import Policy
-from services.trainer.policy_thread import PolicyThread
+from common.process.activity import Activity
+from common.process.service import ServiceContext
+from common.redis.broker import Broker
+from common.wire.keys import Keys
+from common.wire.messages import Commit
+from services.trainer.groups.group_filter import CompleteGroup, Judge
+from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepRunner
 from tests.chaos.archive import Archive
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.simulated_policy import SimulatedPolicy
+from services.trainer.policy.simulated_policy import SimulatedPolicy
 from tests.chaos.driver import torment
 from tests.chaos.faults import KILLS, Kind, plan
 from tests.chaos.recovery import summary
-from tests.runs import simulated_config
+from tests.support.runs import simulated_config
 
 STEPS, NUM_KILLS, SEED = 16, 7, 5
 

@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.messages import WeightManifest
-from common.weight_files import verified_files
-from services.trainer.checkpoint import CheckpointStore
-from services.trainer.transformers_policy import load_policy
+from common.run.weight_files import verified_files
+from common.wire.messages import WeightManifest
+from services.trainer.durable.checkpoint import CheckpointStore
+from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.mortal_trainer import POINTS, Death, live
-from tests.runs import ServiceRun, simulated_config
-from tests.training import answering, assert_nothing_lost, messages, num_commits, replayed_digests
+from tests.support.runs import ServiceRun, simulated_config
+from tests.support.training import (
+    answering,
+    assert_nothing_lost,
+    messages,
+    num_commits,
+    replayed_digests,
+)
 
 STEPS, GROUPS, SIZE = 36, 2, 4
 LIFE_S = 90.0

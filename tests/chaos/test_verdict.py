@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from common.broker import Broker
-from common.keys import Keys
-from common.messages import Commit, Trajectory
+from common.redis.broker import Broker
 from common.streams import append
+from common.wire.keys import Keys
+from common.wire.messages import Commit, Trajectory
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.faults import KILLS, Kind, plan
 from tests.chaos.verdict import judge
-from tests.training import lose_tail
-from tests.trajectories import make_trajectory
+from tests.support.training import lose_tail
+from tests.support.trajectories import make_trajectory
 
 SIZE, MAX_STALENESS = 2, 1
 

@@ -10,7 +10,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from common.messages import Commit, Trajectory, TrajectoryKey
+from common.wire.messages import Commit, Trajectory, TrajectoryKey
 from tests.chaos.archive import Archive
 
 WHOLE_GROUP = -1

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from common.broker import Broker
 from common.config import RunConfig
-from common.keys import Keys
-from common.service import ServiceContext
-from tests.models import tiny_model
-from tests.training import make_context
-from tests.whole_trainer import GROUPS, SIZE
+from common.process.service import ServiceContext
+from common.redis.broker import Broker
+from common.wire.keys import Keys
+from tests.support.models import tiny_model
+from tests.support.training import make_context
+from tests.support.whole_trainer import GROUPS, SIZE
 
 
 @pytest.fixture(scope="module")

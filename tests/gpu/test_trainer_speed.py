@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.trainer_mfu import Shape, measure
 from common.config.trainer import TrainerConfig
-from services.trainer.acceleration import accelerate_model
-from services.trainer.transformers_policy import TransformersPolicy
-from tests.models import accumulate_all, gradients_of, make_samples, one_batch, tiny_llama
+from services.trainer.policy.acceleration import accelerate_model
+from services.trainer.policy.transformers_policy import TransformersPolicy
+from tests.support.models import accumulate_all, gradients_of, make_samples, one_batch, tiny_llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -13,14 +13,14 @@ import pytest
 import pytest_asyncio
 import torch
 
-from common.messages import SamplingParams
-from services.rollout.engine import Generation, GenerationRequest
+from common.wire.messages import SamplingParams
 from services.rollout.engines import build_engine
+from services.rollout.engines.engine import Generation, GenerationRequest
 from services.rollout.engines.vllm import VllmEngine
-from services.trainer.samples import Sample
-from services.trainer.transformers_policy import TransformersPolicy
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu
-from tests.models import PIECES, run_config
+from tests.support.models import PIECES, run_config
 
 pytest.importorskip("vllm", reason="vLLM is not installed; install the extra vllm")
 

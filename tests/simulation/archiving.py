@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import TidemillError
 from common.history.selection import StreamName
-from common.keys import Keys
+from common.wire.keys import Keys
 from services.jobs import archive
 from tests.simulation.loop import OWNER
 from tests.simulation.process import Process

@@ -14,10 +14,15 @@ from typing import Any
 import services.reward.__main__
 import services.rollout.__main__
 import services.trainer.__main__
-from common import service
 from common.errors import ConfigError, TidemillError, first_cause
-from common.run_state import FINISHED
-from services.console.supervisor import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_YOUNG_DEATHS, YOUNG_S
+from common.process import service
+from common.run.state import FINISHED
+from services.console.launch.supervisor import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MAX_YOUNG_DEATHS,
+    YOUNG_S,
+)
 from tests.simulation.process import Process
 from tests.simulation.world import World
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from common.keys import Keys
+from common.wire.keys import Keys
 from tests.simulation.redis.server import Fields
 from tests.simulation.redis.stream import EntryId
 

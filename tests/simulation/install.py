@@ -26,17 +26,17 @@ import httpx
 import pydantic
 import structlog
 
-import common.broker
-import common.redis_client
-import common.service
-import services.reward.hybrid
+import common.process.service
+import common.redis.broker
+import common.redis.client
+import services.reward.rewards.weighted_sum
 import services.rollout.service
 import services.trainer.service
-from common.broker import WAIT_VARIABLE
-from common.redis_client import URL_VARIABLE
-from common.run_paths import RUNS_DIR_VARIABLE
-from common.stand_in import StandIn
-from services.trainer.prompts import load_tokenizer
+from common.process.stand_in import StandIn
+from common.redis.broker import WAIT_VARIABLE
+from common.redis.client import URL_VARIABLE
+from common.run.state import RUNS_DIR_VARIABLE
+from services.trainer.batch.prompts import load_tokenizer
 from tests.simulation.archiving import spawn
 from tests.simulation.disk import WRITING
 from tests.simulation.loop import OWNER
@@ -111,7 +111,7 @@ def installed(world: World) -> Iterator[None]:
 def _replacements(world: World) -> list[tuple[Any, str, Any]]:
     clocks, rng = world.clocks, random.Random(f"names {world.seed}")
     return [
-        (common.service, "StandIn", NoStandIn),
+        (common.process.service, "StandIn", NoStandIn),
         (time, "time", clocks.wall_s),
         (time, "monotonic", clocks.monotonic_s),
         (time, "time_ns", lambda: int(1e9 * clocks.wall_s())),
@@ -123,12 +123,12 @@ def _replacements(world: World) -> list[tuple[Any, str, Any]]:
         *_disk_replacements(world),
         (asyncio, "create_subprocess_exec", spawn(world)),
         (os, "kill", lambda pid, number: _signal(world, pid, number)),
-        (common.broker, "make_client", lambda url: MemoryClient(world.cluster)),
-        (common.redis_client, "make_blocking_client", no_redis_for_jobs),
-        (common.service, "HttpEndpoint", NoEndpoint),
-        (common.service, "LAG_PROBE_S", 5.0),
+        (common.redis.broker, "make_client", lambda url: MemoryClient(world.cluster)),
+        (common.redis.client, "make_blocking_client", no_redis_for_jobs),
+        (common.process.service, "HttpEndpoint", NoEndpoint),
+        (common.process.service, "LAG_PROBE_S", 5.0),
         (services.rollout.service, "SAMPLE_S", 1.0),
-        (services.reward.hybrid, "make_reward", make_reward),
+        (services.reward.rewards.weighted_sum, "make_reward", make_reward),
         (services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
     ]

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from common import codec
 from common.config import RunConfig
 from common.errors import CodecError
-from common.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
-from common.run_state import FINISHED
+from common.run.state import FINISHED
+from common.wire import codec
+from common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 from tests.chaos import verdict as chaos
 from tests.simulation.fleet import Fleet
 from tests.simulation.history import Record

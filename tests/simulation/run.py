@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from common.run_state import FINISHED
+from common.run.state import FINISHED
 from tests.simulation.faults import Injector
 from tests.simulation.fleet import Fleet, names
 from tests.simulation.install import installed
@@ -142,7 +142,7 @@ def _freeze() -> None:
 @cache
 def inputs() -> Path:
     """Data and tokenizer that all schedules of this process share."""
-    from tests.models import write_tokenizer
+    from tests.support.models import write_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="tidemill-simulation-inputs-"))
     (folder / "model").mkdir()

@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 
-from common import codec
-from common.keys import Keys
-from common.messages import Message, Score, ScoreStatus, Ticket, Trajectory
+from common.wire import codec
+from common.wire.keys import Keys
+from common.wire.messages import Message, Score, ScoreStatus, Ticket, Trajectory
 from tests.simulation.world import World
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-import common.broker
+import common.redis.broker
 from common.streams.consumer import Consumer
-from services.trainer.scheduler import Scheduler
-from tests.runs import REPO
+from services.trainer.batch.scheduler import Scheduler
 from tests.simulation.generate import schedule_of
 from tests.simulation.run import run
 from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
+from tests.support.runs import REPO
 
 DIGEST_OF = """
 from tests.simulation.generate import schedule_of
@@ -50,7 +50,7 @@ def test_a_sleeper_does_no_harm() -> None:
 
 def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
     """Take a part out of a Lua script."""
-    known = common.broker._script
+    known = common.redis.broker._script
 
     def changed(name: str) -> tuple[str, str]:
         import hashlib
@@ -62,7 +62,7 @@ def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
         source = source.replace(part, "")
         return source, hashlib.sha1(source.encode()).hexdigest()
 
-    monkeypatch.setattr(common.broker, "_script", changed)
+    monkeypatch.setattr(common.redis.broker, "_script", changed)
 
 
 def test_a_worker_that_publishes_without_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

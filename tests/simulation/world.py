@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from common.keys import Keys
+from common.wire.keys import Keys
 from tests.simulation.clock import Clocks
 from tests.simulation.cluster import Cluster
 from tests.simulation.disk import Disk

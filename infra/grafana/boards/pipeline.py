@@ -1,6 +1,17 @@
 """Pipeline: where is the bottleneck?"""
 
-from infra.grafana.panels import Board, Panel, Query, Row, increase, mean, per_s, quantile, spread, total
+from infra.grafana.panels import (
+    Board,
+    Panel,
+    Query,
+    Row,
+    increase,
+    mean,
+    per_s,
+    quantile,
+    spread,
+    total,
+)
 
 HEADING = "Pipeline: where is the bottleneck?"
 

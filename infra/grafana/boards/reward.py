@@ -1,6 +1,17 @@
 """Reward: is scoring healthy, and what does it cost?"""
 
-from infra.grafana.panels import Board, Panel, Query, Row, increase, mean, per_s, quantile, spread, total
+from infra.grafana.panels import (
+    Board,
+    Panel,
+    Query,
+    Row,
+    increase,
+    mean,
+    per_s,
+    quantile,
+    spread,
+    total,
+)
 
 HEADING = "Reward: is scoring healthy?"
 

@@ -5,10 +5,10 @@ import os
 import sys
 
 from common.errors import TidemillError
-from common.keys import Keys
-from common.logs import configure_logs
-from common.main_task import run_main
-from common.service import METRICS_HOST_VARIABLE
+from common.process.programs import run_main
+from common.process.service import METRICS_HOST_VARIABLE
+from common.telemetry.logs import configure_logs
+from common.wire.keys import Keys
 
 DEFAULT_PORT = 9109
 

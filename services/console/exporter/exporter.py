@@ -6,22 +6,42 @@ discovered targets with it, and `tidemill_redis_up` is 0. Nothing is changed by 
 
 import asyncio
 import contextlib
+import json
 import signal
 import threading
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 import structlog
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.registry import Collector
 
-from common import metrics
-from common.broker import Broker
 from common.errors import UnreachableError
-from common.http_endpoint import HttpEndpoint
-from common.keys import Keys
-from services.console.exporter import discovery
-from services.console.exporter.gauges import set_gauges
-from services.console.exporter.reading import Reading, RunReader
+from common.process.http_endpoint import HttpEndpoint
+from common.redis.broker import Broker
+from common.telemetry import metrics
+from common.wire.keys import Keys
+from services.console.exporter.reading import Reading, RunReader, set_gauges
+
+
+def as_json(run_id: str, reading: Reading, own_address: str) -> bytes:
+    """All living processes, the servers that registered for rewards, and the exporter itself.
+
+    Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
+    port. The exporter has no `worker`: its metrics have that label themselves.
+    """
+    found = [_target(own_address, run_id, "exporter")] if own_address else []
+    for beat in reading.workers:
+        if beat.is_alive and beat.metrics_target:
+            found.append(_target(beat.metrics_target, run_id, beat.role, worker=beat.name))
+    for reward, urls in reading.replicas.items():
+        found += [_target(urlsplit(url).netloc, run_id, "reward-server", worker=reward) for url in urls]
+    return json.dumps(found).encode()
+
+
+def _target(address: str, run_id: str, service: str, **labels: str) -> dict[str, object]:
+    return {"targets": [address], "labels": {"run_id": run_id, "service": service, **labels}}
+
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +120,7 @@ class Exporter:
     def _discover(self, own_address: str) -> tuple[bytes, str]:
         with self._lock:
             reading = self._reading
-        return discovery.as_json(self.keys.run_id, reading, own_address), "application/json"
+        return as_json(self.keys.run_id, reading, own_address), "application/json"
 
 
 class _Whole(Collector):

@@ -10,15 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.broker import Broker
 from common.errors import TidemillError
-from common.keys import RUN_ID
-from common.records import METRICS_FILE
-from common.redis_client import URL_VARIABLE
-from common.run_paths import CONFIG_FILE
-from common.run_state import known_runs
-from services.console.report import read_report
-from services.console.run_folder import RunFolder
+from common.redis.broker import Broker
+from common.redis.client import URL_VARIABLE
+from common.run.records import METRICS_FILE
+from common.run.state import CONFIG_FILE, known_runs
+from common.wire.keys import RUN_ID
+from services.console.run.folder import RunFolder
+from services.console.status.report import read_report
 from services.console.web.watched_run import WatchedRun
 
 MAX_OPEN_RUNS = 4

@@ -9,13 +9,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from common.errors import TidemillError
-from common.messages import Lane, Trajectory
+from common.wire.messages import Lane, Trajectory
+from services.console.web.app import Site, history_of
+from services.console.web.formats import TokenTexts, sendable
+from services.console.web.group_index import STATES, GroupRow
 from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
-from services.console.web.group_row import STATES, GroupRow
 from services.console.web.group_view import GroupView, read_group, read_trajectory
-from services.console.web.site import Site, history_of
-from services.console.web.tokens import TokenTexts
-from services.console.web.visible import sendable
 from services.console.web.watched_run import WatchedRun
 
 MAX_SHOWN_SAMPLES = 32

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
-from common.messages import Lane
-from services.console.web.group_row import STATES, GroupRow
+from common.wire.messages import Lane
+from services.console.web.group_index import STATES, GroupRow
 
 PAGE_ROWS = 100
 MAX_NEEDLE_CHARACTERS = 200

@@ -4,11 +4,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.entries import Entry, Garbled, entry_id_of, id_order
 from common.history import History, Selection, StreamName
-from common.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
-from services.console.ticket_trace import advantages_in
-from services.console.web.group_row import WHOLE_GROUP, EntryId, GroupRow, Window
+from common.streams.entries import Entry, Garbled, entry_id_of, id_order
+from common.wire.messages import (
+    Commit,
+    DeadLetter,
+    Lane,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+    WeightManifest,
+)
+from services.console.records.ticket_trace import advantages_in
+from services.console.web.group_index import WHOLE_GROUP, EntryId, GroupRow, Window
 
 MAX_LETTERS = 50
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import uvicorn
 
 from common.errors import ConfigError
-from common.main_task import run_main
-from services.console.console_log import log_nothing
-from services.console.run_folder import find_run, folder_of_runs
+from common.process.programs import run_main
+from services.console.launch.views import log_nothing
+from services.console.run.folder import find_run, folder_of_runs
 from services.console.web.access import TOKEN_PARAMETER, Access, is_loopback
 from services.console.web.app import create_app
 from services.console.web.catalog import Catalog

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.messages import Commit, Lane
-from services.console.web.group_index import GroupIndex
-from services.console.web.group_row import WHOLE_GROUP, GroupRow
+from common.wire.messages import Commit, Lane
+from services.console.web.group_index import WHOLE_GROUP, GroupIndex, GroupRow
 
 TOPICS = (
     ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),

@@ -14,14 +14,14 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.history import History
-from common.records import METRICS_FILE, STEP, read_records
-from services.console.history_access import open_history
-from services.console.offline import read_folder
-from services.console.report import read_report
-from services.console.run_folder import RunFolder
-from services.console.snapshot import RunSnapshot, SnapshotReader
+from common.run.records import METRICS_FILE, STEP, read_records
+from services.console.run.folder import RunFolder
+from services.console.run.history import open_history
+from services.console.status.folder_snapshot import read_folder
+from services.console.status.report import read_report
+from services.console.status.snapshot import RunSnapshot, SnapshotReader
+from services.console.web.formats import TokenTexts
 from services.console.web.group_index import GroupIndex, StepRow
-from services.console.web.tokens import TokenTexts
 
 REFRESH_S = 1.0
 REFRESH_STILL_S = 5.0

@@ -5,7 +5,7 @@ CONFIG is the section as JSON. Prints one line; exits with 2 where no code can b
 
 import sys
 
-from common.config.sandbox import SandboxConfig
+from common.config.reward_kinds import SandboxConfig
 from common.errors import ConfigError
 from services.jobs.sandbox.runner import SandboxError, is_whole, probe
 

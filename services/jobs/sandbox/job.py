@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, validate_call
 from rq import get_current_job
 
-from common.config.sandbox import SandboxConfig
-from common.keys import Keys
+from common.config.reward_kinds import SandboxConfig
+from common.wire.keys import Keys
 from services.jobs.known_job import Functions
 from services.jobs.sandbox.programs import TestsError, make_cases
 from services.jobs.sandbox.runner import SandboxError, run_cases

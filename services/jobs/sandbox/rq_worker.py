@@ -9,20 +9,53 @@ import ctypes
 import secrets
 import signal
 import sys
+import time
 
 from pydantic import TypeAdapter
+from redis.exceptions import RedisError
+from rq import Queue
+from rq.exceptions import InvalidJobOperation
+from rq.job import Job
 
-from common.broker import redis_url
-from common.config.sandbox import SandboxConfig
+from common.config.reward_kinds import SandboxConfig
 from common.errors import TidemillError
-from common.keys import Keys
-from common.redis_client import make_blocking_client
+from common.redis.broker import redis_url
+from common.redis.client import make_blocking_client
+from common.telemetry import metrics
+from common.wire.keys import Keys
+from services.jobs.known_job import KnownWorker
 from services.jobs.sandbox.job import functions_of
-from services.jobs.sandbox.measured_worker import MeasuredWorker
+
+GONE = "finished"
+"""A job that succeeded and is kept by nobody is gone when its worker looks."""
+UNKNOWN = "unknown"
+
+
+class MeasuredWorker(KnownWorker):
+    """Observes every job: its queue (the part after the run), how it ended, and how long that took."""
+
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        """Fork, wait for the job's end, and count it."""
+        started = time.monotonic()
+        try:
+            super().execute_job(job, queue)
+        finally:
+            labels = (queue.name.rpartition(":")[2], _outcome(job))
+            metrics.JOB_SECONDS.labels(*labels).observe(time.monotonic() - started)
+
+
+def _outcome(job: Job) -> str:
+    try:
+        return job.get_status(refresh=True).value
+    except InvalidJobOperation:
+        return GONE
+    except RedisError:
+        return UNKNOWN
+
 
 PR_SET_PDEATHSIG = 1
 BEAT_S = 2
-"""How often a busy worker says that it lives; `services/reward/sandbox_jobs.py` listens for it."""
+"""How often a busy worker says that it lives; `services/reward/rewards/sandbox.py` listens for it."""
 MAINTENANCE_S = 30
 WORKER_TTL_S = 60
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common.config.sandbox import SandboxConfig
+from common.config.reward_kinds import SandboxConfig
 from common.errors import TidemillError
 from services.jobs.sandbox.programs import Case
 

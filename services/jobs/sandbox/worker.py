@@ -8,10 +8,10 @@ import signal
 import structlog
 from prometheus_client import REGISTRY
 
-from common.child_metrics import ChildMetrics
 from common.errors import ConfigError, TidemillError
-from common.own_modules import run_own
-from common.service import ServiceContext
+from common.process.programs import run_own
+from common.process.service import ServiceContext
+from common.telemetry.batched import ChildMetrics
 from services.jobs.sandbox.runner import SandboxError, is_whole, probe
 
 log = structlog.get_logger(__name__)

@@ -4,8 +4,8 @@ import os
 import sys
 
 from common.errors import ConfigError, TidemillError
-from common.logs import configure_logs
-from common.model_token import complaint, model_token
+from common.run.replicas import complaint, model_token
+from common.telemetry.logs import configure_logs
 from services.reward.model_server.options import check_model, parse_options, template_of
 
 

@@ -14,17 +14,25 @@ from typing import Any
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common import metrics
 from common.errors import ConfigError
-from common.turns import TurnEndedError, TurnGate
-from services.reward.model_server.activation import activate
+from common.process.gpu_sharing import TurnEndedError, TurnGate
+from common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
+from common.telemetry import metrics
 from services.reward.model_server.batcher import Batcher, BusyError, ComputeError
 from services.reward.model_server.inputs import InputError, Inputs
-from services.reward.model_server.protocol import ScoringRequest, classification, failure, pooling
+from services.reward.model_server.protocol import (
+    ScoringRequest,
+    activate,
+    classification,
+    failure,
+    pooling,
+)
 from services.reward.model_server.scoring_model import ScoringModel
 
 log = structlog.get_logger(__name__)
@@ -195,3 +203,22 @@ def _explain(error: ValidationError) -> str:
         field = ".".join(str(part) for part in item["loc"]) or "body"
         problems.append(f"{field}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(problems[:MAX_PROBLEMS])
+
+
+OPEN_PATHS = ("/health", "/healthz", "/metrics")
+
+
+class TokenGate:
+    """Around an application; without a token it lets everything through."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401, or pass the request on."""
+        is_open = not self._token or scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if is_open or is_shown(Headers(scope=scope).get("authorization", ""), self._token):
+            await self._app(scope, receive, send)
+            return
+        message = f"the token is wrong: see {MODEL_TOKEN_VARIABLE}"
+        await JSONResponse(failure(message, "AuthenticationError", 401), 401)(scope, receive, send)

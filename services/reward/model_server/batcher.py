@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from common import metrics
 from common.errors import RewardError
+from common.telemetry import metrics
 from services.reward.model_server.batching import BatchLimits, Row, Waiting, select_batch
 from services.reward.model_server.scoring_model import ScoringModel
 

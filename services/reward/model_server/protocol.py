@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from torch import Tensor
 
 MAX_INPUTS = 4096
 FORMER_ACTIVATION = ("activation", "softmax")
@@ -165,3 +166,13 @@ def _answer(prefix: str, request: ScoringRequest, model: str, data: Any, num_tok
         "data": data,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0},
     }
+
+
+def activate(scores: Tensor, config: Any) -> Tensor:
+    """Sigmoid of one label, softmax over several; the config's `problem_type` goes first, as in vLLM."""
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
+        return scores
+    if problem == "multi_label_classification" or (problem is None and config.num_labels < 2):
+        return scores.sigmoid()
+    return scores.sigmoid() if config.num_labels < 2 else scores.softmax(dim=-1)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from common.attention import exact_attention
 from common.errors import ConfigError
+from common.run.chat_template import exact_attention
 from services.reward.model_server.options import Dtype, Head
 
 HEADS = {

@@ -17,16 +17,15 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from common.errors import ConfigError
-from common.main_task import run_main
-from common.model_token import model_token
-from common.turns import DeviceTurn, TurnGate, turn_files
-from services.reward.model_server.app import ScoringApp
+from common.process.gpu_sharing import DeviceTurn, TurnGate, turn_files
+from common.process.programs import run_main
+from common.run.replicas import model_token
+from services.reward.model_server.app import ScoringApp, TokenGate
 from services.reward.model_server.batcher import Batcher
 from services.reward.model_server.batching import BatchLimits
 from services.reward.model_server.inputs import Inputs
 from services.reward.model_server.options import ServerOptions
 from services.reward.model_server.scoring_model import ScoringModel
-from services.reward.model_server.token_gate import TokenGate
 
 log = structlog.get_logger(__name__)
 

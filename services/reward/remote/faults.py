@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
-from services.reward.outcome import AttemptError
+from services.reward.results.outcome import AttemptError
 
 
 class FaultKind(StrEnum):

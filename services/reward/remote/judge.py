@@ -7,24 +7,90 @@ words are kept in the score's detail, and tokens are counted whatever came of th
 
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.config import NamedRewardConfig
-from common.config.judge import JudgeConfig
-from common.messages import Lane
-from services.reward.outcome import MAX_DETAIL_CHARS, Outcome
+from common.config.reward_kinds import JudgeConfig
+from common.errors import ConfigError
+from common.wire.messages import Lane
+from services.reward.functions.sample import Sample
 from services.reward.remote.calls import RemoteCalls, make_calls
 from services.reward.remote.faults import RemoteFault
 from services.reward.remote.limiter import Permit
-from services.reward.remote.local_replicas import check_local_replicas
 from services.reward.remote.openai_requests import Judgement, OpenAIRequests, check_openai
 from services.reward.remote.replica import Replica
-from services.reward.remote.template import JudgePrompt, Message
+from services.reward.remote.serving import check_local_replicas
 from services.reward.remote.verdict import make_verdict
-from services.reward.sample import Sample
+from services.reward.results.outcome import MAX_DETAIL_CHARS, AttemptError, Outcome, describe
 
 if TYPE_CHECKING:
-    from services.reward.services import RewardServices
+    from services.reward.rewards.dependencies import RewardServices
+
+
+Message = dict[str, str]
+
+
+class JudgePrompt:
+    """The templates of one judge."""
+
+    def __init__(self, name: str, config: JudgeConfig) -> None:
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True)
+        self._user = _compiled(environment, config.template, f"reward.rewards.{name}.judge.template")
+        self._system = (
+            _compiled(environment, config.system, f"reward.rewards.{name}.judge.system")
+            if config.system
+            else None
+        )
+
+    def text(self, sample: Sample, nonce: str = "") -> str:
+        """What the judge reads about a sample. `nonce` is a word that no completion can know.
+
+        Raises:
+            AttemptError: the template asks for something that the sample does not have.
+        """
+        return _rendered(self._user, sample, nonce)
+
+    def messages(self, sample: Sample, nonce: str = "") -> list[Message]:
+        """The same as a chat."""
+        if self._system is None:
+            return [{"role": "user", "content": self.text(sample, nonce)}]
+        system = {"role": "system", "content": _rendered(self._system, sample, nonce)}
+        return [system, {"role": "user", "content": self.text(sample, nonce)}]
+
+
+def _compiled(environment: ImmutableSandboxedEnvironment, source: str, where: str) -> Template:
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(
+            f"{where} is no Jinja template: {error}{f' (line {line})' if line else ''}"
+        ) from None
+
+
+def _rendered(template: Template, sample: Sample, nonce: str) -> str:
+    fields: dict[str, Any] = {
+        "prompt": sample.prompt,
+        "messages": sample.chat,
+        "prompt_text": sample.prompt_text,
+        "completion": sample.solution_str,
+        "ground_truth": sample.ground_truth,
+        "extra": sample.extra_info,
+        "data_source": sample.data_source,
+        "nonce": nonce,
+    }
+    try:
+        return template.render(fields)
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise AttemptError(
+            f"the judge's template cannot be filled in: {describe(error)}; it sees {', '.join(fields)}",
+            is_final=True,
+            kind="template",
+        ) from error
+
 
 NONCE_BYTES = 4
 CHARS_PER_TOKEN = 3

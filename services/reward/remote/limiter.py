@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from common import metrics
-from common.broker import Broker
-from common.config.remote import LimitsConfig
-from common.keys import Keys
-from common.messages import Lane
+from common.config.reward_kinds import LimitsConfig
+from common.redis.broker import Broker
+from common.telemetry import metrics
+from common.wire.keys import Keys
+from common.wire.messages import Lane
 
 MAX_BATCH = 128
 LONGEST_PAUSE_S = 0.25

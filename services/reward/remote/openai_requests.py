@@ -8,13 +8,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from common.config.judge import JudgeConfig
+from common.config.reward_kinds import JudgeConfig
 from common.errors import ConfigError
-from common.model_token import key_for
-from common.packing import sendable
+from common.run.replicas import key_for
+from common.wire.codec import sendable
 from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
+from services.reward.remote.judge import Message
 from services.reward.remote.replica import Replica
-from services.reward.remote.template import Message
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 import httpx
 import structlog
 
-from common import metrics
-from common.config.remote import RoutingConfig
-from common.replica_registry import ReplicaRegistry
+from common.config.reward_kinds import RoutingConfig
+from common.run.replicas import ReplicaRegistry
+from common.telemetry import metrics
 from services.reward.remote.faults import FaultKind, RemoteFault
 from services.reward.remote.replica import Replica
 

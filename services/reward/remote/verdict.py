@@ -5,10 +5,10 @@ import math
 import re
 from typing import Any, Protocol
 
-from common.config.judge import SCORE, VerdictConfig
-from services.reward.functions import import_function
-from services.reward.outcome import AttemptError, Outcome, contained, interpret
+from common.config.reward_kinds import SCORE, VerdictConfig
+from services.reward.functions.functions import import_function
 from services.reward.remote.faults import FaultKind, RemoteFault
+from services.reward.results.outcome import AttemptError, Outcome, contained, interpret
 
 SHOWN_CHARS = 200
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?(?![\w%]|\.\d)")

@@ -7,10 +7,10 @@ simulated run needs none of them.
 from typing import TYPE_CHECKING
 
 from common.config.run import RunConfig
-from services.rollout.engine import Engine
+from services.rollout.engines.engine import Engine
 
 if TYPE_CHECKING:
-    from services.rollout.engines.turn_taking import SleepingEngine
+    from services.rollout.engines.gpu_sharing import SleepingEngine
 
 
 def build_engine(config: RunConfig, worker: str = "") -> Engine:
@@ -20,7 +20,7 @@ def build_engine(config: RunConfig, worker: str = "") -> Engine:
     different names sample differently.
     """
     if (turn_s := config.shared_turn_s) is not None:
-        from services.rollout.engines.turn_taking import TurnTakingEngine
+        from services.rollout.engines.gpu_sharing import TurnTakingEngine
 
         return TurnTakingEngine(_sleeping_engine(config, worker), turn_s)
     if config.rollout.engine == "transformers":

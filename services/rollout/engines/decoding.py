@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.messages import SamplingParams
-from services.rollout.engines.noise import uniforms
-from services.rollout.engines.sampling import SamplingBatch, draw, processed_logprobs
+from common.wire.messages import SamplingParams
+from services.rollout.engines.sampling import SamplingBatch, draw, processed_logprobs, uniforms
 
 _COMPACT_BELOW = 0.75
 """Finished rows are dropped when less than this share of the batch is left: copying the cache costs too."""

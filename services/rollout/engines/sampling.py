@@ -7,13 +7,16 @@ its logprob at temperature 1, as vLLM does.
 Shapes: B sequences, V vocabulary.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from common.messages import SamplingParams
+from common.wire.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +95,24 @@ def draw(logprobs_BV: Tensor, sampling: SamplingBatch, uniforms_B: Tensor) -> tu
         greedy_B1 = logprobs_BV.argmax(dim=-1, keepdim=True)
         ids_B1 = torch.where(sampling.is_greedy_B[:, None], greedy_B1, ids_B1)
     return ids_B1[:, 0], logprobs_BV.gather(-1, ids_B1)[:, 0]
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def request_key(seed: int, request_id: str) -> int:
+    """64 bits that differ between requests and between seeds."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(keys_B: NDArray[np.uint64], draw: int | NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The `draw`-th number of each key, in [0, 1). Shape [B], float64. The mixer is SplitMix64."""
+    with np.errstate(over="ignore"):
+        state = keys_B + (np.asarray(draw, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
+        state = (state ^ (state >> np.uint64(30))) * _MIX_1
+        state = (state ^ (state >> np.uint64(27))) * _MIX_2
+        state = state ^ (state >> np.uint64(31))
+    fractions: NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions

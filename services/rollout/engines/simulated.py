@@ -14,10 +14,10 @@ import numpy as np
 
 from common.config.run import RunConfig
 from common.errors import EngineError
-from common.messages import VersionSpan
-from services.rollout.engine import Generation, GenerationRequest, WeightUpdate
-from services.rollout.engines.model_folder import check_ids, check_length
-from services.rollout.engines.noise import request_key, uniforms
+from common.wire.messages import VersionSpan
+from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate
+from services.rollout.engines.model import check_ids, check_length
+from services.rollout.engines.sampling import request_key, uniforms
 
 
 class SimulatedEngine:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.config.run import RunConfig
 from common.errors import EngineError
-from services.rollout.engine import Generation, GenerationRequest, WeightUpdate
-from services.rollout.engines.cpu_threads import share_cores
-from services.rollout.engines.model_folder import ModelFolder, check_ids, open_model
-from services.rollout.engines.noise import request_key
+from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate
+from services.rollout.engines.model import ModelFolder, check_ids, open_model
+from services.rollout.engines.sampling import request_key
+from services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:
     from services.rollout.engines.decoding import Row
@@ -104,7 +104,7 @@ class TransformersEngine:
         Raises:
             WeightsError: a file cannot be read, or does not fit the model; nothing has changed.
         """
-        from services.rollout.engines.model_weights import copy_weights, match_weights, read_weights
+        from services.rollout.engines.model import copy_weights, match_weights, read_weights
 
         started = time.perf_counter()
         # On another thread than the model's: the files are read while a batch decodes.
@@ -192,7 +192,7 @@ class TransformersEngine:
         """Load the model onto its device. Runs on the model's thread."""
         import torch
 
-        from services.rollout.engines.model_weights import load_model
+        from services.rollout.engines.model import load_model
 
         torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
         return load_model(self._config.model, self._options.device)

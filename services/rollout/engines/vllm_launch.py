@@ -3,15 +3,31 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from common.config.rollout import RolloutConfig
 from common.config.run import RunConfig
 from common.errors import ConfigError, EngineError
-from common.vllm_machine import check_bfloat16, check_machine, prepare_process
-from services.rollout.engines.cpu_threads import share_cores
-from services.rollout.engines.noise import request_key
+from common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
+from services.rollout.engines.sampling import request_key
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def share_cores(rollout: RolloutConfig) -> int:
+    """Set what OpenMP reads when it is loaded, so call this before torch is imported.
+
+    Returns the number of threads: as configured, or an even share of the cores for each of this
+    machine's workers, less one core for everything else. The user's own environment wins over the share.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if rollout.num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(rollout.num_threads)
+    else:
+        share = max(1, (len(os.sched_getaffinity(0)) - 1) // rollout.workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+
 
 OWNER_VARIABLE = "TIDEMILL_ENGINE_OWNER"
 """Process id of the rollout worker; when it ends, however it ends, the engine's processes end too."""

@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.broker import Broker
 from common.config import RunConfig, load_recorded
 from common.errors import ConfigError, TidemillError
 from common.history import History
-from common.logs import LEVEL_VARIABLE, configure_logs
-from common.main_task import run_main
-from common.redis_client import URL_VARIABLE
-from common.run_state import read_config
+from common.process.programs import run_main
+from common.redis.broker import Broker
+from common.redis.client import URL_VARIABLE
+from common.run.state import read_config
+from common.telemetry.logs import LEVEL_VARIABLE, configure_logs
 from services.trainer.replay.request import changed_config, check_committed
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from common.config import RunConfig
-from common.config.changes import FIXED, changed_fields
 from common.config.loading import override_config
+from common.config.recorded import FIXED, changed_fields
 from common.errors import ConfigError
 from common.history import History, StreamName
-from common.messages import Commit
 from common.streams import Entry
+from common.wire.messages import Commit
 
 OTHER_PARAMETERS = {
     "trainer.lora": "other parameters would be trained than those of the run's checkpoints",

@@ -13,19 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.activity import Activity
 from common.config import RunConfig
 from common.errors import TidemillError
-from common.history import GroupCursor, History, MissingRecordsError, RecordedGroup, Selection, StreamName
-from common.messages import Commit
+from common.history import (
+    GroupCursor,
+    History,
+    MissingRecordsError,
+    RecordedGroup,
+    Selection,
+    StreamName,
+)
+from common.process.activity import Activity
 from common.streams import Entry, entry_id_of
-from services.trainer.checkpoint import Checkpoint, read_checkpoint
-from services.trainer.intake import SCORES, TRAJECTORIES
-from services.trainer.judgement import CompleteGroup, Judge
-from services.trainer.policy import Policy
-from services.trainer.policy_thread import PolicyThread
+from common.wire.messages import Commit
+from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
+from services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
+from services.trainer.groups.group_filter import CompleteGroup, Judge
+from services.trainer.metrics.step_metrics import step_metrics
+from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepResult, StepRunner
-from services.trainer.step_metrics import step_metrics
 
 Say = Callable[[dict[str, Any]], None]
 """Tells whoever waits how far the replay is."""

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 
 from common.config import RunConfig
 from common.history import History
-from services.trainer.policy import Policy, PolicyState
-from services.trainer.policy_loading import open_policy
-from services.trainer.policy_thread import PolicyThread
-from services.trainer.replay.comparison import compare_step
+from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from services.trainer.policy.loading import open_policy
+from services.trainer.policy.policy import Policy, PolicyState, PolicyThread
+from services.trainer.replay.comparison import compare_step, weight_difference
 from services.trainer.replay.session import ReplayedStep, Say, Session
 from services.trainer.replay.torch_dump import write_dump
-from services.trainer.replay.weights import copied_state
-from services.trainer.replay.what_if import WhatIf
-from services.trainer.replay_check import weight_difference
-from services.trainer.sharded_policy import ShardedPolicy
+from services.trainer.replay.what_if import WhatIf, copied_state
 
 
 class StepReplay:

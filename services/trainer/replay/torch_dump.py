@@ -17,11 +17,11 @@ from torch import Tensor
 
 from common.config import RunConfig
 from common.files import storage_errors
-from common.messages import TrajectoryKey
-from services.trainer.policy import PolicyState
+from common.wire.messages import TrajectoryKey
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.policy import PolicyState
 from services.trainer.replay.session import ReplayedStep
-from services.trainer.replay.weights import named_weights
-from services.trainer.samples import Sample
+from services.trainer.replay.what_if import named_weights
 
 SCHEMA = 1
 PER_TOKEN = {

@@ -8,20 +8,74 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.config import RunConfig
-from common.config.changes import changed_fields
+from common.config.recorded import changed_fields
 from common.errors import TidemillError
 from common.history import RecordedGroup
-from common.messages import Commit
-from services.trainer.judgement import CompleteGroup, Judge, Refusal, TrainableGroup
-from services.trainer.micro_batches import Composition, form_micro_batches
-from services.trainer.policy import Policy, PolicyState
-from services.trainer.policy_loading import open_policy
-from services.trainer.policy_thread import PolicyThread
+from common.wire.messages import Commit
+from services.trainer.groups.group_filter import CompleteGroup, Judge, Refusal, TrainableGroup
+from services.trainer.groups.micro_batches import Composition, form_micro_batches
+from services.trainer.policy.loading import open_policy
+from services.trainer.policy.policy import Policy, PolicyState, PolicyThread
 from services.trainer.replay.session import Surroundings, complete_groups, metrics_of
-from services.trainer.replay.weights import copied_state, weight_distance
 from services.trainer.step import StepRunner
+
+NOT_WEIGHTS = ("optimizer.", "rng.", "reference.")
+"""Beginnings of names in a policy's state."""
+
+
+def copied_state(policy: Policy) -> PolicyState:
+    """A copy of all that the policy's next step depends on."""
+    state = policy.state()
+    return PolicyState(
+        {name: tensor.detach().clone() for name, tensor in state.tensors.items()}, state.values
+    )
+
+
+def named_weights(state: PolicyState) -> dict[str, Tensor]:
+    """What is trained, under the names of the model's own parameters; those of a value head keep theirs."""
+    return {
+        name.removeprefix("model."): tensor.detach().cpu()
+        for name, tensor in state.tensors.items()
+        if not name.startswith(NOT_WEIGHTS)
+    }
+
+
+def weight_distance(start: PolicyState, replayed: PolicyState, changed: PolicyState) -> dict[str, Any] | None:
+    """How far the two results lie apart, beside how far each step went; None of a policy without weights.
+
+    Norms are over all trained weights, in float64; `cosine` is that of the angle between the two steps.
+    """
+    names = [
+        name
+        for name, tensor in start.tensors.items()
+        if not name.startswith(NOT_WEIGHTS) and tensor.is_floating_point()
+    ]
+    if not names:
+        return None
+    apart, first, second, product, greatest = 0.0, 0.0, 0.0, 0.0, 0.0
+    for name in names:
+        origin = _wide(start.tensors[name])
+        one, other = _wide(replayed.tensors[name]) - origin, _wide(changed.tensors[name]) - origin
+        apart += float((other - one).square().sum())
+        first, second = first + float(one.square().sum()), second + float(other.square().sum())
+        product += float((one * other).sum())
+        greatest = max(greatest, float((other - one).abs().max())) if one.numel() else greatest
+    lengths = (first * second) ** 0.5
+    return {
+        "norm": apart**0.5,
+        "max_abs": greatest,
+        "replayed_update_norm": first**0.5,
+        "changed_update_norm": second**0.5,
+        "cosine": product / lengths if lengths else None,
+    }
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)
+
 
 RECOMPOSED = ("trainer.micro_batch_tokens", "trainer.mini_batches")
 """Fields that the recorded composition follows from."""

@@ -1,0 +1,1 @@
+"""What every process of a run has: lifecycle, heartbeat, activity, HTTP."""

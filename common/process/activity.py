@@ -1,0 +1,105 @@
+"""Where the time of a service goes: working, or waiting, and for what.
+
+A service is in exactly one state at a time; states that mean waiting begin with `wait:` and name the
+cause. Shares are taken over a sliding window, so that they say what is true now.
+
+A process that has nothing to do while a Redis command is under way waits for Redis, whatever it would wait
+for next: that time is booked on `wait:redis`, on its own account.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Counter
+
+from common.telemetry import metrics
+
+WINDOW_S = 60.0
+WAIT = "wait:"
+WAIT_START = "wait:start"
+WAIT_REDIS = "wait:redis"
+BOOKKEEPING = "bookkeeping"
+"""Between two pieces of work: settling, announcing. Next to nothing but Redis takes time in it."""
+
+
+class Activity:
+    """The current state of one process, the seconds spent in each, and idle shares."""
+
+    def __init__(
+        self, role: str, state: str = WAIT_START, redis_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`redis_s` is a clock of the time with a Redis command under way."""
+        self.role = role
+        self.state = state
+        self.detail = ""
+        self.seconds: dict[str, float] = {}
+        self._since = time.monotonic()
+        self._redis_s, self._redis_since_s = redis_s, redis_s()
+        self._recent: deque[tuple[float, str, float]] = deque()
+        self._counters: dict[str, Counter] = {}
+
+    def enter(self, state: str, detail: str = "") -> str:
+        """Change the state; returns the one before."""
+        before = self.state
+        self.detail = detail
+        if state != before:
+            self._settle()
+            self.state = state
+        return before
+
+    @contextmanager
+    def during(self, state: str, detail: str = "") -> Iterator[None]:
+        """Be in `state` for the length of a block."""
+        before = self.enter(state, detail)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def totals(self) -> dict[str, float]:
+        """Seconds in each state since the start, the current one included."""
+        self._settle()
+        return dict(self.seconds)
+
+    def reset(self) -> None:
+        """Forget the past: what comes after warm-up counts."""
+        self._settle()
+        self.seconds.clear()
+        self._recent.clear()
+
+    def shares(self) -> dict[str, float]:
+        """Share of the last minute spent in each state."""
+        self._settle()
+        total = sum(length for _, _, length in self._recent) or 1.0
+        shares: dict[str, float] = {}
+        for _, state, length in self._recent:
+            shares[state] = shares.get(state, 0.0) + length / total
+        return shares
+
+    def idle_share(self) -> float:
+        """Share of all time so far that was spent waiting."""
+        totals = self.totals()
+        waiting = sum(length for state, length in totals.items() if state.startswith(WAIT))
+        return waiting / (sum(totals.values()) or 1.0)
+
+    def _settle(self) -> None:
+        """Book the time since the last change on the current state, less what of it was waiting for Redis."""
+        now, redis_s = time.monotonic(), self._redis_s()
+        length, self._since = now - self._since, now
+        waited, self._redis_since_s = redis_s - self._redis_since_s, redis_s
+        if waited > 0 and (self.state.startswith(WAIT) or self.state == BOOKKEEPING):
+            waited = min(waited, length)
+            self._book(now, WAIT_REDIS, waited)
+            length -= waited
+        self._book(now, self.state, length)
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
+
+    def _book(self, now: float, state: str, length: float) -> None:
+        self.seconds[state] = self.seconds.get(state, 0.0) + length
+        if (counter := self._counters.get(state)) is None:  # `labels` would be the most of what this costs
+            counter = self._counters[state] = metrics.ACTIVITY_SECONDS.labels(self.role, state)
+        counter.inc(length)
+        self._recent.append((now, state, length))

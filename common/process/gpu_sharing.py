@@ -1,0 +1,250 @@
+"""Turns on a device that two processes share: who holds the turn may use it, the other one sleeps.
+
+Guarantees: at most one process holds a device's turn; a process that dies, however it dies, loses its turn
+and its place in line, because both are locks that the kernel frees (flock); who gives a turn back does not
+get it again before the one that waited for it. Several devices are taken in one order, so that no two
+processes wait for each other. Turns belong to one machine: processes in containers need a common folder,
+named by TIDEMILL_TURNS_DIR.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from common.errors import ConfigError, TidemillError
+from common.telemetry import metrics
+
+log = structlog.get_logger(__name__)
+
+TURNS_DIR_VARIABLE = "TIDEMILL_TURNS_DIR"
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+POLL_S = 0.01
+"""Between two looks at a lock. Waiting in the kernel instead would block a thread that nobody can cancel."""
+
+_open_locks: "weakref.WeakSet[_Lock]" = weakref.WeakSet()
+
+
+def turn_files() -> list[Path]:
+    """One file for each device this process may use, the same ones in every process of this machine."""
+    default = Path(tempfile.gettempdir()) / f"tidemill-turns-{os.getuid()}"
+    folder = Path(os.environ.get(TURNS_DIR_VARIABLE) or default)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder of device turns {folder}: {error.strerror}. Set {TURNS_DIR_VARIABLE}."
+        ) from None
+    devices = os.environ.get(DEVICES_VARIABLE) or "0"
+    return [folder / f"device-{name.strip()}" for name in sorted(devices.split(","))]
+
+
+class TurnEndedError(TidemillError):
+    """This process takes no more turns, because leaving or entering the device failed."""
+
+
+class _Lock:
+    """An exclusive lock on a file, held from `take` to `drop`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = -1
+
+    def take(self) -> bool:
+        """Whether the lock could be had now."""
+        if self._file < 0:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _open_locks.add(self)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def drop(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _forget_locks() -> None:
+    """A forked child must not keep the locks of its parent."""
+    for lock in list(_open_locks):
+        lock.drop()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+class DeviceTurn:
+    """The turn on all of `files` together."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._turns = [_Lock(file.with_suffix(".turn")) for file in sorted(files)]
+        self._lines = [_Lock(file.with_suffix(".next")) for file in sorted(files)]
+
+    async def acquire(self) -> None:
+        """Stand in line, then wait until the holder gives the turn back or dies."""
+        try:
+            for line, turn in zip(self._lines, self._turns, strict=True):
+                await _taken(line)
+                await _taken(turn)
+                line.drop()
+        except BaseException:
+            self.release()
+            raise
+
+    def is_wanted(self) -> bool:
+        """Whether another process stands in line."""
+        for line in self._lines:
+            is_free = line.take()
+            line.drop()
+            if not is_free:
+                return True
+        return False
+
+    def release(self) -> None:
+        """Give the turn back."""
+        for lock in (*self._turns, *self._lines):
+            lock.drop()
+
+
+async def _taken(lock: _Lock) -> None:
+    while not lock.take():  # noqa: ASYNC110 (no event crosses processes)
+        await asyncio.sleep(POLL_S)
+
+
+class TurnGate:
+    """Lets work through while this process holds the turn; `wake` and `sleep` prepare and leave the device.
+
+    The turn is kept while nobody else wants it. When somebody does, it is handed over as soon as there is no
+    work here, and after `turn_s` in any case: what runs is finished, new work waits for the next turn.
+    """
+
+    def __init__(
+        self,
+        turn: DeviceTurn,
+        wake: Callable[[], Awaitable[object]],
+        sleep: Callable[[], Awaitable[object]],
+        turn_s: float,
+    ) -> None:
+        self._turn, self._wake, self._sleep, self._turn_s = turn, wake, sleep, turn_s
+        self._changed = asyncio.Condition()
+        self._is_open = False
+        self._num_waiting, self._num_users = 0, 0
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process may use the device now."""
+        return self._is_open
+
+    def start(self) -> "asyncio.Task[None]":
+        """Begin to take turns; the task ends by `close`, or with the error of `wake` or `sleep`."""
+        self._keeper = asyncio.create_task(self._keep(), name="device turns")
+        self._keeper.add_done_callback(lambda _: asyncio.ensure_future(self._notify()))
+        return self._keeper
+
+    @contextlib.asynccontextmanager
+    async def use(self) -> AsyncIterator[None]:
+        """Work on the device inside; waits for the turn.
+
+        Raises:
+            TurnEndedError: waking or sleeping failed; the cause is its cause.
+            ConfigError: so says the cause itself.
+        """
+        async with self._changed:
+            self._num_waiting += 1
+            self._changed.notify_all()
+            try:
+                await self._changed.wait_for(lambda: self._is_open or self._is_over())
+            finally:
+                self._num_waiting -= 1
+            if not self._is_open:
+                self._raise_ended()
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            await asyncio.shield(self._notify())
+
+    async def close(self) -> None:
+        """Give the device back. Work still inside goes on without the right to it, so end that first."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._num_waiting > 0)
+            asked = time.monotonic()
+            await self._turn.acquire()
+            metrics.DEVICE_TURN_WAIT_SECONDS.observe(time.monotonic() - asked)
+            try:
+                await self._wake()
+                await self._hold()
+                await self._sleep()
+            finally:
+                self._is_open = False
+                self._turn.release()
+
+    async def _hold(self) -> None:
+        """Be open until the turn has to go, then wait until nobody is inside."""
+        self._is_open, opened = True, time.monotonic()
+        await self._notify()
+        while True:
+            await asyncio.sleep(POLL_S)
+            is_idle = self._num_users == 0 and self._num_waiting == 0
+            is_over = time.monotonic() - opened >= self._turn_s
+            if (is_idle or is_over) and self._turn.is_wanted():
+                break
+        self._is_open = False
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_users == 0)
+        log.debug("handing the device over", held_s=round(time.monotonic() - opened, 3))
+
+    def _raise_ended(self) -> None:
+        keeper = self._keeper
+        cause = keeper.exception() if keeper and keeper.done() and not keeper.cancelled() else None
+        if isinstance(cause, TidemillError):
+            raise cause
+        raise TurnEndedError(f"the device's turns have ended ({cause!r}); restart this process") from cause
+
+    def _is_over(self) -> bool:
+        return self._keeper is None or self._keeper.done()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+TOOL = "nvidia-smi"
+TOOL_TIMEOUT_S = 30.0
+_OTHERS = ("/dev/kfd", "/dev/dxg")
+"""Devices behind which there are GPUs that the tool does not know."""
+
+
+def count_gpus() -> int | None:
+    """Their number; None where it cannot be told."""
+    if (tool := shutil.which(TOOL)) is not None:
+        try:
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE)) if not listed.returncode else None
+    if any(Path(device).exists() for device in _OTHERS):
+        return None
+    return sum(device.name[6:].isdigit() for device in Path("/dev").glob("nvidia*"))

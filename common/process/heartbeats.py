@@ -1,0 +1,151 @@
+"""Heartbeats: every process tells the run who it is, what it does and what it waits for.
+
+One field per process in its role's hash, rewritten every two seconds. Nothing but people and dashboards
+depends on it: delivery relies on leases only. The Redis user of one role cannot speak for another. Times of
+beats are those of the Redis server, so that machines need not agree on theirs.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.redis.broker import Broker
+from common.redis.client import URL_VARIABLE
+from common.wire.keys import Keys
+
+ROLES = ("trainer", "rollout", "reward", "replica", "jobs.sandbox")
+"""All that have heartbeats."""
+HEARTBEAT_S = 2.0
+GONE_AFTER_S = 10.0
+BLOCKING = "blocking"
+"""Count of a heartbeat: event loops that code is holding up; `detail` names it."""
+FAILURES = "failures:"
+"""Counts of a heartbeat that begin with it say `<reward>:<kind>`: how often a reward failed, and how."""
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """What one process says about itself."""
+
+    name: str
+    role: str
+    state: str = ""
+    detail: str = ""
+    version: int = -1
+    idle_share: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    port: int = 0
+    address: str = ""
+    """Host under which scrapers reach `port`; see `common/process/heartbeats.py`."""
+    started_at: float = field(default_factory=time.time)
+    at: float = 0.0
+    """When it was sent, by the clock of the Redis server."""
+    read_at: float = 0.0
+    """When it was read, by the same clock; 0 where it was not read from there."""
+
+    @property
+    def metrics_target(self) -> str:
+        """Where its /metrics is, as host:port; empty where it has none."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}" if self.address and self.port else ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the last beat is recent."""
+        # A beat from the future was sent before the server's clock was set back, and none came since.
+        return -GONE_AFTER_S < self.age_s < GONE_AFTER_S
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last beat."""
+        return (self.read_at or time.time()) - self.at
+
+
+async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
+    """Write one heartbeat."""
+    beat.at = await server_time_s(broker)
+    await broker.execute("HSET", keys.workers(beat.role), beat.name, json.dumps(asdict(beat)))
+
+
+async def remove_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
+    """Leave in an orderly way."""
+    await broker.execute("HDEL", keys.workers(beat.role), beat.name)
+
+
+async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
+    """All processes that ever spoke and did not leave, by role and name; each for itself only."""
+    now_s = await server_time_s(broker)
+    replies = await broker.pipeline([("HGETALL", keys.workers(role)) for role in ROLES])
+    beats = [
+        beat
+        for role, reply in zip(ROLES, replies, strict=True)
+        for name, value in zip(reply[::2], reply[1::2], strict=True)
+        if (beat := _parsed(value, now_s)) and (beat.role, beat.name) == (role, name.decode(errors="replace"))
+    ]
+    return sorted(beats, key=lambda beat: (beat.role, beat.name))
+
+
+async def server_time_s(broker: Broker) -> float:
+    """The clock of the Redis server, which all processes of a run share; seconds since 1970."""
+    seconds, micros = await broker.execute("TIME")
+    return int(seconds) + int(micros) / 1e6
+
+
+def _parsed(value: bytes, now_s: float) -> Heartbeat | None:
+    try:
+        tree: dict[str, Any] = json.loads(value)
+        known = {name: tree[name] for name in Heartbeat.__dataclass_fields__ if name in tree}
+        return Heartbeat(**known | {"read_at": now_s})
+    except (ValueError, TypeError):
+        return None
+
+
+Reporter = Callable[[Heartbeat], None]
+"""Fills in the service's own part of a heartbeat just before it is sent."""
+
+
+ADVERTISE_VARIABLE = "TIDEMILL_ADVERTISE_HOST"
+LOOPBACK = "127.0.0.1"
+ANYWHERE = ("", "0.0.0.0", "::")
+ANY_PORT = 9
+"""Nothing is sent to it: it only makes the kernel choose a route."""
+
+
+def advertised_host(listens_on: str) -> str:
+    """The host to tell others, for a server that listens on `listens_on`.
+
+    TIDEMILL_ADVERTISE_HOST, where it is set; the address it listens on, if that is one; otherwise the address
+    of this machine or container on the way to Redis, where everybody else is too.
+    """
+    if chosen := os.environ.get(ADVERTISE_VARIABLE):
+        return chosen
+    if listens_on not in ANYWHERE:
+        return listens_on
+    return _address_towards(_redis_host()) or socket.gethostname()
+
+
+def _redis_host() -> str:
+    """Host of the run's Redis, or of its first Sentinel; empty for a unix socket."""
+    place = urlsplit(os.environ.get(URL_VARIABLE, "")).netloc.rpartition("@")[2].split(",")[0]
+    return place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+
+
+def _address_towards(host: str) -> str:
+    """This machine's own address on the route to `host`; empty where there is no route."""
+    if not host:
+        return LOOPBACK
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""

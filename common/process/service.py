@@ -1,0 +1,313 @@
+"""The frame of a service process: arguments, logs, Redis, config, metrics port, heartbeat, shutdown.
+
+SIGTERM (or Ctrl-C) asks the service to drain: it finishes or hands back what it holds and exits with 0.
+A second signal exits at once. A user's error is printed in plain words, with the error's exit code.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+from prometheus_client.registry import Collector
+
+from common.config import RunConfig, load_config, load_recorded, override_config
+from common.errors import TidemillError, first_cause
+from common.process.activity import Activity
+from common.process.heartbeats import (
+    BLOCKING,
+    HEARTBEAT_S,
+    Heartbeat,
+    Reporter,
+    advertised_host,
+    publish_heartbeat,
+    remove_heartbeat,
+)
+from common.process.http_endpoint import HttpEndpoint
+from common.process.programs import run_main
+from common.process.stand_in import StandIn
+from common.redis.broker import Broker, redis_url
+from common.redis.client import make_client
+from common.run.state import (
+    CONFIG_FILE,
+    UnknownRunError,
+    has_finished,
+    read_config,
+    register_config,
+    runs_dir,
+)
+from common.telemetry import metrics
+from common.telemetry.logs import configure_logs
+from common.wire.keys import Keys
+
+log = structlog.get_logger(__name__)
+
+METRICS_HOST_VARIABLE = "TIDEMILL_METRICS_HOST"
+RUN_WAIT_VARIABLE = "TIDEMILL_RUN_WAIT_S"
+"""Seconds for which a service waits for its run to appear in Redis: containers start in any order."""
+RUN_WAIT_S = 120.0
+"""Without it, workers wait so long, and a trainer not at all: nobody else would register its run."""
+FIRST_RUN_PAUSE_S, LONGEST_RUN_PAUSE_S = 0.5, 10.0
+TRAINER = "trainer"
+WORKER_ROLES = ("rollout", "reward")
+"""Roles that have nothing to do in a run that is finished."""
+LAG_PROBE_S = 0.25
+
+T = TypeVar("T")
+
+
+@dataclass
+class ServiceContext:
+    """What a service is given: who it is, its run, and how it learns that it must stop."""
+
+    role: str
+    name: str
+    keys: Keys
+    config: RunConfig
+    broker: Broker
+    run_dir: Path
+    activity: Activity
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    reporters: list[Reporter] = field(default_factory=list)
+    collectors: list[Collector] = field(default_factory=list)
+    """What /metrics has; a service with children that count puts `ChildMetrics` here."""
+    failure: BaseException | None = None
+    """Why the service must end with an error, once it has drained."""
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    """The command line, with what the service added to it."""
+    registered: RunConfig | None = None
+    """The run's config without what `--set` has changed for this process."""
+    started_at: float = field(default_factory=time.monotonic)
+    """On the machine's monotonic clock."""
+    stand_in: StandIn | None = None
+    """Renews leases while the event loop is blocked."""
+
+    def __post_init__(self) -> None:
+        # A restarted process has the name of the one before, but must not pass for the holder of its leases.
+        self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
+
+    def fail(self, error: BaseException) -> None:
+        """Drain and then end with `error`."""
+        self.failure = self.failure or error
+        self.stopping.set()
+
+    def raise_failure(self) -> None:
+        """End with the error that stopped the service, if one did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        """Run `work` in the background; if it fails, so does the service, instead of limping on."""
+
+        def finished(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()):
+                log.error("a background task failed", task=name, error=str(error))
+                self.fail(error)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(finished)
+        return task
+
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Await `work`, or cancel it and return None when the service must stop."""
+        task: asyncio.Task[T] = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+ServiceMain = Callable[[ServiceContext], Awaitable[None]]
+
+
+def run_service(
+    role: str,
+    describe: str,
+    load: Callable[[], ServiceMain],
+    port_of: Callable[[RunConfig], int],
+    *,
+    module: str = "",
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
+) -> int:
+    """Run one service process to its end; returns the exit code.
+
+    `load` imports the service proper; it is called only after address, run and config are known to be
+    good, so that mistakes are answered before anything heavy is imported. `add_arguments` adds the service's
+    own arguments, which it finds in `ServiceContext.options`.
+    """
+    # Services share a machine's cores: threads that spin while they wait would take them from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    parser = _parser(role, module or f"services.{role}", describe)
+    add_arguments(parser)
+    options = parser.parse_args()
+    configure_logs(role, options.name)
+    try:
+        return run_main(_serve(role, options, load, port_of))
+    except (TidemillError, BaseExceptionGroup) as error:
+        cause = first_cause(error)
+        if not isinstance(cause, TidemillError):
+            raise
+        print(f"tidemill {role}: {cause}", file=sys.stderr)
+        return cause.exit_code
+
+
+def _parser(role: str, module: str, describe: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=describe,
+        epilog="Addresses and secrets come from the environment: TIDEMILL_REDIS_URL (and _USERNAME, "
+        "_PASSWORD, _CA), TIDEMILL_RUNS_DIR. Everything else is the run's config, read from Redis.",
+    )
+    parser.add_argument("--run", required=True, metavar="RUN_ID", help="id of the run to serve")
+    default_name = f"{role}-{socket.gethostname()}-{os.getpid()}"
+    parser.add_argument("--name", default=default_name, help="name of this worker (default: %(default)s)")
+    parser.add_argument("--metrics-port", type=int, help="port of /metrics and /healthz (default: config)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="override a field of the run's config for this process only; may be repeated",
+    )
+    return parser
+
+
+async def _serve(
+    role: str,
+    options: argparse.Namespace,
+    load: Callable[[], ServiceMain],
+    port_of: Callable[[RunConfig], int],
+) -> int:
+    keys = Keys(options.run)
+    broker = await Broker.connect()
+    try:
+        if role == TRAINER:
+            await broker.keep_scripts()  # before there is a run that workers could find
+        registered = await _find_config(role, broker, keys, options)
+        config = override_config(registered, options.set)
+        if role in WORKER_ROLES and await has_finished(broker, keys, config.trainer.steps):
+            log.info("the run is finished: nothing is left to do", run=keys.run_id)
+            return 0
+        port = port_of(config) if options.metrics_port is None else options.metrics_port
+        endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
+        metrics.RUN_INFO.labels(keys.run_id, role).set(1)
+        run_dir = runs_dir() / keys.run_id
+        activity = Activity(role, redis_s=broker.round_trips.total_s)
+        context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
+        context.collectors, context.registered = endpoint.collectors, registered
+        context.stand_in = StandIn(lambda: Broker(make_client(redis_url())))
+        context.reporters.append(context.stand_in.report)
+        async with _signals(context), _heartbeat(context, endpoint):
+            await load()(context)
+        return 0
+    finally:
+        await broker.close()
+
+
+async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.Namespace) -> RunConfig:
+    """The run's config: registered from a file, or waited for, as containers start in any order.
+
+    Raises:
+        ConfigError: the run is there with another config, or it has not appeared in time.
+    """
+    if file := getattr(options, "config", None):  # only a trainer has that
+        return await register_config(broker, keys, load_config(file))
+    wait_s = float(os.environ.get(RUN_WAIT_VARIABLE, 0 if role == TRAINER else RUN_WAIT_S))
+    deadline = time.monotonic() + wait_s
+    pause_s = FIRST_RUN_PAUSE_S
+    while True:
+        try:
+            return await read_config(broker, keys)
+        except UnknownRunError as error:
+            if role == TRAINER and (runs_dir() / keys.run_id / CONFIG_FILE).exists():
+                log.warning("Redis does not know the run: taking its config from its folder", run=keys.run_id)
+                kept = load_recorded(runs_dir() / keys.run_id / CONFIG_FILE)
+                return await register_config(broker, keys, kept)
+            if time.monotonic() > deadline:
+                raise
+            log.warning("waiting for the run to appear", reason=str(error), at_most_s=wait_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RUN_PAUSE_S)
+
+
+@contextlib.asynccontextmanager
+async def _signals(context: ServiceContext) -> AsyncIterator[None]:
+    """First signal drains, second exits at once."""
+
+    def handle() -> None:
+        if context.stopping.is_set():
+            os._exit(130)
+        log.info("stopping: finishing or handing back what is held")
+        context.stopping.set()
+        context.broker.is_stopping = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)
+    yield
+
+
+@contextlib.asynccontextmanager
+async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
+    address = advertised_host(endpoint.host)
+    beat = Heartbeat(context.name, context.role, port=endpoint.port, address=address)
+    longest_lag_s = 0.0
+
+    async def forever() -> None:
+        nonlocal longest_lag_s
+        while True:
+            beat.counts[BLOCKING] = 0
+            beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
+            beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
+            beat.state, beat.detail = context.activity.state, context.activity.detail
+            beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
+            for report in context.reporters:
+                report(beat)
+            if context.role == TRAINER:
+                await context.broker.keep_scripts()  # workers may not load them
+            await publish_heartbeat(context.broker, context.keys, beat)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def watch_loop() -> None:
+        nonlocal longest_lag_s
+        loop = asyncio.get_running_loop()
+        while True:
+            endpoint.beat()
+            if context.stand_in:
+                context.stand_in.turned()
+            due_at = loop.time() + LAG_PROBE_S
+            await asyncio.sleep(LAG_PROBE_S)
+            lag_s = max(0.0, loop.time() - due_at)
+            metrics.LOOP_LAG_SECONDS.observe(lag_s)
+            longest_lag_s = max(longest_lag_s, lag_s)
+
+    tasks = [asyncio.create_task(forever()), asyncio.create_task(watch_loop())]
+    if context.stand_in:
+        context.stand_in.start()
+    try:
+        yield
+    finally:
+        if context.stand_in:
+            context.stand_in.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, beat), 2.0)
+        endpoint.close()

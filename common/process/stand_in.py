@@ -1,0 +1,133 @@
+"""Renews leases in place of an event loop that stands still, and says what holds it up.
+
+Leases must not depend on code that blocks: a service whose loop does not turn is slow, not dead, and what it
+holds would be taken over, lost again by the next, and buried in the end. A thread with a loop and a
+connection of its own steps in when a renewal is late. It does so for `PATIENCE_LEASES` leases: a loop that
+never turns again must not keep its messages for ever. In good times it does nothing and has no connection.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from common.process.heartbeats import BLOCKING, Heartbeat
+from common.redis.broker import Broker
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.2
+BLOCKED_S = 1.0
+"""A loop that has not turned for so long is blocked."""
+SHOWN_S = 60.0
+"""How long the heartbeat tells of it."""
+PATIENCE_LEASES = 40
+LATE = 0.5
+"""Share of a lease after which a renewal is late; a loop that turns renews at a third."""
+
+
+class Leases(Protocol):
+    """What is held by one consumer."""
+
+    lease_s: float
+    renewed_at: float
+    """When its own loop renewed last, on the monotonic clock."""
+
+    async def renew_by(self, broker: Broker) -> None:
+        """Renew everything that is held, by another connection, from another thread."""
+
+
+class StandIn:
+    """For the loop of the thread that makes it. `start`, `turned` from that loop all the time, `stop`."""
+
+    def __init__(self, connect: Callable[[], Broker]) -> None:
+        self._connect, self._leases = connect, list[Leases]()
+        self._watched, self._turned_at = threading.get_ident(), time.monotonic()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="stand-in")
+        self._broker: Broker | None = None
+        self._is_blocked, self._num_blocked, self._longest_s = False, 0, 0.0
+        self._where, self._seen_at = "", float("-inf")
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        self._thread.join(timeout=5.0)
+
+    def turned(self) -> None:
+        """The loop turns."""
+        self._turned_at = time.monotonic()
+
+    def add(self, leases: Leases) -> None:
+        """Stand in for these from now on."""
+        self._leases = [*self._leases, leases]  # the thread reads the list: it is replaced, never changed
+
+    def remove(self, leases: Leases) -> None:
+        """No more."""
+        self._leases = [other for other in self._leases if other is not leases]
+
+    def report(self, beat: Heartbeat) -> None:
+        """Say in a heartbeat what held up the loop."""
+        if time.monotonic() - self._seen_at < SHOWN_S:
+            beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + 1
+            note = f"the event loop was blocked for {self._longest_s:.1f} s: {self._where}"
+            beat.detail = "; ".join([*([beat.detail] if beat.detail else []), note])
+
+    def _serve(self) -> None:
+        with asyncio.Runner() as runner:
+            runner.run(self._run())
+
+    async def _run(self) -> None:
+        try:
+            while not self._stopping.wait(LOOK_S):
+                self._look(time.monotonic() - self._turned_at)
+                await self._renew_late()
+        finally:
+            if self._broker is not None:
+                await self._broker.close()
+
+    async def _renew_late(self) -> None:
+        for leases in self._leases:
+            late_s = time.monotonic() - leases.renewed_at
+            if LATE * leases.lease_s < late_s < PATIENCE_LEASES * leases.lease_s:
+                if self._broker is None:
+                    self._broker = self._connect()
+                await leases.renew_by(self._broker)
+                await asyncio.sleep(0)
+
+    def _look(self, blocked_s: float) -> None:
+        """Note what the loop's thread is doing while it does not turn."""
+        if blocked_s < BLOCKED_S:
+            self._is_blocked = False
+            return
+        if time.monotonic() - self._seen_at > SHOWN_S:
+            self._longest_s = 0.0
+        if not self._is_blocked or not self._where:
+            self._where = _where(self._watched)
+        self._longest_s, self._seen_at = max(self._longest_s, blocked_s), time.monotonic()
+        if not self._is_blocked:
+            self._is_blocked = True
+            self._num_blocked += 1
+            if self._num_blocked & (self._num_blocked - 1) == 0:
+                log.warning("the event loop is blocked; leases are renewed in its place", where=self._where)
+
+
+def _where(thread: int) -> str:
+    """The innermost lines of a thread, the last one first."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "unknown"
+    lines = traceback.extract_stack(frame)[-3:]
+    return ", called by ".join(
+        f"{line.name} ({Path(line.filename).name}, line {line.lineno})" for line in reversed(lines)
+    )

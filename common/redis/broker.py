@@ -1,0 +1,401 @@
+"""One Redis connection pool that waits out trouble.
+
+Every command of a running service goes through `Broker`, which repeats it with backoff and jitter while
+Redis is away, loading, failing over or full, says so in the log, and counts the time as waiting for
+Redis. Only the first `connect` fails fast, because then a person is watching. Commands must therefore
+be safe to repeat; `common.streams` sees to that.
+"""
+
+import asyncio
+import errno
+import os
+import random
+import re
+import resource
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, NoReturn, TypeVar
+
+import structlog
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
+
+from common.errors import BrokerError, OutageError, UnreachableError
+from common.redis.client import (
+    CA_VARIABLE,
+    PASSWORD_VARIABLE,
+    URL_VARIABLE,
+    USERNAME_VARIABLE,
+    make_client,
+    public_address,
+)
+from common.redis.round_trips import RoundTrips
+from common.telemetry import metrics
+
+log = structlog.get_logger(__name__)
+
+WAIT_VARIABLE = "TIDEMILL_REDIS_WAIT_S"
+
+MIN_SERVER = (6, 2)
+ANSWER_TIMEOUT_S = 30.0
+"""Longer than any blocking read of ours, so that it only fires when the server is gone."""
+MAX_BLOCK_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
+STOP_PATIENCE_S = 5.0
+
+T = TypeVar("T")
+
+_PASSING = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.BusyLoadingError,
+    redis_errors.ReadOnlyError,
+    redis_errors.OutOfMemoryError,
+    redis_errors.TryAgainError,
+    redis_errors.ClusterDownError,
+    redis_errors.MasterDownError,
+    redis_errors.NoScriptError,
+    OSError,
+)
+_DEMOTED = ("READONLY", "MASTERDOWN", "UNBLOCKED")
+"""The server is a replica now: its master is another one, which new connections will find."""
+_PASSING_PREFIXES = ("OOM", "MISCONF", "LOADING", "BUSY ", "NOREPLICAS", *_DEMOTED)
+_DISCARDED = "Transaction discarded because of: "
+_SCRIPT_ERROR = re.compile(r"Error running script \(call to .*@user_script: ?\d+: -?(.*)", re.DOTALL)
+"""How Redis 6.2 wraps the error of a command inside a script; 7.0 passes it on as it is."""
+_FINAL = (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError)
+
+
+def redis_url() -> str:
+    """The server's address from the environment, or a clear error."""
+    url = os.environ.get(URL_VARIABLE, "")
+    if not url:
+        raise BrokerError(
+            f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 (rediss:// "
+            "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch), or start the "
+            "whole run with `tidemill up`, which brings its own Redis."
+        )
+    return url
+
+
+class Broker:
+    """Commands on one Redis, repeated until they are answered. Replies are raw (RESP2, bytes)."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.waited_s = 0.0
+        self.round_trips = RoundTrips()
+        self.is_stopping = False
+        """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
+        self._may_load = True
+
+    @classmethod
+    async def connect(cls, url: str | None = None) -> "Broker":
+        """Connect, check version and settings, and fail with a reason.
+
+        At once, unless TIDEMILL_REDIS_WAIT_S grants an unreachable server some time: a worker that is
+        started again during an outage of Redis should wait for it, a person who mistyped should not.
+
+        Raises:
+            BrokerError: unreachable, wrong credentials, older than 6.2, or set to evict keys.
+        """
+        url = url or redis_url()
+        deadline = time.monotonic() + float(os.environ.get(WAIT_VARIABLE, "0"))
+        while True:
+            try:
+                return await cls._connect(url)
+            except UnreachableError as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("waiting for Redis", error=str(error))
+                await asyncio.sleep(LONGEST_PAUSE_S * random.random())
+
+    @classmethod
+    async def _connect(cls, url: str) -> "Broker":
+        """One attempt."""
+        broker = cls(make_client(url))
+        try:
+            info = _parse_info(await _answered(lambda: broker.redis.execute_command("INFO")))
+        except redis_errors.RedisError as error:
+            await broker.close()
+            raise _explain(error, url) from None
+        except (OSError, ValueError) as error:
+            await broker.close()
+            if _is_out_of_files(error):
+                raise _explain(error, url) from None
+            raise UnreachableError(
+                f"cannot reach Redis at {public_address(url)}: {str(error) or 'it does not answer'}"
+            ) from None
+        try:
+            _check_server(info, url)
+        except BrokerError:
+            await broker.close()
+            raise
+        return broker
+
+    async def execute(self, *command: Any) -> Any:
+        """Run one command."""
+        if "BLOCK" not in command:
+            return await self._timed(lambda: self.redis.execute_command(*command))
+        begun = time.monotonic()
+        reply = await self._patiently(lambda: self.redis.execute_command(*command))
+        if reply:
+            self.round_trips.brought_news(begun)
+        return reply
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]], atomic: bool = False) -> list[Any]:
+        """Run several commands in one round trip; errors come back as values in the list."""
+
+        async def send() -> list[Any]:
+            pipe = self.redis.pipeline(transaction=atomic)
+            for command in commands:
+                pipe.execute_command(*command)
+            replies = await pipe.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, redis_errors.NoPermissionError) or (
+                    isinstance(reply, Exception) and _is_passing(reply)
+                ):
+                    raise reply
+            return replies
+
+        return await self._timed(send)
+
+    async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run one of the Lua scripts in `common/redis/lua`.
+
+        Where the server lacks it (it was started again, or is another one) it is loaded, by a user who may do
+        that. Workers may not: a script of their own could hold up the server for ever. They wait for the
+        trainer, which looks after the scripts (`keep_scripts`).
+        """
+        source, sha = _script(name)
+
+        async def send() -> Any:
+            try:
+                return await self._call(sha, keys, args)
+            except redis_errors.NoScriptError:
+                await self._load(name, source)
+                return await self._call(sha, keys, args)
+
+        return await self._timed(send)
+
+    async def keep_scripts(self) -> None:
+        """Load what the server lacks of all scripts, for those who may not; safe to repeat at any time."""
+        scripts = [_script(name) for name in _script_names()]
+        flags = await self.execute("SCRIPT EXISTS", *(sha for _, sha in scripts))
+        missing = [source for (source, _), flag in zip(scripts, flags, strict=True) if not flag]
+        if missing:
+            await self.pipeline([("SCRIPT LOAD", source) for source in missing])
+
+    async def _call(self, sha: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        try:
+            return await self.redis.execute_command("EVALSHA", sha, len(keys), *keys, *args)
+        except redis_errors.ResponseError as error:
+            if match := _SCRIPT_ERROR.match(str(error)):
+                raise redis_errors.ResponseError(match[1]) from None
+            raise
+
+    async def _load(self, name: str, source: str) -> None:
+        """Raises: NoScriptError: this user may not, and nobody has yet."""
+        if self._may_load:
+            try:
+                await self.redis.execute_command("SCRIPT LOAD", source)
+                return
+            except redis_errors.NoPermissionError:
+                self._may_load = False
+        raise redis_errors.NoScriptError(
+            f"the server has lost its scripts ({name}), which the trainer loads again once it runs"
+        )
+
+    async def info(self, section: str) -> dict[str, str]:
+        """One section of the server's INFO."""
+        return _parse_info(await self.execute("INFO", section))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.redis.aclose()
+
+    async def _timed(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Like `_patiently`, and its time counts as waiting for Redis."""
+        begun = self.round_trips.begin()
+        try:
+            return await self._patiently(send)
+        finally:
+            self.round_trips.end(begun)
+
+    async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `send` while its error is one that passes.
+
+        Raises:
+            OutageError: the service must stop, and Redis does not come back.
+        """
+        try:
+            return await _answered(send)
+        except redis_errors.NoPermissionError as error:
+            raise BrokerError(f"the Redis user of this process lacks a permission: {error}") from None
+        except Exception as error:
+            if not _is_passing(error):
+                raise
+            await self._leave_replica(error)
+        attempts = AsyncRetrying(
+            retry=retry_if_exception(_is_passing),
+            wait=wait_random_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S),
+            before_sleep=self._say_waiting,
+            stop=lambda state: self.is_stopping and (state.seconds_since_start or 0.0) > STOP_PATIENCE_S,
+            retry_error_callback=_give_up,
+        )
+        async for attempt in attempts:
+            with attempt:
+                try:
+                    result = await _answered(send)
+                except redis_errors.RedisError as error:
+                    await self._leave_replica(error)
+                    raise
+        return result
+
+    async def _leave_replica(self, error: Exception) -> None:
+        """Drop the idle connections to a server that is the master no more: new ones ask for its address."""
+        if str(error).startswith(_DEMOTED) or isinstance(error, redis_errors.ReadOnlyError):
+            await self.redis.connection_pool.disconnect(inuse_connections=False)
+
+    def _say_waiting(self, state: RetryCallState) -> None:
+        pause_s = state.next_action.sleep if state.next_action else 0.0
+        error = state.outcome.exception() if state.outcome else None
+        self.waited_s += pause_s
+        metrics.REDIS_RETRIES.inc()
+        metrics.REDIS_WAIT.labels("memory" if _is_full(error) else "redis").inc(pause_s)
+        if state.attempt_number in (1, 5) or state.attempt_number % 20 == 0:
+            if _is_out_of_files(error):
+                log.error("no connection to Redis can be opened", attempt=state.attempt_number, why=_files())
+            else:
+                log.warning("waiting for Redis", attempt=state.attempt_number, error=str(error))
+
+
+def _give_up(state: RetryCallState) -> NoReturn:
+    error = state.outcome.exception() if state.outcome else None
+    raise OutageError(
+        f"Redis has been away for {state.seconds_since_start:.0f} s ({error}), and this service was asked to "
+        "stop: it ends without handing back what it holds. Others take that over after one lease."
+    ) from None
+
+
+async def _answered(send: Callable[[], Awaitable[T]]) -> T:
+    """Run `send` for as long as an answer may still come, and pass on a cancellation that got lost in it.
+
+    The timeout stands here because redis-py's own starts a task for every command. The client opens
+    connections through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes just
+    as its inner task ends. A loop that reads from Redis would then go on for ever.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await send()
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
+@cache
+def _script_names() -> list[str]:
+    files = resources.files("common.redis.lua").iterdir()
+    return sorted(file.name.removesuffix(".lua") for file in files if file.name.endswith(".lua"))
+
+
+@cache
+def _script(name: str) -> tuple[str, str]:
+    """Source and SHA1 of a script."""
+    import hashlib
+
+    source = resources.files("common.redis.lua").joinpath(f"{name}.lua").read_text(encoding="utf-8")
+    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Whether waiting can cure the error: Redis away, loading, failing over, or out of memory."""
+    if isinstance(error, _FINAL) or isinstance(error.__cause__, _FINAL):
+        return False
+    return isinstance(error, _PASSING) or (
+        isinstance(error, redis_errors.ResponseError) and _reason(error).startswith(_PASSING_PREFIXES)
+    )
+
+
+def _reason(error: BaseException | None) -> str:
+    """What the server said; of a transaction that it refused at EXEC, and did nothing of, why."""
+    return str(error).removeprefix("EXECABORT ").removeprefix(_DISCARDED)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether Redis has no memory left to write with."""
+    return isinstance(error, redis_errors.OutOfMemoryError) or _reason(error).startswith("OOM")
+
+
+def _is_out_of_files(error: BaseException | None) -> bool:
+    """Whether no more files and connections may be opened here: Redis has no part in it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        if any(os.strerror(number) in str(error) for number in (errno.EMFILE, errno.ENFILE)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _files() -> str:
+    """What is wrong when no file can be opened, and what to do."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"this process may have {limit} files and connections open, and has them; or the machine has none. "
+        "Raise the limit: `ulimit -n 65536` before the start, LimitNOFILE= of a systemd unit, or "
+        "`ulimits: nofile` in Compose"
+    )
+
+
+def _parse_info(reply: bytes | str) -> dict[str, str]:
+    text = reply.decode() if isinstance(reply, bytes) else reply
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#"))
+    return {name: value.strip() for name, value in pairs}
+
+
+def _check_server(info: dict[str, str], url: str) -> None:
+    version = tuple(int(part) for part in info["redis_version"].split(".")[:2])
+    where = f"Redis at {public_address(url)}"
+    if version < MIN_SERVER:
+        raise BrokerError(f"{where} is {info['redis_version']}; 6.2 or newer is needed")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise BrokerError(
+            f"{where} has maxmemory-policy {policy} and may delete entries that are still needed. "
+            "Set `maxmemory-policy noeviction` (CONFIG SET and redis.conf)."
+        )
+    if info.get("role", "master") != "master":
+        raise UnreachableError(  # a failover in progress passes
+            f"{where} is a replica of {info.get('master_host')}:{info.get('master_port')} and takes no "
+            "writes. Give the master's address, or redis+sentinel:// with those of its Sentinels."
+        )
+
+
+def _explain(error: Exception, url: str) -> BrokerError:
+    """The error of a first contact, in words."""
+    text, where = str(error).rstrip("."), public_address(url)
+    if _is_out_of_files(error):
+        return BrokerError(f"no connection to Redis at {where} can be opened: {_files()}.")
+    if isinstance(error.__cause__, _FINAL):
+        error = error.__cause__  # what the server answered to the greeting; around it is a ConnectionError
+    if isinstance(error, redis_errors.AuthenticationError):
+        return BrokerError(
+            f"Redis at {where} refused the credentials ({text}). Set {PASSWORD_VARIABLE} (and "
+            f"{USERNAME_VARIABLE} for an ACL user), or put them into {URL_VARIABLE}."
+        )
+    if isinstance(error, redis_errors.NoPermissionError):
+        return BrokerError(f"the Redis user for {where} lacks a permission: {text}")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return BrokerError(
+            f"Redis at {where} has a certificate that cannot be trusted ({text}). Set {CA_VARIABLE} to the "
+            "PEM file of the authority that signed it, and use the host name that it was made for."
+        )
+    return UnreachableError(
+        f"cannot reach Redis at {where}: {text}. Is it running, and is {URL_VARIABLE} right?"
+    )

@@ -1,0 +1,1 @@
+"""What belongs to a run: state, records, weight files, prompts."""

@@ -1,0 +1,102 @@
+"""A model's chat template, rendered as the model libraries do and without them: for checks, which are quick.
+
+Templates come from downloaded files, hence the sandbox.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from common.errors import ConfigError
+
+
+class RenderError(Exception):
+    """The text of a chat cannot be made here."""
+
+
+class ChatTemplate:
+    """The template of one model folder."""
+
+    def __init__(self, source: str, settings: Mapping[str, Any]) -> None:
+        self._source = source
+        self._tokens = {
+            name: value.get("content", "") if isinstance(value, dict) else value
+            for name, value in settings.items()
+            if name.endswith("_token")
+        }
+
+    @classmethod
+    def of(cls, folder: Path, file: str = "") -> "ChatTemplate | None":
+        """That of a folder: a file of its own, or inside tokenizer_config.json; None where there is none.
+
+        With `file`, that one in its place.
+
+        Raises:
+            ConfigError: tokenizer_config.json or the file cannot be read.
+        """
+        settings = _settings_of(folder / "tokenizer_config.json")
+        path = Path(file) if file else folder / "chat_template.jinja"
+        if file or path.is_file():
+            try:
+                return cls(path.read_text(encoding="utf-8"), settings)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"cannot read the chat template {path}: {error}") from None
+        source = settings.get("chat_template") or ""
+        if isinstance(source, list):
+            source = next((item["template"] for item in source if item.get("name") == "default"), "")
+        return cls(str(source), settings) if source else None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The text that a model reads.
+
+        Raises:
+            RenderError: the template refuses the chat, or needs what is not here.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> NoReturn:
+            raise RenderError(f"the chat template refuses a prompt ({message})")
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
+        try:
+            return environment.from_string(self._source).render(**given, **self._tokens)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RenderError(f"the chat template cannot be rendered here ({error})") from None
+
+
+def _settings_of(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got {type(tree).__name__}.")
+    return tree
+
+
+CAP = "attn_logit_softcapping"
+"""The field of a configuration that caps attention scores; null or absent does not."""
+
+
+def has_capped_attention(config: Any) -> bool:
+    """Whether a model of this configuration caps its attention scores, in itself or in a part of it."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return any(getattr(part, CAP, None) is not None for part in (config, *parts))
+
+
+def exact_attention(config: Any) -> str | None:
+    """What to load a model of this configuration with: `eager` where sdpa would compute something else,
+    None for transformers' own choice."""
+    return "eager" if has_capped_attention(config) else None

@@ -1,0 +1,110 @@
+"""What Redis knows about a run besides its streams: the resolved config, and a small state for people.
+
+Who only looks at streams needs no config, which takes a quarter of a second to import: it is imported late.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+from common.redis.broker import Broker
+from common.wire.keys import RUNS, Keys
+
+if TYPE_CHECKING:
+    from common.config import RunConfig
+
+
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+
+
+class UnknownRunError(ConfigError):
+    """This Redis has no such run, or not yet."""
+
+
+async def publish_config(broker: Broker, keys: Keys, config: "RunConfig") -> None:
+    """Make the resolved config known, so that a worker needs only the address and the run id."""
+    await broker.execute("SET", keys.config, config.model_dump_json())
+    await broker.execute("SADD", RUNS, keys.run_id)
+
+
+async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
+    """The run's config.
+
+    Raises:
+        UnknownRunError: this Redis does not know the run; the message lists the runs it knows.
+    """
+    from common.config import parse_recorded
+
+    raw = await broker.execute("GET", keys.config)
+    if raw is None:
+        known = await known_runs(broker)
+        listing = f"it knows {', '.join(known[:10])}" if known else "it knows none yet"
+        raise UnknownRunError(
+            f"this Redis has no run {keys.run_id!r} ({listing}). Check the id, or start the run with "
+            "`tidemill up` or the trainer."
+        )
+    return parse_recorded(json.loads(raw), f"the config of run {keys.run_id} in Redis")
+
+
+async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "RunConfig":
+    """Publish the config of a run that Redis does not know yet; where it does, the two must be the same.
+
+    Safe against another process that does so at the same time. Returns the run's config.
+
+    Raises:
+        ConfigError: the run was started with another config.
+    """
+    from common.config import changed_fields
+
+    config = config.model_copy(update={"run_id": keys.run_id})
+    if await broker.execute("SET", keys.config, config.model_dump_json(), "NX"):
+        await broker.execute("SADD", RUNS, keys.run_id)
+        return config
+    known = await read_config(broker, keys)
+    if changes := changed_fields(known, config):
+        listing = "; ".join(map(str, changes[:5]))
+        raise ConfigError(
+            f"run {keys.run_id} was started with another config: {listing}. Give the "
+            "new run an id of its own; `tidemill up --resume` says which fields a run may change."
+        )
+    return known
+
+
+async def has_finished(broker: Broker, keys: Keys, steps: int) -> bool:
+    """Whether the run has done all its steps, evaluations included."""
+    state = await read_state(broker, keys)
+    return state.get("status") == FINISHED and int(state.get("version", 0)) >= steps
+
+
+async def run_exists(broker: Broker, keys: Keys) -> bool:
+    """Whether this Redis holds anything of the run."""
+    return bool(await broker.execute("EXISTS", keys.config, keys.commits, keys.prompts()))
+
+
+async def known_runs(broker: Broker) -> list[str]:
+    """Ids of all runs this Redis has seen."""
+    return sorted(raw.decode() for raw in await broker.execute("SMEMBERS", RUNS))
+
+
+async def update_state(broker: Broker, keys: Keys, **values: Any) -> None:
+    """Set fields of the run's state; values are stored as JSON."""
+    flat = [part for name, value in values.items() for part in (name, json.dumps(value))]
+    await broker.execute("HSET", keys.state, *flat)
+
+
+async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
+    """The run's state, empty for a run that has not started."""
+    raw = await broker.execute("HGETALL", keys.state)
+    return {name.decode(): json.loads(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
+
+
+CONFIG_FILE = "config.yaml"
+"""Below a run's folder: its resolved config, as it is in Redis."""
+RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
+
+
+def runs_dir() -> Path:
+    """The folder of all runs on this machine."""
+    return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()

@@ -1,0 +1,114 @@
+"""The layout of a run's `weights` folder, and the check before an engine reads from it.
+
+A manifest comes over the network, so nothing in it is believed: the paths it names must lie inside the
+run's folder, also after symbolic links are followed, and sizes and checksums must match the bytes.
+"""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from common.errors import WeightsError
+from common.files import file_checksum
+from common.wire.messages import WeightFile, WeightManifest
+
+WEIGHTS_FOLDER = "weights"
+"""Below the run's folder."""
+MANIFEST_FILE = "manifest.json"
+"""Beside the weights of a version: its manifest, for people and for tools without Redis."""
+
+WEIGHTS_TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
+"""The secret that the weight server and those who download from it share."""
+
+
+def version_name(version: int) -> str:
+    """The folder name of a version: `v00000012`."""
+    return f"v{version:08d}"
+
+
+def folder_versions(folder: Path) -> list[int]:
+    """The versions that have a subfolder in `folder`, in ascending order."""
+    names = [path.name for path in folder.glob("v*") if path.is_dir()] if folder.is_dir() else []
+    return sorted(
+        int(name[1:]) for name in names if name[1:].isdecimal() and version_name(int(name[1:])) == name
+    )
+
+
+def verified_files(run_dir: Path, manifest: WeightManifest) -> list[Path]:
+    """The files of a version, as absolute paths in the manifest's order, after checking all their bytes.
+
+    Raises:
+        WeightsError: a path leaves the run's folder, a file is missing, or its bytes are not those that
+            were announced. Nothing was loaded then; a later version may be fine.
+    """
+    run = run_dir.resolve()
+    where = f"weights of version {manifest.version}"
+    if not manifest.files:
+        raise WeightsError(f"{where}: the manifest names no files; expected at least one.")
+    paths = [_path_inside(run, manifest.folder, file, where) for file in manifest.files]
+    if len(set(paths)) != len(paths):
+        raise WeightsError(f"{where}: the manifest names a file twice.")
+    # All sizes before the first checksum: a torn file is usually short, and checksums read everything.
+    for path, file in zip(paths, manifest.files, strict=True):
+        _check_size(path, file, where)
+    for path, file in zip(paths, manifest.files, strict=True):
+        _check_content(path, file, where)
+    return paths
+
+
+def read_manifest(run_dir: Path, version: int) -> WeightManifest | None:
+    """The manifest stored beside a version's files; None where the version is not in the folder.
+
+    Raises:
+        WeightsError: it is there but cannot be read.
+    """
+    path = run_dir / WEIGHTS_FOLDER / version_name(version) / MANIFEST_FILE
+    try:
+        return WeightManifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a weight manifest"
+        raise WeightsError(
+            f"cannot read {path}: {reason}. Remove the folder to have it written again."
+        ) from None
+
+
+def _path_inside(run: Path, folder: str, file: WeightFile, where: str) -> Path:
+    path = run / WEIGHTS_FOLDER / folder / file.name
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise WeightsError(f"{where}: {path} is not a usable path: {error}.") from None
+    if not resolved.is_relative_to(run / WEIGHTS_FOLDER):
+        raise WeightsError(
+            f"{where}: {folder}/{file.name} leads to {resolved}, outside of {run / WEIGHTS_FOLDER}. "
+            "Weights must lie in the run's folder; refused."
+        )
+    return resolved
+
+
+def _check_size(path: Path, file: WeightFile, where: str) -> None:
+    try:
+        num_bytes = path.stat().st_size
+    except OSError as error:
+        raise WeightsError(
+            f"{where}: {path} is not there ({error.strerror}). Either the version was pruned already and a "
+            "newer one is on its way, or this machine does not see the trainer's run folder "
+            "(TIDEMILL_RUNS_DIR must be shared)."
+        ) from None
+    if num_bytes != file.num_bytes:
+        raise WeightsError(
+            f"{where}: {path} has {num_bytes:,} bytes, the manifest says {file.num_bytes:,}: it is torn."
+        )
+
+
+def _check_content(path: Path, file: WeightFile, where: str) -> None:
+    try:
+        checksum = file_checksum(path)
+    except OSError as error:
+        raise WeightsError(f"{where}: cannot read {path}: {error.strerror}.") from error
+    if checksum != file.checksum:
+        raise WeightsError(
+            f"{where}: {path} has checksum {checksum}, the manifest says {file.checksum}: it is damaged."
+        )

@@ -1,0 +1,71 @@
+"""What a stream holds: entries, their ids, and what cannot be decoded. Knows nothing of Redis's client.
+
+Readers of archives and of whole histories need this much of a stream and no more.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from common.errors import CodecError
+from common.wire import codec
+from common.wire.codec import MAX_PAYLOAD_BYTES
+from common.wire.messages import Message
+
+START = "0-0"
+"""Before every entry."""
+
+M = TypeVar("M", bound=Message)
+Fields = dict[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[M]):
+    """A decoded entry of a stream."""
+
+    entry_id: str
+    message: M
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """An entry that cannot be decoded, with its bytes and the reason."""
+
+    entry_id: str
+    fields: Fields
+    error: str
+
+
+def entry_id_of(number: int) -> str:
+    """Entry id of ticket, step or version `number`: appending it twice fails harmlessly."""
+    return f"{number + 1}-0"
+
+
+def id_order(entry_id: str) -> tuple[int, int]:
+    """Sort key of an entry id."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+def id_before(entry_id: str) -> str:
+    """The greatest id below `entry_id`: reading after it starts with `entry_id` itself."""
+    milliseconds, sequence = id_order(entry_id)
+    if sequence:
+        return f"{milliseconds}-{sequence - 1}"
+    return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else START
+
+
+def id_after(entry_id: str) -> str:
+    """The smallest id above `entry_id`; the inverse of `id_before`."""
+    milliseconds, sequence = id_order(entry_id)
+    return f"{milliseconds}-{sequence + 1}" if sequence < 2**64 - 1 else f"{milliseconds + 1}-0"
+
+
+def decoded(
+    raw_id: bytes, fields: Fields, message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES
+) -> Entry[M] | Garbled:
+    """Decode one entry; what cannot be decoded is kept with its bytes and the reason."""
+    entry_id = raw_id.decode()
+    try:
+        return Entry(entry_id, codec.decode(fields, message_type, max_bytes))
+    except CodecError as error:
+        return Garbled(entry_id, fields, str(error))

@@ -1,0 +1,297 @@
+"""Every metric of every service, with help and unit. Labels are few and of low cardinality.
+
+Most belong to the process that exports them. Those in `RUN` describe a whole run as Redis knows it, and are
+exported by one process: `python -m services.console.exporter`.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from common.telemetry.batched import Histogram
+
+RUN = CollectorRegistry()
+"""Metrics of a run instead of a process."""
+
+_LATENCY_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_AGES = (0, 1, 2, 3, 4, 6, 8, 16, 32)
+
+ACTIVITY_SECONDS = Counter(
+    "tidemill_activity_seconds_total", "Time spent in each state, working or waiting", ["role", "state"]
+)
+RUN_INFO = Gauge(
+    "tidemill_run_info", "1; labels say which run and role this process serves", ["run_id", "role"]
+)
+
+LOOP_LAG_SECONDS = Histogram(
+    "tidemill_loop_lag_seconds",
+    "How late the event loop woke a probe that slept: work that holds up everything else",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+)
+
+REDIS_RETRIES = Counter("tidemill_redis_retries_total", "Redis commands repeated after a passing error")
+REDIS_WAIT = Counter(
+    "tidemill_redis_wait_seconds_total",
+    "Pauses before commands were repeated, because Redis was away (redis) or full (memory)",
+    ["cause"],
+)
+REDIS_SECONDS = Histogram(
+    "tidemill_redis_seconds",
+    "Time of one Redis command that does not block, as it was felt",
+    buckets=_SHORT_S,
+)
+REDIS_MAY_EVICT = Gauge("tidemill_redis_may_evict", "1 while the maxmemory-policy lets Redis delete keys")
+REDIS_EVICTED_KEYS = Counter(
+    "tidemill_redis_evicted_keys_total", "Keys that Redis has deleted to make room, which it must never do"
+)
+REDIS_MEMORY_SHARE = Gauge(
+    "tidemill_redis_memory_share", "Memory of Redis in use over its maxmemory; 0 without a limit"
+)
+
+DELIVERIES = Counter("tidemill_deliveries_total", "Messages received through a consumer group", ["stream"])
+RECLAIMED = Counter("tidemill_reclaimed_total", "Messages taken over from a silent consumer", ["stream"])
+LEASES_LOST = Counter(
+    "tidemill_leases_lost_total", "Held messages that another consumer took over", ["stream"]
+)
+HANDED_BACK = Counter(
+    "tidemill_handed_back_total", "Messages given back unfinished while draining", ["stream"]
+)
+DEAD_LETTERS = Counter("tidemill_dead_letters_total", "Messages put into the dead-letter stream", ["stream"])
+
+ENGINE_VERSION = Gauge("tidemill_engine_version", "Version of the weights this worker generates with")
+TRAJECTORIES_PUBLISHED = Counter("tidemill_trajectories_published_total", "Trajectories published", ["lane"])
+PROMPT_TOKENS = Counter("tidemill_prompt_tokens_total", "Prompt tokens of published completions", ["lane"])
+COMPLETION_TOKENS = Counter("tidemill_completion_tokens_total", "Completion tokens published", ["lane"])
+GENERATION_SECONDS = Histogram(
+    "tidemill_generation_seconds", "Time to generate one completion", ["lane"], buckets=_LATENCY_S
+)
+GROUPS_IN_FLIGHT = Gauge("tidemill_groups_in_flight", "Groups this rollout worker holds", ["lane"])
+GROUP_SLOTS = Gauge("tidemill_group_slots", "Groups this rollout worker can hold", ["lane"])
+REQUESTS_RUNNING = Gauge("tidemill_requests_running", "Completions the engine works on")
+WEIGHT_LOAD_SECONDS = Histogram(
+    "tidemill_weight_load_seconds", "Time of one weight update in the engine", buckets=_LATENCY_S
+)
+WEIGHT_PAUSE_SECONDS = Histogram(
+    "tidemill_weight_pause_seconds", "Time generation stood still for one weight update", buckets=_LATENCY_S
+)
+WEIGHT_DELAY_SECONDS = Histogram(
+    "tidemill_weight_delay_seconds",
+    "Time from the announcement of a version until this worker computed with it",
+    buckets=_LATENCY_S,
+)
+WEIGHT_FAILURES = Counter("tidemill_weight_failures_total", "Versions that could not be loaded when tried")
+
+SCORES_PUBLISHED = Counter("tidemill_scores_published_total", "Scores published", ["lane", "status"])
+SCORE_SECONDS = Histogram(
+    "tidemill_score_seconds", "Time to score one trajectory", ["lane"], buckets=_LATENCY_S
+)
+SCORE_RETRIES = Counter("tidemill_score_retries_total", "Reward attempts repeated after a failure")
+REWARD_FAILURES = Counter(
+    "tidemill_reward_failures_total", "Rewards that failed for good, by name and kind", ["reward", "kind"]
+)
+REWARD_CACHE = Counter(
+    "tidemill_reward_cache_total",
+    "Rewards looked up in the cache: hit, miss, or shared with one under way",
+    ["result"],
+)
+GROUPS_POST_PROCESSED = Counter(
+    "tidemill_groups_post_processed_total", "Groups whose scores were published as a whole", ["lane"]
+)
+SCORES_IN_FLIGHT = Gauge("tidemill_scores_in_flight", "Trajectories this reward worker is scoring", ["lane"])
+SCORE_SLOTS = Gauge("tidemill_score_slots", "Trajectories this reward worker can hold", ["lane"])
+SCORING_PROCESSES_KILLED = Counter(
+    "tidemill_scoring_processes_killed_total", "Processes of reward functions killed or found dead"
+)
+
+REMOTE_SECONDS = Histogram(
+    "tidemill_remote_seconds",
+    "Time of one answered request to a judge or reward model",
+    ["reward"],
+    buckets=_LATENCY_S,
+)
+REMOTE_TOKENS = Counter(
+    "tidemill_remote_tokens_total", "Tokens that judges and reward models charged", ["reward", "kind"]
+)
+REMOTE_COST = Counter(
+    "tidemill_remote_cost_total",
+    "What these tokens cost, by the reward's `prices` in the config and in their currency",
+    ["reward"],
+)
+REMOTE_ERRORS = Counter(
+    "tidemill_remote_errors_total", "Requests to judges and reward models that failed", ["reward", "kind"]
+)
+REMOTE_FAILOVERS = Counter(
+    "tidemill_remote_failovers_total", "Requests repeated at another replica at once", ["reward"]
+)
+REMOTE_HEDGES = Counter(
+    "tidemill_remote_hedges_total", "Second requests sent because the first was slow", ["reward", "winner"]
+)
+LIMITER_WAIT_SECONDS = Histogram(
+    "tidemill_limiter_wait_seconds",
+    "Time that requests waited for the run's limits",
+    ["reward", "lane"],
+    buckets=_LATENCY_S,
+)
+REPLICAS = Gauge("tidemill_replicas", "Replicas that this worker knows, by state", ["reward", "state"])
+REPLICA_IN_FLIGHT = Gauge(
+    "tidemill_replica_in_flight", "Requests of this worker at one replica", ["reward", "replica"]
+)
+
+REWARD_MODEL_REQUESTS = Counter(
+    "tidemill_reward_model_requests_total", "Requests the reward model server answered", ["path", "status"]
+)
+REWARD_MODEL_QUEUED_ROWS = Gauge("tidemill_reward_model_queued_rows", "Sequences that wait for a batch")
+REWARD_MODEL_WAIT_SECONDS = Histogram(
+    "tidemill_reward_model_wait_seconds", "Time a sequence waited for its batch", buckets=_SHORT_S
+)
+REWARD_MODEL_BATCH_SECONDS = Histogram(
+    "tidemill_reward_model_batch_seconds", "Time to compute one batch", buckets=_SHORT_S
+)
+REWARD_MODEL_BATCH_ROWS = Histogram(
+    "tidemill_reward_model_batch_rows", "Sequences in one batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
+)
+REWARD_MODEL_TOKENS = Counter("tidemill_reward_model_tokens_total", "Tokens computed", ["kind"])
+REWARD_MODEL_BATCH_ERRORS = Counter(
+    "tidemill_reward_model_batch_errors_total", "Sequences that could not be computed"
+)
+DEVICE_TURN_WAIT_SECONDS = Histogram(
+    "tidemill_device_turn_wait_seconds", "Time this process waited for a shared device", buckets=_LATENCY_S
+)
+SANDBOX_SECONDS = Histogram(
+    "tidemill_sandbox_seconds", "Time from asking for a sandboxed run to its verdict", buckets=_LATENCY_S
+)
+SANDBOX_JOBS = Counter("tidemill_sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
+JOB_SECONDS = Histogram(
+    "tidemill_job_seconds",
+    "Time of one job of a sandbox's RQ worker, by its queue and how it ended",
+    ["queue", "outcome"],
+    buckets=_LATENCY_S,
+)
+
+TICKETS_ISSUED = Counter(
+    "tidemill_tickets_issued_total", "Tickets issued, regular and replacements", ["kind"]
+)
+GROUPS_SETTLED = Counter("tidemill_groups_settled_total", "Groups that reached their end", ["outcome"])
+DUPLICATES_DROPPED = Counter(
+    "tidemill_duplicates_dropped_total", "Entries whose key was there already", ["stream"]
+)
+STRAY_ENTRIES = Counter(
+    "tidemill_stray_entries_total", "Foreign entries moved out of a numbered stream", ["stream"]
+)
+STALENESS_VIOLATIONS = Counter(
+    "tidemill_staleness_violations_total", "Trajectories refused because a token was too old"
+)
+TRAINER_GROUPS = Gauge(
+    "tidemill_trainer_groups",
+    "Groups that are not trained yet: being generated, waiting for scores, or ready to be trained",
+    ["state"],
+)
+TRAINED_STALENESS = Histogram(
+    "tidemill_trained_staleness",
+    "Staleness of the oldest token of each trained trajectory, in steps",
+    buckets=_AGES,
+)
+TRAINED_SPANS = Histogram(
+    "tidemill_trained_spans", "Versions that produced one trained trajectory", buckets=_AGES[1:]
+)
+TRAINED_TOKENS = Counter(
+    "tidemill_trained_tokens_total",
+    "Completion tokens trained on, by their staleness in steps",
+    ["staleness"],
+)
+STAGE_SECONDS = Histogram(
+    "tidemill_stage_seconds",
+    "Where a trained trajectory spent its time: ticket (until its group began), generate, reward_queue, "
+    "reward, trainer (from its score to the commit)",
+    ["stage"],
+    buckets=_LATENCY_S,
+)
+COMMITTED_VERSION = Gauge("tidemill_committed_version", "Number of committed steps")
+STEP_SECONDS = Histogram("tidemill_step_seconds", "Time from one commit to the next", buckets=_LATENCY_S)
+COMMIT_SECONDS = Histogram("tidemill_commit_seconds", "Time to make one commit durable", buckets=_SHORT_S)
+CHECKPOINT_SECONDS = Histogram(
+    "tidemill_checkpoint_seconds", "Time to write a checkpoint", buckets=_LATENCY_S
+)
+WEIGHTS_WRITE_SECONDS = Histogram(
+    "tidemill_weights_write_seconds", "Time to write and announce one version", buckets=_LATENCY_S
+)
+DISK_FREE_SHARE = Gauge(
+    "tidemill_disk_free_share", "Share of the disk with the run's folder that is free, seen by the trainer"
+)
+RECOVERY_SECONDS = Gauge(
+    "tidemill_recovery_seconds", "Time from the trainer's start until it could train, replayed steps included"
+)
+REPLAYED_STEPS = Counter("tidemill_replayed_steps_total", "Committed steps trained again after a restart")
+STEP_METRIC = Gauge(
+    "tidemill_step_metric", "Numbers of the last step, under the names of docs/metrics.md", ["metric"]
+)
+EVALUATION_METRIC = Gauge(
+    "tidemill_evaluation_metric", "Numbers of the last evaluation of each dataset", ["dataset", "metric"]
+)
+EVALUATION_SECONDS = Histogram(
+    "tidemill_evaluation_seconds", "Time of one evaluation, all datasets together", buckets=_LATENCY_S
+)
+UNHEALTHY = Gauge(
+    "tidemill_unhealthy", "1 while a number of the step is outside of its healthy range", ["check"]
+)
+
+REDIS_UP = Gauge("tidemill_redis_up", "1 while Redis answers the exporter", registry=RUN)
+REDIS_MEMORY_BYTES = Gauge("tidemill_redis_memory_bytes", "Memory of Redis in use", registry=RUN)
+REDIS_MAX_MEMORY_BYTES = Gauge(
+    "tidemill_redis_max_memory_bytes", "Its maxmemory; 0 without a limit", registry=RUN
+)
+RUN_STATUS = Gauge(
+    "tidemill_run_status",
+    "1 for what the run is: starting, running, finished, stopped or failed",
+    ["status"],
+    registry=RUN,
+)
+RUN_VERSION = Gauge("tidemill_run_version", "Committed steps of the run", registry=RUN)
+RUN_STEPS = Gauge("tidemill_run_steps", "Steps that the run is to have", registry=RUN)
+RUN_MAX_STALENESS = Gauge(
+    "tidemill_run_max_staleness", "The run's bound of staleness, in steps", registry=RUN
+)
+LAST_COMMIT_TIMESTAMP = Gauge(
+    "tidemill_last_commit_timestamp_seconds",
+    "When the last step was committed; 0 before the first",
+    registry=RUN,
+)
+STREAM_LENGTH = Gauge("tidemill_stream_length", "Entries in a stream", ["stream"], registry=RUN)
+STREAM_LAG = Gauge(
+    "tidemill_stream_lag", "Entries that no worker of the group has taken", ["stream", "group"], registry=RUN
+)
+STREAM_PENDING = Gauge(
+    "tidemill_stream_pending", "Entries that workers of the group hold", ["stream", "group"], registry=RUN
+)
+STREAM_OLDEST_AGE_SECONDS = Gauge(
+    "tidemill_stream_oldest_age_seconds",
+    "Age of the oldest entry that waits for the group (waiting) or is held by a worker (held); 0 without one",
+    ["stream", "group", "state"],
+    registry=RUN,
+)
+STREAM_CONSUMERS = Gauge(
+    "tidemill_stream_consumers", "Consumers that Redis knows in a group", ["stream", "group"], registry=RUN
+)
+WORKERS = Gauge(
+    "tidemill_workers", "Processes of the run by role, alive or silent", ["role", "state"], registry=RUN
+)
+WORKER_VERSION = Gauge(
+    "tidemill_worker_version", "Version of the weights each rollout worker holds", ["worker"], registry=RUN
+)
+WORKER_START_TIMESTAMP = Gauge(
+    "tidemill_worker_start_timestamp_seconds",
+    "When each process was started; a change is a restart",
+    ["role", "worker"],
+    registry=RUN,
+)
+WORKER_IDLE_SHARE = Gauge(
+    "tidemill_worker_idle_share",
+    "Share of the last minute that each process has waited, by cause",
+    ["role", "worker", "cause"],
+    registry=RUN,
+)
+JOB_QUEUE_LENGTH = Gauge(
+    "tidemill_job_queue_length",
+    "Jobs in an RQ queue: queued, started or failed",
+    ["queue", "state"],
+    registry=RUN,
+)

@@ -1,0 +1,1 @@
+"""What travels: messages, their bytes, and the names of keys."""

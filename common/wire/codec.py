@@ -1,0 +1,176 @@
+"""Messages to bytes and back: msgpack maps, raw array bytes, a schema version beside them.
+
+An entry has two fields: `v`, the schema as `major.minor`, and `p`, the payload. Fields that hold their
+default are left out. Unknown fields of a newer minor are ignored; a newer major is refused, because its
+meaning cannot be known. Nothing is ever unpickled, and every size is checked before it is allocated.
+"""
+
+import codecs
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from common.errors import CodecError
+from common.wire.arrays import pack_bits
+from common.wire.messages import Message
+
+_ERRORS = "tidemill-lost-characters"
+_LONE = re.compile("[\ud800-\udfff]")
+LOST = "\ufffd"
+
+
+def pack(tree: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    """The bytes of plain values; `default` turns others into those."""
+    try:
+        packed: bytes = msgpack.packb(tree, default=default)
+    except UnicodeEncodeError:  # rare: the common case pays nothing for it
+        packed = msgpack.packb(tree, default=default, unicode_errors=_ERRORS)
+    return packed
+
+
+def sendable(text: str) -> str:
+    """The text with every lone surrogate replaced."""
+    return _LONE.sub(LOST, text)
+
+
+def _replace(error: UnicodeError) -> tuple[bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return LOST.encode() * (error.end - error.start), error.end  # UTF-8 takes only ASCII as text here
+
+
+codecs.register_error(_ERRORS, _replace)
+
+
+SCHEMA_MAJOR = 1
+SCHEMA = b"1.0"
+VERSION_FIELD = b"v"
+PAYLOAD_FIELD = b"p"
+
+MAX_PAYLOAD_BYTES = 64 << 20
+"""Default bound on one payload; `streams.max_message_mb` overrides it."""
+MAX_ITEMS = 1 << 20
+"""Most elements of any list or map inside a payload."""
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> dict[bytes, bytes]:
+    """The fields of a stream entry for `message`."""
+    return {VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: encode_payload(message)}
+
+
+def encode_payload(message: Message) -> bytes:
+    """The payload alone: what every script and reader takes as `p`."""
+    values = message.__dict__
+    required, optional = _fields(type(message))
+    tree = {name: values[name] for name in required}
+    for name, default in optional:
+        value = values[name]
+        # Arrays are always written: comparing one gives an array.
+        if value is not default and (isinstance(value, np.ndarray) or value != default):
+            tree[name] = value
+    return pack(tree, _plain)
+
+
+def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES) -> M:
+    """Decode and validate one entry.
+
+    Raises:
+        CodecError: fields are missing, the schema is of a newer major, the payload is too large, is not
+            msgpack, or does not validate. The message says which, in one line.
+    """
+    schema, payload = fields.get(VERSION_FIELD), fields.get(PAYLOAD_FIELD)
+    if schema is None or payload is None:
+        raise CodecError(f"{message_type.kind}: expected fields v and p, got {sorted(fields)[:8]}")
+    if schema != SCHEMA:
+        _check_schema(schema, message_type)
+    if len(payload) > max_bytes:
+        raise CodecError(f"{message_type.kind}: {len(payload)} bytes exceed the limit of {max_bytes}")
+    try:
+        tree = unpack(payload, max_bytes)
+    except CodecError as error:
+        raise CodecError(f"{message_type.kind}: {error}") from None
+    if not isinstance(tree, dict):
+        raise CodecError(f"{message_type.kind}: the payload must be a map, got {type(tree).__name__}")
+    try:
+        return message_type.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CodecError(f"{message_type.kind}: {where or 'message'}: {first['msg']}") from None
+    except (RecursionError, OverflowError, TypeError) as error:
+        raise CodecError(f"{message_type.kind}: {error}") from None
+
+
+def decode_payload(payload: bytes, message_type: type[M]) -> M:
+    """Decode what `encode_payload` of this release, or of an older one, has made.
+
+    Raises:
+        CodecError: as in `decode`.
+    """
+    return decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, message_type)
+
+
+def unpack(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
+    """The plain values of a payload, not validated: what `decode` begins with, and what people may look at.
+
+    Raises:
+        CodecError: it is not msgpack, or it is larger than it may be.
+    """
+    try:
+        return msgpack.unpackb(
+            payload,
+            strict_map_key=True,
+            max_bin_len=max_bytes,
+            max_str_len=max_bytes,
+            max_array_len=min(MAX_ITEMS, len(payload)),  # an element takes a byte at least
+            max_map_len=min(MAX_ITEMS, len(payload)),
+            max_ext_len=0,
+        )
+    except Exception as error:
+        reason = str(error) or type(error).__name__  # a StackError, of deep nesting, has no text
+        raise CodecError(f"the payload is not msgpack: {reason}") from None
+
+
+def _check_schema(schema: bytes, message_type: type[Message]) -> None:
+    major, _, minor = schema.partition(b".")
+    if len(schema) > 16 or not major.isdigit() or not minor.isdigit():
+        raise CodecError(f"{message_type.kind}: schema {schema[:16]!r} must have the form major.minor")
+    if int(major) != SCHEMA_MAJOR:
+        raise CodecError(
+            f"{message_type.kind}: schema {schema.decode()} cannot be read by this version, which reads "
+            f"{SCHEMA_MAJOR}.x; update the older side"
+        )
+
+
+@cache
+def _fields(message_type: type[Message]) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    """Names that are always written, and names that are left out at their default, with it."""
+    defaults = {name: _default_of(field) for name, field in message_type.model_fields.items()}
+    required = tuple(name for name, default in defaults.items() if default is PydanticUndefined)
+    return required, tuple(item for item in defaults.items() if item[0] not in required)
+
+
+def _default_of(field: FieldInfo) -> Any:
+    """The default, or PydanticUndefined where there is none or it differs from call to call."""
+    is_constant = field.default_factory is None or field.default_factory in (dict, list, tuple)
+    return field.get_default(call_default_factory=True) if is_constant else PydanticUndefined
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack does not know by itself."""
+    if isinstance(value, np.ndarray):
+        return pack_bits(value) if value.dtype == np.bool_ else np.ascontiguousarray(value).data
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="python")
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be sent; use numbers, text, lists and maps")

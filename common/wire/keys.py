@@ -1,0 +1,150 @@
+"""The only place that spells Redis keys.
+
+Every key of a run is `tidemill:{run_id}:<name>`; the braces are a Redis Cluster hash tag, so that one
+run may use transactions and scripts over several keys.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.wire.messages import Lane
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+PREFIX = "tidemill"
+ROLLOUT_GROUP = "rollout"
+"""Consumer group of the rollout workers on the `prompts` streams."""
+REWARD_GROUP = "reward"
+"""Consumer group of the reward workers on the `trajectories` streams."""
+
+RQ_STATES = {"queued": "rq:queue:{}", "started": "rq:wip:{}", "failed": "rq:failed:{}"}
+"""Where RQ keeps the jobs of a queue, by how far they are; a list, and two sorted sets."""
+
+RUNS = f"{PREFIX}:runs"
+"""Set of the run ids this Redis knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of one run. Streams of the evaluation lane carry the suffix `:eval`."""
+
+    run_id: str
+
+    def __post_init__(self) -> None:
+        if not RUN_ID.fullmatch(self.run_id):
+            raise ConfigError(
+                f"run id {self.run_id!r} must be 1 to 100 letters, digits, '.', '_' or '-', "
+                "beginning with a letter or digit"
+            )
+
+    def _key(self, name: str, lane: Lane = Lane.TRAIN) -> str:
+        suffix = ":eval" if lane is Lane.EVAL else ""
+        return f"{PREFIX}:{{{self.run_id}}}:{name}{suffix}"
+
+    def prompts(self, lane: Lane = Lane.TRAIN) -> str:
+        """Stream of tickets."""
+        return self._key("prompts", lane)
+
+    def trajectories(self, lane: Lane = Lane.TRAIN) -> str:
+        """Stream of trajectories: an immutable log."""
+        return self._key("trajectories", lane)
+
+    def scores(self, lane: Lane = Lane.TRAIN) -> str:
+        """Stream of scores, referring to trajectories by key."""
+        return self._key("scores", lane)
+
+    def progress(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
+        """Hash of a group in flight: published indices, and the version at which it started."""
+        return self._key(f"group:{ticket}", lane)
+
+    def results(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
+        """Hash: what rewards said of the samples of a group scored as a whole, until all are there."""
+        return self._key(f"results:{ticket}", lane)
+
+    def result_tickets(self, lane: Lane = Lane.TRAIN) -> str:
+        """Set of the tickets that have a hash of results."""
+        return self._key("results", lane)
+
+    @property
+    def reward_cache(self) -> tuple[str, str, str]:
+        """Hash of cached rewards, sorted set of when each was used, and hash of its size and clock."""
+        return self._key("reward_cache"), self._key("reward_cache:used"), self._key("reward_cache:size")
+
+    def sandbox_result(self, job_id: str) -> str:
+        """String: what came of one sandboxed run, as JSON."""
+        return self._key(f"sandbox:{job_id}")
+
+    @property
+    def sandbox_queue(self) -> str:
+        """Name of the run's RQ queue. RQ puts `rq:` keys of its own around it, shared by all runs."""
+        return f"{PREFIX}:{self.run_id}:sandbox"
+
+    @property
+    def jobs_queue(self) -> str:
+        """Name of the run's RQ queue for work that nothing waits for, such as exports."""
+        return f"{PREFIX}:{self.run_id}:jobs"
+
+    @property
+    def sandbox_names(self) -> str:
+        """What ids of jobs and names of RQ workers of the sandbox queue begin with.
+
+        RQ keeps all jobs below `rq:job:`; `infra/redis/users.acl` tells them apart by these names.
+        """
+        return f"sandbox-{self._digest}-"
+
+    @property
+    def jobs_names(self) -> str:
+        """The same, of the queue for work that nothing waits for."""
+        return f"jobs-{self._digest}-"
+
+    @property
+    def _digest(self) -> str:
+        """The run's id where letters and digits alone may stand; `infra/redis/make_users.py` knows it too."""
+        return hashlib.sha256(self.run_id.encode()).hexdigest()[:16]
+
+    @property
+    def weights(self) -> str:
+        """Stream of weight manifests."""
+        return self._key("weights")
+
+    @property
+    def commits(self) -> str:
+        """Stream of commits, one a step."""
+        return self._key("commits")
+
+    @property
+    def dead(self) -> str:
+        """Stream of dead letters."""
+        return self._key("dead")
+
+    @property
+    def config(self) -> str:
+        """String: the resolved config as JSON."""
+        return self._key("config")
+
+    @property
+    def state(self) -> str:
+        """Hash: status, version and progress of the run, for people."""
+        return self._key("state")
+
+    def workers(self, role: str) -> str:
+        """Hash: heartbeat of every process of a role, by name. Only the role's Redis user writes it."""
+        return self._key(f"workers:{role}")
+
+    def replicas(self, reward: str) -> str:
+        """Sorted set: addresses of the servers that registered for a reward, by when they last spoke."""
+        return self._key(f"replicas:{reward}")
+
+    def limits(self, reward: str) -> str:
+        """Hash: what is left of the rates that a reward's servers allow."""
+        return self._key(f"limits:{reward}")
+
+    def requests(self, reward: str) -> str:
+        """Sorted set: requests in flight to a reward's servers, by when their lease ends."""
+        return self._key(f"requests:{reward}")
+
+    def name_of(self, key: str) -> str:
+        """The part of a key after the run's prefix, such as `prompts:eval`."""
+        return key.removeprefix(self._key(""))

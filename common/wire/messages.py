@@ -1,0 +1,267 @@
+"""The six messages of a run. Streams hold nothing else.
+
+Control fields are validated by pydantic; arrays are checked against each other for dtype and length.
+Fields of a newer minor schema are ignored. Token ids travel end to end and are never re-tokenized;
+`text` rides along for people and reward functions only.
+"""
+
+import time
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from common.wire.arrays import BitArray, Bits, Float32Array, Int32Array
+
+TrajectoryKey = tuple[int, int]
+"""`(ticket, index)`: identifies one trajectory and its score everywhere downstream."""
+
+VersionSpan = tuple[int, int]
+"""`(version, first_token)`: from this completion token on, `version` produced the tokens."""
+
+
+class Lane(StrEnum):
+    """Training and evaluation have streams of their own; workers take evaluation first."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Message(BaseModel):
+    """Base of all messages: frozen, compared by value, unknown fields ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+    kind: ClassVar[str]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        mine, theirs = self.__dict__, other.__dict__
+        return all(_is_same(mine[name], theirs[name]) for name in type(self).model_fields)
+
+
+def _is_same(mine: Any, theirs: Any) -> bool:
+    """Equality that gives one answer for arrays too."""
+    if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
+        return type(mine) is type(theirs) and mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+    return bool(mine == theirs)
+
+
+class PromptFields(Message):
+    """What a prompt carries from the dataset to the reward: shared by tickets and trajectories."""
+
+    prompt_ids: Int32Array
+    data_source: str = ""
+    ground_truth: Any = None
+    extra: dict[str, Any] = Field(default_factory=dict)
+    prompt_text: str = ""
+    own_text: str = Field(
+        "", description="the row's own text where `prompt_text` is more, such as a chat template's rendering"
+    )
+
+
+class SamplingParams(BaseModel):
+    """How completions are sampled. Logprobs are those of the distribution sampled from."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(1.0, ge=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+
+
+class Ticket(PromptFields):
+    """Permission to generate one group."""
+
+    kind: ClassVar[str] = "ticket"
+    ticket: int = Field(ge=0)
+    step: int = Field(ge=0, description="the step that is meant to train on the group")
+    min_version: int = Field(ge=0, description="an engine older than this must not start the group")
+    group_size: int = Field(ge=1, le=4096)
+    sampling: SamplingParams
+    row: int = Field(-1, description="row of the dataset")
+    replaces: int = Field(-1, description="the ticket in whose place this one was issued")
+    issued_at: float = Field(default_factory=time.time)
+
+
+class Trajectory(PromptFields):
+    """One completion of a group: G is `group_size`, T the number of completion tokens."""
+
+    kind: ClassVar[str] = "trajectory"
+    ticket: int = Field(ge=0)
+    index: int = Field(ge=0)
+    step: int = Field(ge=0)
+    group_size: int = Field(ge=1, le=4096)
+    completion_ids: Int32Array
+    logprobs: Float32Array
+    loss_mask: BitArray | None = Field(None, description="which tokens are trained; absent means all")
+    spans: tuple[VersionSpan, ...]
+    finish: Literal["stop", "length"] = "stop"
+    text: str = ""
+    worker: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """`(ticket, index)`."""
+        return self.ticket, self.index
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of completion tokens."""
+        return len(self.completion_ids)
+
+    @cached_property
+    def mask(self) -> Bits:
+        """The loss mask with its default filled in. Shape [T], bool."""
+        return np.ones(self.num_tokens, dtype=np.bool_) if self.loss_mask is None else self.loss_mask
+
+    @cached_property
+    def min_version(self) -> int:
+        """The oldest version that produced a token of this trajectory."""
+        return min(version for version, _ in self.spans)
+
+    @cached_property
+    def max_version(self) -> int:
+        """The newest version that produced a token of this trajectory."""
+        return max(version for version, _ in self.spans)
+
+    def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The version that produced each token. Shape [T], int32."""
+        versions = np.empty(self.num_tokens, dtype=np.int32)
+        for version, first in self.spans:
+            versions[first:] = version
+        return versions
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        num_tokens = len(self.completion_ids)
+        if len(self.logprobs) != num_tokens:
+            raise ValueError(f"{num_tokens} completion ids but {len(self.logprobs)} logprobs")
+        if self.loss_mask is not None and len(self.loss_mask) != num_tokens:
+            raise ValueError(f"{num_tokens} completion ids but a loss mask of {len(self.loss_mask)}")
+        if not self.spans or self.spans[0][1] != 0:
+            raise ValueError(f"version spans must start at token 0, got {self.spans}")
+        firsts = [first for _, first in self.spans]
+        if firsts != sorted(set(firsts)) or (num_tokens and firsts[-1] >= num_tokens):
+            raise ValueError(f"version spans {self.spans} do not fit {num_tokens} completion tokens")
+        if min(version for version, _ in self.spans) < 0:
+            raise ValueError(f"versions cannot be negative, got {self.spans}")
+        if self.index >= self.group_size:
+            raise ValueError(f"index {self.index} is outside a group of {self.group_size}")
+        return self
+
+
+class ScoreStatus(StrEnum):
+    """Only `ok` has a value; a failure is never a silent zero."""
+
+    OK = "ok"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+
+
+OnFailure = Literal["", "drop_sample", "drop_group"]
+"""What a failed score asks for; empty leaves it to the run's `reward.on_failure`."""
+
+
+Try = tuple[str, float, float, str]
+"""One attempt at a reward: its name, how long it took and how long we paused before, in seconds, and why it
+failed; empty where it did not."""
+
+
+class Score(Message):
+    """The reward of one trajectory."""
+
+    kind: ClassVar[str] = "score"
+    ticket: int = Field(ge=0)
+    index: int = Field(ge=0)
+    status: ScoreStatus
+    value: float | None = None
+    components: dict[str, float | None] = Field(default_factory=dict)
+    detail: dict[str, Any] = Field(default_factory=dict)
+    error: str = ""
+    on_failure: OnFailure = ""
+    attempts: int = Field(1, ge=1)
+    tries: tuple[Try, ...] = Field((), description="all attempts of the rewards that needed several")
+    worker: str = ""
+    latency_s: float = Field(0.0, ge=0.0)
+    scored_at: float = Field(default_factory=time.time)
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """`(ticket, index)`."""
+        return self.ticket, self.index
+
+    @model_validator(mode="after")
+    def _check_value(self) -> Self:
+        if (self.status is ScoreStatus.OK) != (self.value is not None):
+            raise ValueError(f"a score with status {self.status} cannot have value {self.value}")
+        if self.value is not None and not np.isfinite(self.value):
+            raise ValueError(f"a score must be finite, got {self.value}")
+        return self
+
+
+class WeightFile(BaseModel):
+    """One file of a version, relative to the version's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)
+    num_bytes: int = Field(ge=0)
+    checksum: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class WeightManifest(Message):
+    """A version whose bytes are complete, checked, and ready to load."""
+
+    kind: ClassVar[str] = "weights"
+    version: int = Field(ge=0)
+    folder: str = Field(pattern=r"^v[0-9]{8}$", description="below the run's `weights` folder")
+    files: tuple[WeightFile, ...]
+    digest: str = Field(pattern=r"^[0-9a-f]{32}$")
+    announced_at: float = Field(default_factory=time.time)
+    term: int = Field(
+        0, ge=0, description="which trainer process of the run announced it: each has a greater number"
+    )
+
+
+class Commit(Message):
+    """The durable record of one step: what was trained, in what micro-batches, with what result."""
+
+    kind: ClassVar[str] = "commit"
+    step: int = Field(ge=0)
+    version: int = Field(ge=1, description="the version this step produced: step + 1")
+    mini_batches: tuple[tuple[tuple[TrajectoryKey, ...], ...], ...] = Field(
+        description="per optimizer update, per micro-batch: the trajectories, in order"
+    )
+    groups: tuple[int, ...] = Field(description="tickets trained, in the order in which they entered")
+    dropped: tuple[tuple[int, int, str], ...] = Field(
+        (), description="(ticket, index, reason) of trajectories left out; index -1 is the whole group"
+    )
+    advantages: dict[str, list[float]] = Field(default_factory=dict, description="ticket -> per trajectory")
+    metrics: dict[str, float] = Field(default_factory=dict)
+    digest: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def trained_keys(self) -> list[TrajectoryKey]:
+        """Every trajectory this step trained on, once per optimizer update that used it."""
+        return [key for mini in self.mini_batches for micro in mini for key in micro]
+
+
+class DeadLetter(Message):
+    """A message that could not be processed: its original bytes, and why."""
+
+    kind: ClassVar[str] = "dead"
+    origin: str = Field(description="the stream it came from, without the run's prefix")
+    entry_id: str
+    fields: dict[str, bytes] = Field(default_factory=dict)
+    error: str
+    attempts: int = Field(1, ge=0)
+    ticket: int = Field(-1, description="-1 where the message could not be decoded")
+    index: int = -1
+    worker: str = ""
+    died_at: float = Field(default_factory=time.time)

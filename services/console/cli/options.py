@@ -1,0 +1,196 @@
+"""Arguments and options that many commands take, worded once."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.errors import ConfigError
+from common.history import Selection, StreamName
+from common.history.selection import Range
+from common.wire.messages import Lane
+
+_RUN_HELP = "The run; without it, TIDEMILL_RUN_ID, else runs/latest."
+
+RunId = Annotated[str | None, typer.Argument(help=_RUN_HELP, show_default=False)]
+RunOption = Annotated[str | None, typer.Option("--run", metavar="RUN_ID", help=_RUN_HELP, show_default=False)]
+"""Where the arguments say something else."""
+RunsDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs-dir",
+        metavar="FOLDER",
+        help="Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs.",
+        show_default=False,
+    ),
+]
+ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Override one field, such as trainer.steps=20. May be repeated.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Full = Annotated[bool, typer.Option("--full", help="Show texts to their ends.")]
+
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)\w*\s+ago", re.IGNORECASE)
+_UNIT_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_WITHOUT_LANES = ("weights", "commits", "dead")
+_CARRIERS: dict[str, tuple[str, ...]] = {
+    "ticket": ("prompts", "trajectories", "scores", "commits", "dead"),
+    "step": ("prompts", "trajectories", "scores", "commits"),
+    "reward": ("trajectories", "scores"),
+    "version": ("trajectories", "scores", "weights", "commits"),
+    "worker": ("trajectories", "scores", "dead"),
+}
+"""Which streams can be selected by what: their messages carry it, or those they belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionOptions:
+    """The options as they were given; empty means all."""
+
+    step: str = ""
+    ticket: str = ""
+    time: str = ""
+    worker: str = ""
+    reward: str = ""
+    version: str = ""
+    lane: str = ""
+
+    def check(self, stream: StreamName) -> None:
+        """Refuse what no message of the stream can be selected by.
+
+        Raises:
+            ConfigError: such an option is given.
+        """
+        base = stream.removesuffix(":eval")
+        for name, carriers in _CARRIERS.items():
+            if getattr(self, name) and base not in carriers:
+                fitting = ", ".join(carriers)
+                raise ConfigError(f"--{name} does not apply to the stream {stream}; it does to {fitting}.")
+
+    def selection(self) -> Selection:
+        """What they select.
+
+        Raises:
+            ConfigError: one of them cannot be read; the message says which, and what it should look like.
+        """
+        return Selection(
+            tickets=parse_range("ticket", self.ticket, _count),
+            steps=parse_range("step", self.step, _count),
+            versions=parse_range("version", self.version, _count),
+            rewards=parse_range("reward", self.reward, float),
+            times=_times(self.time),
+            worker=self.worker,
+        )
+
+
+def parse_range(name: str, text: str, parse: Callable[[str], float]) -> Range | None:
+    """`A..B`, `A..`, `..B` or `A`; None of an empty text.
+
+    Raises:
+        ConfigError: it is none of them, or it holds nothing.
+    """
+    if not text:
+        return None
+    first, dots, last = text.partition("..")
+    try:
+        low = parse(first.strip()) if first.strip() else None
+        high = (parse(last.strip()) if last.strip() else None) if dots else low
+    except ValueError:
+        raise ConfigError(
+            f"--{name} {text!r} is not understood. Give A..B with both its ends, A.., ..B, or one number."
+        ) from None
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"--{name} {text} holds nothing: {first.strip()} is greater than {last.strip()}.")
+    return low, high
+
+
+def parse_stream(text: str, lane: str = "") -> StreamName:
+    """A stream by its name, `trajectories:eval` or `trajectories` with the lane.
+
+    Raises:
+        ConfigError: there is no such stream or lane.
+    """
+    parse_lane(lane or Lane.TRAIN)
+    name = text.strip().lower()
+    if lane == Lane.EVAL and name not in _WITHOUT_LANES and not name.endswith(":eval"):
+        name += ":eval"
+    try:
+        found = StreamName(name)
+    except ValueError:
+        raise ConfigError(f"there is no stream {text!r}. There are {', '.join(StreamName)}.") from None
+    if lane == Lane.TRAIN and found.lane is Lane.EVAL:
+        raise ConfigError(f"the stream {found} is of the lane eval, but --lane train was given.")
+    return found
+
+
+def parse_lane(text: str) -> Lane:
+    """A lane by its name.
+
+    Raises:
+        ConfigError: there is no such lane.
+    """
+    try:
+        return Lane(text)
+    except ValueError:
+        raise ConfigError(f"--lane {text!r}: there are the lanes train and eval.") from None
+
+
+def parse_sample(text: str) -> tuple[int, int | None]:
+    """`TICKET` or `TICKET.INDEX`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    ticket, dot, index = text.partition(".")
+    if not _is_number(ticket) or (dot and not _is_number(index)):
+        raise ConfigError(
+            f"{text!r} is no ticket: give its number, such as 412, or that of one of its samples, as 412.3."
+        )
+    return int(ticket), int(index) if dot else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii()
+
+
+def _count(text: str) -> float:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def _times(text: str) -> Range | None:
+    if text and ".." not in text:
+        text += ".."
+    now = time.time()
+    try:
+        return parse_range("time", text, lambda part: _moment(part, now))
+    except ConfigError as error:
+        if "holds nothing" in str(error):
+            raise
+        raise ConfigError(
+            f"--time {text.removesuffix('..')!r} is not understood. Give a time such as 2026-01-31T12:00 or "
+            "'10m ago', or two of them as A..B."
+        ) from None
+
+
+def _moment(text: str, now: float) -> float:
+    if text.lower() == "now":
+        return now
+    if match := _AGE.fullmatch(text):
+        return now - float(match[1]) * _UNIT_S[match[2].lower()]
+    return datetime.fromisoformat(text).timestamp()

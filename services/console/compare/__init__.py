@@ -1,0 +1,1 @@
+"""Two runs, or a step and its replay, side by side."""

@@ -1,0 +1,210 @@
+"""Dead letters as the operator sees them: read, decoded where they can be, and chosen by filters.
+
+Nothing here trusts a letter: it holds what some process could not process, and may hold anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import CodecError
+from common.redis.broker import Broker
+from common.run.state import FINISHED, read_state
+from common.streams import has_entry, scan
+from common.streams.entries import Entry, Garbled, entry_id_of
+from common.wire import codec
+from common.wire.codec import PAYLOAD_FIELD
+from common.wire.keys import Keys
+from common.wire.messages import (
+    Commit,
+    DeadLetter,
+    Lane,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+    WeightManifest,
+)
+
+SCAN_BATCH = 16
+"""Letters read at once: each may hold a message of the greatest size."""
+KINDS: dict[str, type[Message]] = {
+    "prompts": Ticket,
+    "trajectories": Trajectory,
+    "scores": Score,
+    "weights": WeightManifest,
+    "commits": Commit,
+}
+"""What the streams hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """One entry of the dead-letter stream."""
+
+    letter_id: str
+    content: DeadLetter
+    message: Message | None = None
+    """The original message, where this release can decode it."""
+    problem: str = ""
+    """Why it cannot."""
+    claims: Mapping[str, Any] = field(default_factory=dict)
+    """The payload's plain values where it is msgpack at all; nobody has validated them."""
+    is_readable: bool = True
+    """Whether the letter itself could be decoded."""
+
+    @property
+    def stream(self) -> str:
+        """The stream it came from, without the lane."""
+        return self.content.origin.partition(":")[0]
+
+    @property
+    def lane(self) -> Lane:
+        """The lane it belongs to."""
+        return Lane.EVAL if self.content.origin.endswith(":eval") else Lane.TRAIN
+
+    @property
+    def died_at(self) -> float:
+        """When it was buried, in seconds since 1970."""
+        return self.content.died_at if self.is_readable else int(self.letter_id.partition("-")[0]) / 1000
+
+    @property
+    def fields(self) -> dict[bytes, bytes]:
+        """The original entry."""
+        return {name.encode(): value for name, value in self.content.fields.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the original entry."""
+        return sum(len(name) + len(value) for name, value in self.fields.items())
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """`(ticket, index)` of what died, -1 where it is not known; from a valid message only."""
+        source = self.content if self.message is None or self.content.ticket >= 0 else self.message
+        return int(getattr(source, "ticket", -1)), int(getattr(source, "index", -1))
+
+
+@dataclass(frozen=True, slots=True)
+class LetterFilter:
+    """Which letters are meant; every condition that is given must hold."""
+
+    stream: str = ""
+    ticket: int | None = None
+    error: str = ""
+    worker: str = ""
+
+    def takes(self, letter: Letter) -> bool:
+        """Whether the letter is one of them."""
+        return (
+            self.stream in ("", letter.content.origin)
+            and self.ticket in (None, letter.key[0])
+            and self.error.lower() in letter.content.error.lower()
+            and self.worker in letter.content.worker
+        )
+
+
+EVERY_LETTER = LetterFilter()
+
+
+async def read_letters(broker: Broker, keys: Keys, wanted: LetterFilter, max_bytes: int) -> list[Letter]:
+    """The letters that the filter takes, oldest first."""
+    letters = []
+    async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
+        if isinstance(entry, Garbled):
+            letter = unreadable_letter(entry)
+        else:
+            letter = decode_letter(entry.entry_id, entry.message, max_bytes)
+        if wanted.takes(letter):
+            letters.append(letter)
+    return letters
+
+
+def decode_letter(letter_id: str, content: DeadLetter, max_bytes: int) -> Letter:
+    """A letter with its original message, as far as it can be decoded."""
+    kind = KINDS.get(content.origin.partition(":")[0])
+    fields = {name.encode(): value for name, value in content.fields.items()}
+    if kind is None:
+        return Letter(letter_id, content, problem=f"{content.origin!r} is no stream of this release")
+    try:
+        return Letter(letter_id, content, codec.decode(fields, kind, max_bytes))
+    except CodecError as error:
+        return Letter(letter_id, content, problem=str(error), claims=_claims(fields, max_bytes))
+
+
+def _claims(fields: Mapping[bytes, bytes], max_bytes: int) -> Mapping[str, Any]:
+    payload = fields.get(PAYLOAD_FIELD, b"")
+    if len(payload) > max_bytes:
+        return {}
+    try:
+        tree = codec.unpack(payload, max_bytes)
+    except CodecError:
+        return {}
+    return {str(name): value for name, value in tree.items()} if isinstance(tree, dict) else {}
+
+
+def unreadable_letter(entry: Garbled) -> Letter:
+    """A letter that cannot be decoded itself."""
+    fields = {name.decode(errors="replace"): value for name, value in entry.fields.items()}
+    content = DeadLetter(origin="dead", entry_id=entry.entry_id, fields=fields, error=entry.error, attempts=0)
+    return Letter(entry.entry_id, content, problem="the letter itself cannot be decoded", is_readable=False)
+
+
+WHOLE_GROUP = -1
+COMMITS_BATCH, TICKETS_BATCH = 32, 256
+
+
+@dataclass(slots=True)
+class Fates:
+    """The ends that tickets have come to, by number."""
+
+    trained: dict[int, int] = field(default_factory=dict)
+    """Ticket -> step that trained its group."""
+    dropped: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Ticket -> step whose commit tells that it was replaced, and why."""
+    replaced_by: dict[int, int] = field(default_factory=dict)
+    """Ticket -> the ticket that was issued in its place."""
+    evaluated: set[int] = field(default_factory=set)
+    """Versions whose evaluation is on record."""
+    is_finished: bool = False
+
+    @classmethod
+    async def read(cls, broker: Broker, keys: Keys) -> "Fates":
+        """Read a run's commits, tickets and state."""
+        state = await read_state(broker, keys)
+        fates = cls(is_finished=state.get("status") == FINISHED)
+        fates.evaluated = {item.get("version", -1) for item in state.get("evaluations") or []}
+        async for entry in scan(broker, keys.commits, Commit, batch=COMMITS_BATCH):
+            if isinstance(entry, Entry):
+                fates._add(entry.message)
+        async for ticket in scan(broker, keys.prompts(), Ticket, batch=TICKETS_BATCH):
+            if isinstance(ticket, Entry) and ticket.message.replaces >= 0:
+                fates.replaced_by[ticket.message.replaces] = ticket.message.ticket
+        return fates
+
+    def of(self, ticket: int, lane: Lane, version: int | None = None) -> str:
+        """Why nothing waits for this ticket any more, in words; empty where something does.
+
+        `version` is what an evaluation ticket evaluates.
+        """
+        if lane is Lane.EVAL:
+            if version is not None and version in self.evaluated:
+                return f"the evaluation of version {version} is on record, without this sample"
+        elif ticket in self.trained:
+            return f"ticket {ticket} was trained at step {self.trained[ticket]}, which is committed"
+        elif ticket in self.replaced_by:
+            return f"ticket {ticket} was replaced by ticket {self.replaced_by[ticket]}"
+        elif ticket in self.dropped:
+            return f"ticket {ticket} was replaced; the commit of step {self.dropped[ticket][0]} tells of it"
+        return "the run is finished" if self.is_finished else ""
+
+    def _add(self, commit: Commit) -> None:
+        self.trained.update((ticket, commit.step) for ticket in commit.groups)
+        for ticket, index, reason in commit.dropped:
+            if index == WHOLE_GROUP:
+                self.dropped[ticket] = commit.step, reason
+
+
+async def is_trimmed(broker: Broker, keys: Keys, ticket: int, lane: Lane) -> bool:
+    """Whether the ticket itself has been let go of, as happens when nothing needs it any more."""
+    return not await has_entry(broker, keys.prompts(lane), entry_id_of(ticket))

@@ -1,0 +1,125 @@
+"""Puts dead messages back where they belong, or says why that would be of no use.
+
+What it means depends on where the message died:
+
+* a ticket (`prompts`) or a trajectory is still in its stream, under its own id. Its entry becomes pending
+  again in its consumer group, and the next worker takes it. Nothing is appended: a ticket's number is its
+  entry id, and the log of trajectories must not hold one twice.
+* a score is appended to its log again; the trainer takes the first one of a key.
+* commits, weights, and trajectories that are too old for their step are never put back.
+
+In training, the trainer replaces the group of a dead ticket or trajectory by a fresh one. From then on the
+old one can no longer matter, and is refused. So this is for letters of a run whose trainer stands still, for
+evaluations in progress, and for messages that only a newer release can read.
+"""
+
+from dataclasses import dataclass
+
+from common.config import RunConfig
+from common.redis.broker import Broker
+from common.streams import DONE, LETTER_GONE, Progress, group_status, reappend, requeue, scan
+from common.streams.entries import Entry
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.messages import Lane, Ticket, Trajectory
+from services.console.dead.dead_letters import Fates, Letter, is_trimmed
+
+ONLY_TRAINER = "is written by the trainer alone, which writes it again itself where it is needed"
+GONE = "the letter is gone: somebody has put it back or dropped it meanwhile"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one letter."""
+
+    letter: Letter
+    is_done: bool
+    words: str
+
+
+class Requeuer:
+    """Puts letters of one run back, one at a time."""
+
+    def __init__(self, broker: Broker, keys: Keys, config: RunConfig, fates: Fates) -> None:
+        self.broker, self.keys, self.config, self.fates = broker, keys, config, fates
+
+    async def put_back(self, letter: Letter) -> Verdict:
+        """Put one message back, exactly once, or say why not."""
+        if reason := await self._refusal(letter):
+            return Verdict(letter, False, reason)
+        if letter.stream == "scores":
+            key = self.keys.scores(letter.lane)
+            is_done = await reappend(self.broker, self.keys.dead, letter.letter_id, key, letter.fields)
+            return Verdict(letter, is_done, "appended to the scores again" if is_done else GONE)
+        return await self._hand_out_again(letter)
+
+    async def reason_to_keep(self, letter: Letter) -> str:
+        """Why the letter must not be dropped yet: the trainer learns from it that a group is dead."""
+        ticket = letter.content.ticket
+        is_news = letter.stream in ("prompts", "trajectories") and letter.content.entry_id and ticket >= 0
+        if not is_news or letter.lane is Lane.EVAL or self.fates.of(ticket, letter.lane):
+            return ""
+        if await is_trimmed(self.broker, self.keys, ticket, letter.lane):
+            return ""
+        return f"ticket {ticket} is not replaced yet: the trainer does so when it reads this letter"
+
+    async def _refusal(self, letter: Letter) -> str:
+        """Why the letter cannot be put back, or would be of no use; empty where it can."""
+        if not letter.is_readable:
+            return "the letter itself cannot be decoded; drop it"
+        if letter.stream not in ("prompts", "trajectories", "scores"):
+            return f"the stream {letter.content.origin!r} {ONLY_TRAINER}"
+        if letter.message is None:
+            return f"it still cannot be decoded ({letter.problem}) and would only die again"
+        if letter.stream == "trajectories" and not letter.content.entry_id:
+            return "it is too old for its step and may never be trained on; its group was replaced"
+        ticket, _ = letter.key
+        if fate := self.fates.of(ticket, letter.lane, _version_of(letter)):
+            return f"{fate}; there is nothing left that it could be used for"
+        if await is_trimmed(self.broker, self.keys, ticket, letter.lane):
+            return f"ticket {ticket} has been trimmed: nothing needs it any more"
+        return ""
+
+    async def _hand_out_again(self, letter: Letter) -> Verdict:
+        """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
+        lane, (ticket, _) = letter.lane, letter.key
+        is_ticket = letter.stream == "prompts"
+        key = self.keys.prompts(lane) if is_ticket else self.keys.trajectories(lane)
+        group = ROLLOUT_GROUP if is_ticket else REWARD_GROUP
+        if await group_status(self.broker, key, group) is None:
+            return Verdict(letter, False, f"no {group} worker has ever joined; start one first")
+        answer = await requeue(
+            self.broker,
+            self.keys.dead,
+            letter.letter_id,
+            key,
+            group,
+            letter.content.entry_id,
+            lease_s=self.config.streams.lease_s,
+            progress=await self._progress(ticket, lane)
+            if is_ticket
+            else Progress(self._progress_key(ticket, lane)),
+        )
+        if answer == DONE:
+            return Verdict(
+                letter, True, f"the next {group} worker takes it, within {self.config.streams.lease_s:g} s"
+            )
+        trimmed = "its stream does not hold it any more: it was trimmed, so nothing needs it"
+        return Verdict(letter, False, GONE if answer == LETTER_GONE else trimmed)
+
+    async def _progress(self, ticket: int, lane: Lane) -> Progress:
+        """What was published before the ticket died must not be generated a second time."""
+        published: dict[int, int] = {}
+        async for entry in scan(self.broker, self.keys.trajectories(lane), Trajectory):
+            if isinstance(entry, Entry) and entry.message.ticket == ticket:
+                published.setdefault(entry.message.index, entry.message.min_version)
+        return Progress(
+            self._progress_key(ticket, lane), sorted(published), min(published.values(), default=None)
+        )
+
+    def _progress_key(self, ticket: int, lane: Lane) -> str:
+        return self.keys.progress(ticket, lane)
+
+
+def _version_of(letter: Letter) -> int | None:
+    """The version that an evaluation's message belongs to: the step its ticket was issued for."""
+    return letter.message.step if isinstance(letter.message, Ticket | Trajectory) else None

@@ -1,0 +1,123 @@
+"""`tidemill archive`, and what `tidemill up` does at the end: the rest of a run's streams into its folder."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from common.archive import archive_folder, is_whole, mark_whole, stream_folder
+from common.archive.manifest import Manifest
+from common.config import ArchiveConfig
+from common.errors import ConfigError, OutageError, UnreachableError
+from common.history.selection import StreamName
+from common.process.programs import run_main
+from common.redis.broker import Broker
+from common.telemetry.logs import configure_logs
+from common.wire.keys import Keys
+from services.console.run.folder import nearest
+
+PATIENCE_S = 60.0
+"""How long an archiver that is at work is waited for."""
+ANSWER_S = 5.0
+
+
+async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: ArchiveConfig) -> None:
+    """Archive what is left of all streams; nothing where Redis is gone.
+
+    Raises:
+        TidemillError: it cannot be written, or another process is archiving for too long.
+    """
+    from common.archive.archiver import archive_run
+
+    try:
+        await asyncio.wait_for(broker.execute("PING"), ANSWER_S)
+    except (TimeoutError, RedisError, OutageError):
+        raise UnreachableError("Redis does not answer") from None
+    await archive_run(broker, keys, run_dir, config, is_last=True, patience_s=PATIENCE_S)
+
+
+def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json: bool) -> int:
+    """Archive a run's streams as they are now, or check its archive; returns the exit code.
+
+    Raises:
+        TidemillError: there is no such run, or nothing that could be archived.
+    """
+    from services.console.run.folder import find_run, folder_of_runs
+    from services.console.run.history import open_history
+
+    configure_logs("archive")  # what is restored or kept aside is said beside the output
+    if only_check:
+        folder = find_run(run_id, folder_of_runs(runs_dir))
+        return _check(folder.path, as_json)
+
+    async def work() -> Path:
+        async with open_history(run_id, runs_dir) as access:
+            if access.history.broker is None and is_whole(access.folder.path):
+                return access.folder.path
+            if access.history.broker is None:
+                raise ConfigError(
+                    f"the Redis of run {access.run_id} is gone: what its archive holds is all there is. "
+                    "`tidemill archive --check` says whether that is whole."
+                )
+            config = access.config.streams.archive if access.config else ArchiveConfig()
+            broker, keys = access.history.broker, access.history.keys
+            await archive_rest(broker, keys, access.folder.path, config)
+            if access.is_over:
+                mark_whole(access.folder.path, True)
+            return access.folder.path
+
+    run_dir = run_main(work())
+    _show(run_dir, as_json)
+    return 0
+
+
+def _check(run_dir: Path, as_json: bool) -> int:
+    from common.archive.archiver import check, has_archive
+
+    if not has_archive(run_dir):
+        raise ConfigError(f"{archive_folder(run_dir)} does not exist: nothing of this run was archived.")
+    damages = check(run_dir)
+    if as_json:
+        print(json.dumps([{"path": str(damage.path), "reason": damage.reason} for damage in damages]))
+        return 1 if damages else 0
+    _show(run_dir, as_json=False)
+    console = Console(highlight=False)
+    for damage in damages:
+        console.print(f"{damage.path}: {damage.reason}", style="red", soft_wrap=True, markup=False)
+    if not damages:
+        console.print("every file is there, with the bytes that were written")
+    return 1 if damages else 0
+
+
+def _show(run_dir: Path, as_json: bool) -> None:
+    manifests = {stream: Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName}
+    rows = {stream: _row(manifest) for stream, manifest in manifests.items() if manifest.last_id != "0-0"}
+    if as_json:
+        print(json.dumps({"folder": str(archive_folder(run_dir)), "streams": rows}))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for title in ("stream", "entries", "files", "size", "of payload", "removed"):
+        table.add_column(title, justify="left" if title == "stream" else "right")
+    for stream, row in rows.items():
+        sizes = decimal(row["bytes"]), decimal(row["payload_bytes"])
+        table.add_row(str(stream), f"{row['entries']:,}", f"{row['files']:,}", *sizes, f"{row['removed']:,}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"in {nearest(archive_folder(run_dir))}", soft_wrap=True)
+
+
+def _row(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "entries": manifest.entries,
+        "files": len(manifest.segments),
+        "bytes": manifest.num_bytes,
+        "payload_bytes": sum(segment.payload_bytes for segment in manifest.segments),
+        "removed": manifest.removed.entries,
+        "last_id": manifest.last_id,
+    }

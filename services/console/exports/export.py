@@ -1,0 +1,100 @@
+"""`tidemill export`: hands a version to an RQ worker of the run, or does it here where there is none."""
+
+import json
+import secrets
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+from rich.console import Console
+from rq import Queue, Worker
+from rq.job import JobStatus
+from rq.serializers import JSONSerializer
+
+from common.config import RunConfig, load_recorded
+from common.errors import ConfigError, TidemillError
+from common.process.programs import run_own
+from common.redis.client import make_blocking_client
+from common.wire.keys import Keys
+from services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
+
+FUNCTION = "services.jobs.export.export"
+"""By name: services never import each other."""
+MODULE = "services.jobs.export"
+JOB_TIMEOUT_S = 3600
+POLL_S = 0.2
+
+
+def export(run_id: str | None, version: str, output: Path, now: bool, runs_dir: Path | None) -> None:
+    """Write the version into `output` and say where it is.
+
+    Raises:
+        ConfigError: there is no such run or version, or the folder is taken.
+        TidemillError: the job failed.
+    """
+    folder = find_run(run_id, folder_of_runs(runs_dir))
+    config = _config_of(folder)
+    arguments = {
+        "run_dir": str(folder.path.absolute()),
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "version": version,
+        "output": str(output.resolve()),
+    }
+    queue = None if now else _queue_with_worker(folder)
+    job_id = Keys(folder.run_id).jobs_names + secrets.token_hex(8)
+    result = _export_here(arguments) if queue is None else _export_by_job(queue, job_id, arguments)
+    where, num_bytes = nearest(Path(result["folder"])), result["num_bytes"]
+    Console(highlight=False).print(
+        f"version {result['version']} of {folder.run_id} is in [bold]{where}[/] ({num_bytes:,} bytes)",
+        soft_wrap=True,
+    )
+
+
+def _config_of(folder: RunFolder) -> RunConfig:
+    path = folder.path / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"{nearest(folder.path)} has no config.yaml: no such run here. Name the run, and its folder of "
+            "runs with --runs-dir."
+        )
+    return load_recorded(path)
+
+
+def _queue_with_worker(folder: RunFolder) -> Queue | None:
+    """The run's queue of jobs, None where nobody works on it."""
+    url = folder.address()
+    if url is None:
+        return None
+    try:
+        connection = make_blocking_client(url)
+        queue = Queue(Keys(folder.run_id).jobs_queue, connection=connection, serializer=JSONSerializer)
+        return queue if Worker.count(queue=queue) else None
+    except (TidemillError, RedisError):
+        return None  # its Redis is gone, as after every finished run; the files are here
+
+
+def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, str]) -> dict[str, Any]:
+    job = queue.enqueue_call(FUNCTION, kwargs=arguments, job_id=job_id, timeout=JOB_TIMEOUT_S)
+    while (status := job.get_status(refresh=True)) not in (JobStatus.FINISHED, JobStatus.FAILED):
+        if status in (JobStatus.STOPPED, JobStatus.CANCELED, None):
+            raise TidemillError(f"the export was {status}; try again with --now")
+        time.sleep(POLL_S)
+    result = job.latest_result()
+    if status is JobStatus.FAILED or result is None or result.return_value is None:
+        lines = ((result.exc_string if result else "") or "").strip().splitlines()
+        raise TidemillError(f"the export failed: {lines[-1] if lines else 'its worker ended'}")
+    return dict(result.return_value)
+
+
+def _export_here(arguments: dict[str, str]) -> dict[str, Any]:
+    command = run_own(MODULE, arguments["run_dir"])
+    for name in ("model", "dtype", "version", "output"):
+        command += [f"--{name}", arguments[name]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = done.stderr.strip() or f"it ended with {done.returncode}"
+        raise (ConfigError if done.returncode == ConfigError.exit_code else TidemillError)(reason)
+    return dict(json.loads(done.stdout.splitlines()[-1]))

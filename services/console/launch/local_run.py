@@ -1,0 +1,269 @@
+"""A run on this machine from start to report: Redis, processes, the view, signals, and the end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any
+
+import structlog
+from rich.console import Console
+
+from common.archive import mark_whole
+from common.config import RunConfig
+from common.errors import TidemillError
+from common.redis.broker import Broker, redis_url
+from common.redis.client import URL_VARIABLE
+from common.run.state import FAILED, publish_config, read_state, update_state
+from common.streams import read_newest
+from common.wire.keys import Keys
+from common.wire.messages import Commit
+from services.console.exports.archive import archive_rest
+from services.console.launch.guard import Guard
+from services.console.launch.local_redis import LocalRedis
+from services.console.launch.processes import ServiceSpec, service_environment
+from services.console.launch.supervisor import Ending, Outcome, Supervisor
+from services.console.launch.views import LiveView, PlainView, View, log_to_file
+from services.console.run.folder import RunFolder, nearest
+from services.console.status.bottleneck import Verdict
+from services.console.status.evidence import ROLES
+from services.console.status.report import print_report, write_report
+from services.console.status.snapshot import RunSnapshot, SnapshotReader
+from services.console.status.summary import failures, summarise, summary_tree
+
+log = structlog.get_logger(__name__)
+
+STOPPED = "stopped"
+STOPPED_EXIT_CODE = 130
+REFRESH_S = 0.5
+LAST_WORD_S = 5.0
+"""How long the run's state may take to write at the end: Redis may be what failed."""
+GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
+HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
+
+
+class LocalRun:
+    """One run; `go` does it and returns the exit code."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        specs: Sequence[ServiceSpec],
+        console: Console,
+        *,
+        is_live: bool,
+        resume_command: str,
+    ) -> None:
+        self.config, self.folder, self.specs = config, folder, specs
+        self.console, self.is_live, self.resume_command = console, is_live, resume_command
+        self.keys = Keys(config.run_id)
+        self.snapshot = RunSnapshot(config.run_id, config.trainer.steps, config.trainer.max_staleness)
+        self._view: View = PlainView(console)
+        self._supervisor: Supervisor | None = None
+        self._is_stopping = self._is_ending_at_once = False
+        self._archiving: asyncio.Task[None] | None = None
+        self._started = time.monotonic()
+        self._ran_before_s = 0.0
+        self._rollout_idle: float | None = None
+        self._verdict: Verdict | None = None
+
+    async def go(self) -> int:
+        """Start everything, see the run to its end, report."""
+        self.folder.create(self.config)
+        mark_whole(self.folder.path, False)
+        log_to_file(self.folder.logs / "console.log")
+        with Guard() as guard, self._signals():
+            async with self._redis(guard) as url, self._connection(url) as broker:
+                outcome = await self._supervise(broker, url, guard)
+                await self._archive_rest(broker)
+                return await self._report(broker, outcome)
+
+    async def _supervise(self, broker: Broker, url: str, guard: Guard) -> Outcome:
+        """Run the processes, with the view, until the run is over."""
+        await publish_config(broker, self.keys, self.config)
+        self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
+        streams, reward = self.config.streams, self.config.reward
+        self._supervisor = Supervisor(
+            self.specs,
+            env=service_environment(url, self.folder.runs),
+            logs=self.folder.logs,
+            guard=guard,
+            grace_s=max(streams.drain_s, reward.drain_s) + GRACE_MARGIN_S,
+            is_finished=lambda: self._is_finished(broker),
+            on_event=lambda text: self._view.event(text),
+        )
+        if self._is_stopping:  # a signal came while Redis was starting
+            self._supervisor.stop()
+        reader = SnapshotReader(
+            broker, self.keys, self.config.trainer.steps, self.config.trainer.max_staleness
+        )
+        # What a resumed run did before is known before anything is shown: it is not news.
+        await self._look(reader)
+        if self.is_live:
+            self._view = LiveView(self.console, HINT.format(logs=nearest(self.folder.logs)))
+        watching = [
+            asyncio.create_task(self._gather(reader), name="snapshots"),
+            asyncio.create_task(self._draw(), name="view"),
+        ]
+        try:
+            return await self._supervisor.run()
+        finally:
+            await _cancel(*watching)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look(reader), LAST_WORD_S)
+            self._view.show(self.snapshot, self._supervisor.statuses, 0.0)
+            self._view.close()
+            self._view = PlainView(self.console)
+
+    async def _gather(self, reader: SnapshotReader) -> None:
+        """Take snapshots for ever; waits while Redis is away, which the view notices by their age."""
+        while True:
+            await self._look(reader)
+            await asyncio.sleep(REFRESH_S)
+
+    async def _look(self, reader: SnapshotReader) -> None:
+        """Take one snapshot. People watch through it, but the run does not depend on it."""
+        try:
+            self.snapshot = await reader.read()
+        except Exception as error:
+            log.warning("no snapshot", error=str(error))
+            return
+        idle = self.snapshot.idle_share("rollout")
+        self._rollout_idle = idle if idle is not None else self._rollout_idle
+        verdict = self.snapshot.bottleneck
+        # The processes leave one by one at the end: what all of them said together is what counts.
+        if verdict is not None and all(verdict.evidence.num_workers.get(role) for role in ROLES):
+            self._verdict = verdict
+
+    async def _draw(self) -> None:
+        while True:
+            assert self._supervisor is not None
+            silent_s = time.time() - self.snapshot.at
+            self._view.show(self.snapshot, self._supervisor.statuses, silent_s)
+            await asyncio.sleep(REFRESH_S)
+
+    async def _is_finished(self, broker: Broker) -> bool:
+        """Whether the last step has its commit; a trainer that ends before that is started again."""
+        newest = await read_newest(broker, self.keys.commits, Commit)
+        return newest is not None and newest.message.version >= self.config.trainer.steps
+
+    async def _archive_rest(self, broker: Broker) -> None:
+        """Leave all of the streams in the run's folder, before its Redis stops. Ctrl-C may end it."""
+        if not self.config.streams.archive.enabled or self._is_ending_at_once:
+            return
+        work = archive_rest(broker, self.keys, self.folder.path, self.config.streams.archive)
+        self._archiving = asyncio.create_task(work, name="archive")
+        try:
+            await self._archiving
+            mark_whole(self.folder.path, True)
+        except asyncio.CancelledError:
+            self._view.event(f"not archived to the end; `tidemill archive {self.keys.run_id}` does the rest")
+        except TidemillError as error:
+            self._view.event(f"the streams are not archived to the end: {error}")
+
+    async def _report(self, broker: Broker, outcome: Outcome) -> int:
+        """Say how it ended; a finished run is held against what was expected of it."""
+        ran_s = self._ran_before_s + time.monotonic() - self._started
+        if outcome.ending is Ending.FINISHED:
+            await self._say(broker, ran_s=ran_s)
+            return await self._summarise(broker, ran_s)
+        status = FAILED if outcome.ending is Ending.FAILED else STOPPED
+        await self._say(broker, status=status, ran_s=ran_s)
+        if outcome.ending is Ending.FAILED:
+            print(f"tidemill up: {outcome.reason}", file=sys.stderr)
+        done, steps = self.snapshot.version, self.config.trainer.steps
+        print(f"{status} after {done} of {steps} steps. Continue with:", file=sys.stderr)
+        print(f"  {self.resume_command}", file=sys.stderr)
+        return outcome.exit_code if outcome.ending is Ending.FAILED else STOPPED_EXIT_CODE
+
+    async def _summarise(self, broker: Broker, ran_s: float) -> int:
+        summary = await summarise(
+            broker,
+            self.keys,
+            self.config,
+            self.folder.path,
+            wall_s=ran_s,
+            rollout_idle=self._rollout_idle,
+        )
+        problems = failures(summary, self.config)
+        verdict = self._verdict or self.snapshot.bottleneck
+        tree = summary_tree(summary, problems) | {"bottleneck": verdict.as_dict() if verdict else None}
+        write_report(self.folder, tree)
+        print_report(self.console, self.folder, tree)
+        return 1 if problems else 0
+
+    async def _say(self, broker: Broker, **state: Any) -> None:
+        """Write into the run's state, unless Redis is away."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(update_state(broker, self.keys, **state), LAST_WORD_S)
+
+    @contextlib.asynccontextmanager
+    async def _redis(self, guard: Guard) -> AsyncIterator[str]:
+        """The address of the run's Redis: the environment's server, else one of the run's own."""
+        if os.environ.get(URL_VARIABLE):
+            yield redis_url()
+            return
+        local = LocalRedis(self.folder, guard, lambda text: self._view.event(text))
+        try:
+            await local.start()
+            keeper = asyncio.create_task(self._or_fail(local.keep()), name="redis")
+            try:
+                yield local.url
+            finally:
+                await _cancel(keeper)
+        finally:
+            await local.stop()
+
+    async def _or_fail(self, work: Coroutine[Any, Any, None]) -> None:
+        """What the run cannot do without: when it fails, so does the run."""
+        try:
+            await work
+        except TidemillError as error:
+            if self._supervisor is not None:
+                self._supervisor.fail(str(error))
+
+    @contextlib.asynccontextmanager
+    async def _connection(self, url: str) -> AsyncIterator[Broker]:
+        broker = await Broker.connect(url)
+        try:
+            yield broker
+        finally:
+            await broker.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first signal stops the run in order, the second one at once."""
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._view.event("stopping: what is held is finished or handed back; Ctrl-C again ends at once")
+            if self._supervisor is not None:
+                self._supervisor.stop()
+        elif self._supervisor is not None:
+            self._view.event("ending at once")
+            self._is_ending_at_once = True
+            self._supervisor.kill()
+            if self._archiving is not None:
+                self._archiving.cancel()
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,223 @@
+"""Which processes a run has on this machine, and one of them while it runs.
+
+Each is the leader of a session of its own, so that the terminal's Ctrl-C reaches only the console, which
+stops them in order. Output goes to a log file that is appended to over restarts.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.config import RunConfig
+from common.config.reward_kinds import RewardModelConfig
+from common.process.programs import run_own
+from common.redis.broker import WAIT_VARIABLE
+from common.redis.client import URL_VARIABLE
+from common.run.state import RUNS_DIR_VARIABLE
+from services.console.launch.guard import Guard
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def trainer_gpus(config: RunConfig) -> dict[str, str]:
+    """The environment of the trainer."""
+    return _visible(config.trainer.gpus)
+
+
+def rollout_gpus(config: RunConfig, index: int) -> dict[str, str]:
+    """The environment of rollout worker `index`."""
+    size = config.rollout.vllm.tensor_parallel_size
+    return _visible(config.rollout.gpus[index * size : (index + 1) * size])
+
+
+def replica_gpus(config: RunConfig, model: RewardModelConfig | None, index: int) -> dict[str, str]:
+    """The environment of a local replica: its own GPUs, or those of the rollout worker it shares with."""
+    if model is None:
+        return {}
+    if model.shares_rollout_gpus:
+        return rollout_gpus(config, index % max(1, config.rollout.workers))
+    if not model.gpus or model.local_replicas is None:
+        return {}
+    size = max(1, len(model.gpus) // model.local_replicas.count)
+    first = index * size % len(model.gpus)
+    return _visible(model.gpus[first : first + size])
+
+
+def _visible(gpus: Sequence[int]) -> dict[str, str]:
+    return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
+
+
+TAIL_BYTES = 8192
+TAIL_LINES = 15
+PORT_OPTIONS = ("--metrics-port", "--port")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """How to start one process of a run."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ends_run: bool = False
+    """Whether the run is over when this process says so: true of the trainer only."""
+    is_optional: bool = False
+    """Whether the run goes on without it, where it cannot be kept alive."""
+
+
+def service_specs(config: RunConfig) -> list[ServiceSpec]:
+    """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants."""
+    specs = [_spec(config, "trainer", 0, config.trainer.metrics_port, config.trainer.num_threads)]
+    for index in range(config.rollout.workers):
+        threads = config.rollout.num_threads
+        specs.append(_spec(config, "rollout", index, config.rollout.metrics_port, threads))
+    for index in range(config.reward.workers):
+        # Reward functions run in processes of their own: one thread each, or they fight over the cores.
+        threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
+        specs.append(_spec(config, "reward", index, config.reward.metrics_port, threads))
+    specs += [_sandbox_spec(config, index) for index in range(_num_sandboxes(config))]
+    if config.streams.archive.enabled:
+        specs.append(_jobs_spec(config))
+    for name, reward in config.reward.named.items():
+        if reward.local_replicas is not None:
+            specs += [_replica_spec(config, name, index) for index in range(reward.local_replicas.count)]
+    return specs
+
+
+def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:
+    """The exporter of the whole run, where one is wanted."""
+    command = run_own("services.console.exporter", config.run_id, "--port", str(port))
+    return ServiceSpec("exporter", "exporter", tuple(command))
+
+
+def metrics_ports(specs: Sequence[ServiceSpec]) -> dict[str, int]:
+    """The fixed ports that the processes will take, by name."""
+    ports = {spec.name: int(spec.command[-1]) for spec in specs if spec.command[-2] in PORT_OPTIONS}
+    return {name: port for name, port in ports.items() if port}
+
+
+def _spec(config: RunConfig, role: str, index: int, port: int, threads: int) -> ServiceSpec:
+    name = role if role == "trainer" else f"{role}-{index}"
+    command = run_own(f"services.{role}", "--run", config.run_id, "--name", name)
+    # Workers of one machine cannot share a port: they take it and those that follow.
+    command += ["--metrics-port", str(port + index if port else 0)]
+    env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    if role == "trainer":
+        env |= trainer_gpus(config)
+    elif role == "rollout":
+        env |= rollout_gpus(config, index)
+    return ServiceSpec(name, role, tuple(command), env, ends_run=role == "trainer")
+
+
+def _num_sandboxes(config: RunConfig) -> int:
+    """All code rewards of a run share one queue, and the workers of the one that wants the most."""
+    return max(
+        (reward.sandbox.workers for reward in config.reward.named.values() if reward.sandbox), default=0
+    )
+
+
+def _sandbox_spec(config: RunConfig, index: int) -> ServiceSpec:
+    """A worker that runs code, with one thread: its jobs start processes of their own."""
+    name = f"sandbox-{index}"
+    command = run_own("services.jobs.sandbox", "--run", config.run_id, "--name", name)
+    return ServiceSpec(name, "sandbox", tuple(command), {"OMP_NUM_THREADS": "1"})
+
+
+def _jobs_spec(config: RunConfig) -> ServiceSpec:
+    """A worker for what nothing waits for: archiving, exports. It gives way to everybody else."""
+    command = run_own("services.jobs", config.run_id)
+    return ServiceSpec("jobs", "jobs", tuple(command), {"OMP_NUM_THREADS": "1"}, is_optional=True)
+
+
+def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:
+    """A server of a judge or a reward model, in the care of a process that knows the run."""
+    name = f"replica-{reward}-{index}"
+    command = run_own("services.reward.replica", "--run", config.run_id, "--name", name)
+    env = replica_gpus(config, config.reward.named[reward].model, index)
+    return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)), env)
+
+
+def service_environment(redis_url: str, runs: Path) -> dict[str, str]:
+    """What every service needs to know besides its arguments."""
+    return {
+        # A process that dies while Redis is away must not end the run for a mistake in the address.
+        WAIT_VARIABLE: "300",
+        **os.environ,
+        URL_VARIABLE: redis_url,
+        RUNS_DIR_VARIABLE: str(runs),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class ServiceProcess:
+    """One start of one service."""
+
+    def __init__(
+        self, spec: ServiceSpec, process: asyncio.subprocess.Process, log: Path, log_start: int, guard: Guard
+    ) -> None:
+        self.spec, self.log = spec, log
+        self.started = time.monotonic()
+        self._process, self._log_start, self._guard = process, log_start, guard
+
+    @classmethod
+    async def start(
+        cls, spec: ServiceSpec, env: Mapping[str, str], log: Path, guard: Guard
+    ) -> "ServiceProcess":
+        """Start the process, with its output appended to `log`."""
+        with log.open("ab") as output:
+            log_start = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**env, **spec.env},
+                start_new_session=True,
+            )
+        guard.watch(process.pid, "service")
+        return cls(spec, process, log, log_start, guard)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and the id of its process group."""
+        return self._process.pid
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self.started
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code, negative for a signal.
+
+        Children that it left behind, such as the pool of a killed reward worker, are ended too.
+        """
+        code = await self._process.wait()
+        self.kill()
+        self._guard.forget(self.pid)
+        return code
+
+    def terminate(self) -> None:
+        """Ask it to finish or hand back what it holds, and to end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End its whole process group at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def last_words(self) -> str:
+        """The last lines this start has written."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            return "\n".join(lines[-TAIL_LINES:])
+        return ""

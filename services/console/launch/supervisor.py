@@ -1,0 +1,206 @@
+"""Keeps the processes of a run alive until the run is over.
+
+Invariant: a process that dies is started again, with growing pauses, as long as that makes sense. It does
+not when the process says that the user made a mistake (exit code 2), when it ends on an instruction that this
+CPU lacks, or when it dies young many times in a row; then all stop, and its last words are the message. When
+`run` returns, no process is left.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.process.programs import ending_in_words, is_illegal_instruction
+from services.console.launch.guard import Guard
+from services.console.launch.processes import ServiceProcess, ServiceSpec
+from services.console.text.untrusted import printable
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+YOUNG_S = 60.0
+"""A process that lived longer was well; its next pause is the first one again."""
+MAX_YOUNG_DEATHS = 10
+REAP_S = 5.0
+MAX_REASON_CHARACTERS = 300
+
+
+class Ending(StrEnum):
+    """Why a run's processes are gone."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended; `reason` and `exit_code` are those of a failure."""
+
+    ending: Ending
+    reason: str = ""
+    exit_code: int = 0
+
+
+@dataclass(slots=True)
+class ServiceStatus:
+    """What the live view shows of a process besides its heartbeat."""
+
+    name: str
+    role: str
+    state: str = "starting"
+    pid: int = 0
+    restarts: int = 0
+
+
+class Supervisor:
+    """Runs the processes of `specs` to the end of the run. `stop` drains them, `kill` does not."""
+
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        *,
+        env: Mapping[str, str],
+        logs: Path,
+        guard: Guard,
+        grace_s: float,
+        is_finished: Callable[[], Awaitable[bool]],
+        on_event: Callable[[str], None],
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        self.specs, self.env, self.logs, self.guard = specs, env, logs, guard
+        self.grace_s, self.is_finished, self.on_event = grace_s, is_finished, on_event
+        self.first_pause_s = first_pause_s
+        self.statuses = {spec.name: ServiceStatus(spec.name, spec.role) for spec in specs}
+        self._processes: dict[str, ServiceProcess] = {}
+        self._outcome: Outcome | None = None
+        self._over = asyncio.Event()
+        self._killed = asyncio.Event()
+
+    async def run(self) -> Outcome:
+        """Start everything; return when the run is over and every process has ended."""
+        keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
+        try:
+            await self._over.wait()
+            await self._drain(keepers)
+        finally:
+            for process in self._processes.values():
+                process.kill()
+            # Let them take note of the ends; who waits for Redis to say something is not waited for.
+            await asyncio.wait(keepers, timeout=REAP_S)
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+        assert self._outcome is not None
+        return self._outcome
+
+    def stop(self) -> None:
+        """Ask all to finish or hand back what they hold."""
+        self._end(Outcome(Ending.STOPPED))
+
+    def fail(self, reason: str, exit_code: int = 1) -> None:
+        """End the run because something it needs is gone."""
+        self._end(Outcome(Ending.FAILED, reason, exit_code))
+
+    def kill(self) -> None:
+        """Do not wait for them any longer."""
+        self.stop()
+        self._killed.set()
+
+    def _end(self, outcome: Outcome) -> None:
+        self._outcome = self._outcome or outcome
+        self._over.set()
+
+    async def _drain(self, keepers: Sequence[asyncio.Task[None]]) -> None:
+        """SIGTERM to all, then wait until they are gone, time is up, or the user says kill."""
+        for name, process in self._processes.items():
+            self.statuses[name].state = "stopping"
+            process.terminate()
+        gone = asyncio.create_task(_all_done(keepers))
+        killed = asyncio.create_task(_set(self._killed))
+        await asyncio.wait({gone, killed}, timeout=self.grace_s, return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        gone.cancel()
+        if self._processes and not self._killed.is_set():
+            late = ", ".join(sorted(self._processes))
+            self.on_event(f"still running after {self.grace_s:g} s and killed: {late}")
+
+    async def _keep(self, spec: ServiceSpec) -> None:
+        """Start one service again and again, until the run is over."""
+        status, young_deaths = self.statuses[spec.name], 0
+        while not self._over.is_set():
+            try:
+                process = await ServiceProcess.start(
+                    spec, self.env, self.logs / f"{spec.name}.log", self.guard
+                )
+            except OSError as error:
+                self.fail(f"cannot start {spec.name}: {error}")
+                return
+            code = await self._watch(process, status)
+            if self._over.is_set() or await self._is_over(process, code):
+                break
+            young_deaths = young_deaths + 1 if process.age_s < YOUNG_S else 1
+            if young_deaths > MAX_YOUNG_DEATHS:
+                reason = _obituary(process, f"died {young_deaths} times in a row; giving up", code)
+                (self.on_event if spec.is_optional else self.fail)(reason)
+                break
+            pause_s = min(self.first_pause_s * 2 ** (young_deaths - 1), LONGEST_PAUSE_S)
+            self.on_event(
+                f"{spec.name} ended {_how(code)}{_last_line(process)}; starting it again in {pause_s:g} s"
+            )
+            status.state = f"restarting ({_how(code)})"
+            await self._sleep(pause_s)
+            status.restarts += 1
+        status.state, status.pid = "stopped", 0
+
+    async def _watch(self, process: ServiceProcess, status: ServiceStatus) -> int:
+        """Wait for the end of one start."""
+        self._processes[status.name] = process
+        status.state, status.pid = "running", process.pid
+        if self._over.is_set():  # the run ended while it started
+            process.terminate()
+        try:
+            return await process.wait()
+        finally:
+            del self._processes[status.name]
+            status.pid = 0
+
+    async def _is_over(self, process: ServiceProcess, code: int) -> bool:
+        """Whether this end of a process is the end of the run."""
+        is_hopeless = code == ConfigError.exit_code or is_illegal_instruction(code)
+        if is_hopeless and not process.spec.is_optional:
+            self.fail(_obituary(process, "cannot do this run", code), code)
+        elif code == 0 and process.spec.ends_run and await self.is_finished():
+            self._end(Outcome(Ending.FINISHED))
+        return self._over.is_set()
+
+    async def _sleep(self, pause_s: float) -> None:
+        """Pause, unless the run ends first."""
+        over = asyncio.ensure_future(self._over.wait())
+        await asyncio.wait({over}, timeout=pause_s)
+        over.cancel()
+
+
+async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks)
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _how(code: int) -> str:
+    return f"{'by' if code < 0 else 'with'} {ending_in_words(code)}"
+
+
+def _last_line(process: ServiceProcess) -> str:
+    """The last that it wrote, which mostly is the reason."""
+    lines = process.last_words().strip().splitlines()
+    return f" ({printable(lines[-1].strip(), MAX_REASON_CHARACTERS)})" if lines else ""
+
+
+def _obituary(process: ServiceProcess, what: str, code: int) -> str:
+    words = process.last_words() or "(it wrote nothing)"
+    indented = "\n".join(f"  {line}" for line in words.splitlines())
+    return f"{process.spec.name} {what} ({_how(code)}). Its last words, from {process.log}:\n{indented}"

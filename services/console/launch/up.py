@@ -1,0 +1,179 @@
+"""`tidemill up`: one whole run on this machine.
+
+Order matters at both ends. Everything that can be wrong is found first. Redis starts before the services and
+stops after them, because they drain through it. The summary is computed while Redis is still there.
+"""
+
+import os
+import re
+import shlex
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from common.config import Change, RunConfig, changed_fields
+from common.errors import ConfigError
+from common.process.programs import run_main
+from common.process.service import METRICS_HOST_VARIABLE
+from common.redis.broker import Broker
+from common.redis.client import URL_VARIABLE
+from common.run.records import METRICS_FILE, STEP, read_records
+from common.run.state import CONFIG_FILE, run_exists
+from common.wire.keys import Keys
+from services.console.check.preflight import examine
+from services.console.launch.local_run import LocalRun
+from services.console.launch.processes import (
+    ServiceSpec,
+    exporter_spec,
+    metrics_ports,
+    service_specs,
+)
+from services.console.run.folder import RunFolder, folder_of_runs, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What the user said."""
+
+    config: Path
+    overrides: tuple[str, ...] = ()
+    run_id: str = ""
+    resume: bool = False
+    live: bool = True
+    runs_dir: Path | None = None
+    metrics_port: int | None = None
+
+    def command(self, run_id: str, resume: bool) -> str:
+        """The command line that means this run, to be copied."""
+        words = ["tidemill", "up", str(self.config)]
+        for override in self.overrides:
+            words += ["--set", override]
+        words += ["--run-id", run_id]
+        if self.runs_dir:
+            words += ["--runs-dir", str(self.runs_dir)]
+        if self.metrics_port is not None:
+            words += ["--metrics-port", str(self.metrics_port)]
+        return shlex.join([*words, "--resume"] if resume else words)
+
+
+def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:
+    """Do the run; returns the exit code.
+
+    Raises:
+        TidemillError: it cannot start as it is. Nothing was started, and no folder made.
+    """
+    config = examine(options.config, options.overrides).config
+    runs = folder_of_runs(options.runs_dir)
+    config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
+    folder = RunFolder(runs, Keys(config.run_id).run_id)
+    _check_is_free(options, folder)
+    changes = _check_changes(options, config, folder)
+    specs = list(specs_of(config))
+    if options.metrics_port is not None:
+        specs.append(exporter_spec(config, options.metrics_port))
+    _check_ports(specs)
+    console = Console(highlight=False)
+    resume_command = options.command(config.run_id, resume=True)
+    is_live = options.live and console.is_terminal
+    for change in changes:
+        console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
+    console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)
+    run = LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command)
+    return run_main(run.go())
+
+
+def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
+    run_id = options.run_id or config.run_id
+    if run_id:
+        return run_id
+    if options.resume:
+        latest = runs / "latest"
+        name = os.readlink(latest) if latest.is_symlink() else "RUN_ID"
+        raise ConfigError(
+            f"--resume needs to know which run; the latest is {name}:\n  {options.command(name, resume=True)}"
+        )
+    stem = options.config.resolve().parent.name or "run"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:80] or "run"
+    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
+    """A new run needs a new id, and a resumed one something to resume."""
+    url = os.environ.get(URL_VARIABLE)
+    in_redis = run_main(_is_known(url, folder.run_id)) if url else False
+    exists = in_redis or folder.path.exists()
+    if exists and not options.resume:
+        where = f"{nearest(folder.path)}" if folder.path.exists() else f"the Redis at {URL_VARIABLE}"
+        raise ConfigError(
+            f"run {folder.run_id} exists already, in {where}. To continue it, say so:\n"
+            f"  {options.command(folder.run_id, resume=True)}\n"
+            "or give the new run another id with --run-id."
+        )
+    if options.resume and not exists:
+        raise ConfigError(
+            f"there is no run {folder.run_id} to resume: {nearest(folder.path)} does not exist. "
+            f"Start it with\n  {options.command(folder.run_id, resume=False)}"
+        )
+
+
+def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[Change]:
+    """What a resumed run does differently from now on.
+
+    Raises:
+        ConfigError: it would contradict what the run has done already.
+    """
+    before = folder.config() if options.resume else None
+    if before is None:
+        return []
+    changes = changed_fields(before, config)
+    if refused := [change for change in changes if change.refusal]:
+        lines = "\n".join(f"  {change} ({change.refusal})" for change in refused)
+        raise ConfigError(
+            f"run {folder.run_id} cannot be resumed with other values of {len(refused)} field(s):\n{lines}\n"
+            f"Resume it with the values it was started with ({nearest(folder.path / CONFIG_FILE)}), or start "
+            "a new run."
+        )
+    done = sum(record["kind"] == STEP for record in read_records(folder.path / METRICS_FILE))
+    if config.trainer.steps < done:
+        raise ConfigError(
+            f"run {folder.run_id} has {done} committed steps, more than trainer.steps = "
+            f"{config.trainer.steps}: steps cannot be taken back. Give at least as many, or start a new run."
+        )
+    return changes
+
+
+async def _is_known(url: str, run_id: str) -> bool:
+    broker = await Broker.connect(url)
+    try:
+        return await run_exists(broker, Keys(run_id))
+    finally:
+        await broker.close()
+
+
+def _check_ports(specs: Sequence[ServiceSpec]) -> None:
+    """Find a port in use before anything starts."""
+    host = os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1")
+    users: dict[int, str] = {}
+    for name, port in metrics_ports(specs).items():
+        if port in users:
+            raise ConfigError(
+                f"{name} and {users[port]} would both serve metrics on port {port}; give the sections "
+                "metrics_port values further apart (each worker takes the next one), or 0 for free ports."
+            )
+        users[port] = name
+        try:
+            with socket.create_server((host, port)):
+                pass
+        except (OSError, OverflowError) as error:
+            number = getattr(error, "errno", None)
+            reason = os.strerror(number) if number else error
+            setting = "--metrics-port" if name == "exporter" else f"{name.partition('-')[0]}.metrics_port"
+            raise ConfigError(
+                f"{name} cannot serve metrics on {host}:{port}: {reason}. Set {setting} to a free port, or "
+                "to 0 to take any."
+            ) from None

@@ -1,0 +1,1 @@
+"""How large a run has to be."""

@@ -1,0 +1,1 @@
+"""What a run has written: streams, and the traces of tickets and steps."""

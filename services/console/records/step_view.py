@@ -1,0 +1,240 @@
+"""What a step was made of, for people. Pure functions of what was gathered."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from services.console.records.record_table import number
+from services.console.records.step_trace import STAGES, SampleFacts, StepTrace
+from services.console.records.ticket_trace import advantages_in
+from services.console.records.trace_view import Line, print_lines
+from services.console.text.untrusted import NOTHING, printable, took, when
+
+MAX_GROUPS = 40
+"""Groups that are shown unless all are asked for."""
+MAX_DROPPED = 12
+BAR_WIDTH = 24
+OUTCOMES = (
+    "reward", "reward_std", "loss", "grad_norm", "learning_rate", "entropy", "kl", "rollout_kl",
+    "clip_ratio/region_mean", "logprob_gap/mean", "frac_reward_zero_std", "completions/mean_length",
+    "completions/clipped_ratio", "update_skipped",
+)  # fmt: skip
+"""Metrics that are shown, of those that the step has; the commit has all."""
+
+
+def print_step(console: Console, trace: StepTrace, is_full: bool) -> None:
+    """What went in, how it was split up, where the time went, what came out."""
+    commit = trace.commit
+    head = f"step {commit.step}  version {commit.step} → {commit.version}"
+    console.print(Text(head, "bold"), soft_wrap=True)
+    print_lines(console, [("begun", f"{when(commit.started_at)}, {took(_wall_s(trace))}")])
+    console.print(Text("\nwhat went in", "bold"))
+    print_lines(console, _input_lines(trace))
+    console.print(_groups_table(trace, is_full))
+    for ticket in trace.reversed_groups:
+        words = f"  ticket {ticket}: its advantages fall where its rewards rise; see tidemill trace {ticket}"
+        console.print(Text(words, "bold red"), soft_wrap=True)
+    if len(commit.groups) > MAX_GROUPS and not is_full:
+        more = len(commit.groups) - MAX_GROUPS
+        console.print(Text(f"  … {more:,} more groups; --full shows all", "dim"))
+    console.print(Text("\nin which micro-batches", "bold"))
+    console.print(_batches_table(trace))
+    console.print(Text("\nwhere the time went", "bold"))
+    console.print(_times_table(trace))
+    console.print(_stages_table(trace))
+    print_lines(console, _slowest_lines(trace))
+    console.print(Text("\nwhat came out", "bold"))
+    print_lines(console, _output_lines(trace))
+
+
+def _wall_s(trace: StepTrace) -> float:
+    return trace.commit.finished_at - trace.commit.started_at
+
+
+def _input_lines(trace: StepTrace) -> Iterator[Line]:
+    commit, rewards = trace.commit, trace.rewards
+    num_trained = len(set(commit.trained_keys))
+    made = [s.num_tokens for s in trace.samples.values()]
+    yield "groups", f"{len(commit.groups)}, of which {num_trained:,} samples were trained on"
+    if trace.num_lost:
+        yield "gone", f"{trace.num_lost:,} of them: the streams have their trajectories no more"
+    if made:
+        yield "tokens", f"{sum(made):,} of completions, {min(made)} to {max(made)} each"
+    if rewards:
+        spread = f"{np.mean(rewards):.4g} ± {np.std(rewards):.4g}, {min(rewards):.4g} to {max(rewards):.4g}"
+        yield "rewards", f"mean {spread}"
+    if shares := _staleness_words(trace):
+        yield "staleness", shares
+    for reason, tickets in _by_reason(trace.dropped_groups).items():
+        yield "dropped", f"{reason}: {_listed(tickets, 'group')}"
+    left_out = _by_reason([(f"{t}.{index}", reason) for t, index, reason in trace.left_out])
+    for reason, samples in left_out.items():
+        yield "left out", f"{reason}: {_listed(samples, 'sample')}"
+
+
+def _staleness_words(trace: StepTrace) -> str:
+    metrics, found = trace.commit.metrics, []
+    for age in range(64):
+        if (share := metrics.get(f"staleness/share_{age}")) is None:
+            break
+        if share:
+            found.append(f"{age}: {share:.0%}")
+    if not found and (most := metrics.get("staleness/max")) is not None:
+        return f"at most {most:g}, mean {metrics.get('staleness/mean', 0.0):.2g}"
+    return f"of tokens, in steps  {'  '.join(found)}" if found else ""
+
+
+def _by_reason(drops: Sequence[tuple[object, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for what, reason in drops:
+        found.setdefault(printable(reason, 60), []).append(str(what))
+    return found
+
+
+def _listed(names: Sequence[str], noun: str) -> str:
+    shown = ", ".join(names[:MAX_DROPPED]) + (", …" if len(names) > MAX_DROPPED else "")
+    return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({shown})"
+
+
+def _groups_table(trace: StepTrace, is_full: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for title in (
+        "ticket",
+        "samples",
+        "rewards",
+        "mean",
+        "advantages",
+        "versions",
+        "tokens",
+        "complete",
+        "by",
+    ):
+        is_number = title in ("ticket", "samples", "mean", "tokens", "complete")
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "by")
+    commit = trace.commit
+    for ticket in commit.groups if is_full else commit.groups[:MAX_GROUPS]:
+        samples = trace.group(ticket)
+        rewards = [s.reward for s in samples if s.reward is not None]
+        advantages = advantages_in(commit, ticket).values()
+        complete_s = trace.complete_at(ticket) - commit.started_at if samples else None
+        table.add_row(
+            str(ticket),
+            str(len(samples)),
+            Text(_counted(rewards)),
+            number(float(np.mean(rewards)) if rewards else None),
+            f"{min(advantages):.3g} … {max(advantages):.3g}" if advantages else NOTHING,
+            _versions(samples),
+            f"{sum(s.num_tokens for s in samples):,}",
+            _relative(complete_s),
+            Text(printable(", ".join(sorted({s.worker for s in samples})), 60)),
+        )
+    return table
+
+
+def _counted(rewards: Sequence[float]) -> str:
+    """Few different rewards with their counts, many with their range."""
+    counts = Counter(rewards)
+    if not counts:
+        return NOTHING
+    if len(counts) <= 3:
+        return "  ".join(f"{count}× {value:.4g}" for value, count in sorted(counts.items()))
+    return f"{min(counts):.4g} … {max(counts):.4g}"
+
+
+def _versions(samples: Sequence[SampleFacts]) -> str:
+    found = [version for sample in samples for version in sample.versions]
+    if not found:
+        return NOTHING
+    return str(min(found)) if min(found) == max(found) else f"{min(found)} … {max(found)}"
+
+
+def _relative(seconds: float | None) -> str:
+    """Before or after the step began."""
+    if seconds is None:
+        return NOTHING
+    return f"{took(-seconds)} before" if seconds < 0 else f"{took(seconds)} after"
+
+
+def _batches_table(trace: StepTrace) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for title in ("mini-batch", "micro-batch", "samples", "groups", "prompt tokens", "completion tokens"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for batch in trace.micro_batches():
+        table.add_row(
+            str(batch.mini_batch),
+            str(batch.micro_batch),
+            str(len(batch.keys)),
+            str(len({ticket for ticket, _ in batch.keys})),
+            f"{batch.num_prompt_tokens:,}",
+            f"{batch.num_tokens:,}",
+        )
+    return table
+
+
+def _times_table(trace: StepTrace) -> Table:
+    """The trainer's own time by what it did, most first."""
+    prefix, suffix = "time/", "_s"
+    spent = {
+        name.removeprefix(prefix).removesuffix(suffix).replace("_", " "): seconds
+        for name, seconds in trace.commit.metrics.items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+    total_s = sum(spent.values())
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        share = seconds / total_s if total_s else 0.0
+        table.add_row(f"trainer: {name}", took(seconds), f"{share:.0%}", "█" * round(BAR_WIDTH * share))
+    return table
+
+
+def _stages_table(trace: StepTrace) -> Table:
+    """What the samples went through, one after the other."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("the samples", no_wrap=True)
+    for title in ("median", "90 %", "longest"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("by", no_wrap=True)
+    stages = {key: s.stages_s(trace.commit.finished_at) for key, s in trace.samples.items()}
+    for stage in STAGES:
+        spent = {key: found[stage] for key, found in stages.items() if stage in found}
+        if not spent:
+            continue
+        ticket, index = longest = max(spent, key=lambda key: spent[key])
+        values = np.array(list(spent.values()))
+        middle, high = np.percentile(values, [50, 90])
+        table.add_row(stage, took(middle), took(high), took(spent[longest]), f"{ticket}.{index}")
+    return table
+
+
+def _slowest_lines(trace: StepTrace) -> Iterator[Line]:
+    commit, last = trace.commit, trace.last_to_come
+    if last is None:
+        return
+    ready = sum(1 for ticket in commit.groups if trace.complete_at(ticket) <= commit.started_at)
+    yield "ready", f"{ready} of {len(commit.groups)} groups were complete when the step began"
+    spent = last.stages_s(commit.finished_at)
+    words = ", ".join(f"{stage} {took(spent[stage])}" for stage in STAGES[:-1] if stage in spent)
+    came = _relative(last.scored_at - commit.started_at)
+    yield "last to come", f"{last.key[0]}.{last.key[1]}, {came} the step began: {words}"
+    if trace.manifest is not None and trace.manifest.announced_at:
+        late_s = trace.manifest.announced_at - commit.finished_at
+        yield "weights", f"announced {took(max(0.0, late_s))} after the commit"
+
+
+def _output_lines(trace: StepTrace) -> Iterator[Line]:
+    metrics = trace.commit.metrics
+    for name in OUTCOMES:
+        if name in metrics:
+            yield name, number(metrics[name])
+    yield "version", str(trace.commit.version)
+    yield "digest", trace.commit.digest or NOTHING
+    yield "more", f"tidemill streams show commits {trace.commit.step} has every metric"

@@ -1,0 +1,198 @@
+"""Every field of a config, from the models themselves: type, default, bounds, and what it is for.
+
+`tidemill check --fields` shows them; `python -m services.console.reference.fields` prints docs/config.md.
+"""
+
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from common.config import RunConfig
+from common.errors import ConfigError
+
+SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+ANY_NAME = "<name>"
+"""Stands for the names that a config gives to entries of its own."""
+PREAMBLE = """# Config reference
+
+One YAML file describes a run. `tidemill check CONFIG` finds its mistakes, `--set section.field=value`
+overrides a field, and `tidemill check --fields [SECTION]` prints this reference. This page is generated:
+`python -m services.console.reference.fields > docs/config.md`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldFacts:
+    """One field, by its dotted name."""
+
+    name: str
+    kind: str
+    default: str
+    bounds: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SectionFacts:
+    """A section: its dotted name (empty for the top of the file), what it is for, and its own fields."""
+
+    name: str
+    text: str
+    fields: list[FieldFacts]
+
+
+def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterator[SectionFacts]:
+    """A section, then those inside it, depth first."""
+    own, inner = [], []
+    prefix = f"{name}." if name else ""
+    for field, info in model.model_fields.items():
+        found = _section_of(info.annotation)
+        if found is None:
+            own.append(_facts(prefix + field, info))
+            continue
+        section, has_names = found
+        if has_names or (not info.is_required() and info.get_default(call_default_factory=True) is None):
+            own.append(_facts(prefix + field, info))
+        inner.append((section, f"{prefix}{field}.{ANY_NAME}" if has_names else prefix + field))
+    yield SectionFacts(name, _first_paragraph(model.__doc__ or ""), own)
+    for section, path in inner:
+        yield from read_sections(section, path)
+
+
+def print_fields(wanted: str, console: Console | None = None) -> None:
+    """Show the fields of a section and of those inside it; all, where no section is given.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    console = console or Console(highlight=False)
+    sections = list(read_sections())
+    chosen = [s for s in sections if not wanted or s.name == wanted or s.name.startswith(f"{wanted}.")]
+    if not chosen:
+        names = ", ".join(section.name for section in sections if section.name)
+        raise ConfigError(f"there is no section {wanted!r}; sections are {names}")
+    for section in chosen:
+        console.print(Text.assemble((section.name or "top of the file", "bold cyan"), f"  {section.text}"))
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+        table.add_column(style="bold", overflow="fold")
+        table.add_column(overflow="fold")
+        for field in section.fields:
+            details = ", ".join(part for part in (field.kind, field.bounds) if part)
+            table.add_row(field.name, Text.assemble((f"{details}; {field.default}\n", "dim"), field.text))
+        console.print(table)
+
+
+def as_markdown() -> str:
+    """docs/config.md."""
+    parts = [PREAMBLE]
+    for section in read_sections():
+        parts.append(f"\n## {f'`{section.name}`' if section.name else 'Top of the file'}\n\n{section.text}\n")
+        if section.fields:
+            parts.append("\n| field | type | default | what it is for |\n|---|---|---|---|\n")
+        for field in section.fields:
+            kind = _cell(", ".join(part for part in (field.kind, field.bounds) if part))
+            parts.append(f"| `{field.name}` | {kind} | {_cell(field.default)} | {_cell(field.text)} |\n")
+    return "".join(parts)
+
+
+def _facts(name: str, info: FieldInfo) -> FieldFacts:
+    default = "required"
+    if not info.is_required():
+        default = f"default {_shown(info.get_default(call_default_factory=True))}"
+    return FieldFacts(
+        name, _kind(info.annotation), default, _bounds(info), " ".join((info.description or "").split())
+    )
+
+
+def _section_of(annotation: Any) -> tuple[type[BaseModel], bool] | None:
+    """The section that a field holds, and whether it holds any number of them under names of their own."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    if get_origin(annotation) is dict:
+        inner = _section_of(get_args(annotation)[1])
+        return (inner[0], True) if inner else None
+    if _is_union(annotation):
+        parts = [found for part in get_args(annotation) if (found := _section_of(part))]
+        return parts[0] if len(parts) == 1 else None
+    return None
+
+
+def _kind(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is typing.Annotated:
+        return _kind(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(value) for value in get_args(annotation))
+    if _is_union(annotation):
+        return " | ".join(_kind(part) for part in get_args(annotation))
+    if arguments := [part for part in get_args(annotation) if part is not Ellipsis]:
+        return f"{get_origin(annotation).__name__}[{', '.join(_kind(part) for part in arguments)}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _bounds(info: FieldInfo) -> str:
+    found = []
+    for constraint in info.metadata:
+        limits = [(sign, getattr(constraint, name, None)) for name, sign in SIGNS]
+        found += [f"{sign} {_number(limit)}" for sign, limit in limits if limit is not None]
+        if pattern := getattr(constraint, "pattern", None):
+            found.append(f"matches {pattern}")
+    return ", ".join(found)
+
+
+def _number(limit: float) -> str:
+    return str(int(limit)) if limit == int(limit) and abs(limit) < 1e15 else f"{limit:g}"
+
+
+def _shown(value: Any) -> str:
+    if value is PydanticUndefined or value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, BaseModel):
+        return "as below"
+    return '""' if value == "" else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.strip().partition("\n\n")[0].split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print docs/config.md; with `--check FILE`, say whether that file is current. Returns the exit code."""
+    if not arguments:
+        print(as_markdown(), end="")
+        return 0
+    if Path(arguments[-1]).read_text(encoding="utf-8") == as_markdown():
+        return 0
+    print(
+        f"{arguments[-1]} is not current: python -m services.console.reference.fields > {arguments[-1]}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

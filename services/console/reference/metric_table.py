@@ -1,0 +1,89 @@
+"""Every Prometheus metric, from `common/telemetry/metrics.py` itself, as the tables at the end of docs/metrics.md.
+
+`python -m services.console.reference.metric_table docs/metrics.md` writes them; with `--check` it says whether they are
+current.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from common.telemetry import metrics
+
+HEADING = "## Prometheus: every metric"
+PREAMBLE = f"""{HEADING}
+
+These tables are generated: `python -m services.console.reference.metric_table docs/metrics.md`. How to scrape them is
+in [operations.md](operations.md#metrics). Each process also exports `process_*` and `python_*`: its processor
+time, memory, open files and start. Counters and histograms count since the process's start: sum their rates.
+"""
+OF_PROCESSES = "### Of each process, on its own /metrics"
+OF_RUNS = "### Of a run, from the exporter"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFacts:
+    """One metric, under the name that queries use; a histogram's ends in `_bucket`, `_sum` or `_count`."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+    is_of_run: bool
+
+
+def read_metrics() -> Iterator[MetricFacts]:
+    """All metrics in the order of their definition."""
+    of_run = set(metrics.RUN._collector_to_names)
+    for metric in vars(metrics).values():
+        if isinstance(metric, MetricWrapperBase):
+            found: Any = metric  # prometheus_client keeps what it was given to itself
+            suffix = "_total" if found._type == "counter" else ""
+            yield MetricFacts(
+                found._name + suffix,
+                found._type,
+                tuple(found._labelnames),
+                found._documentation,
+                metric in of_run,
+            )
+
+
+def as_markdown() -> str:
+    """Heading and both tables."""
+    facts = list(read_metrics())
+    lines = [PREAMBLE]
+    for heading, is_of_run in ((OF_PROCESSES, False), (OF_RUNS, True)):
+        lines += [heading, "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
+        lines += [_row(item) for item in facts if item.is_of_run == is_of_run]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(item: MetricFacts) -> str:
+    labels = ", ".join(f"`{label}`" for label in item.labels)
+    return f"| `{item.name}` | {item.kind} | {labels} | {item.text} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the tables into a file, or check them with `--check`; returns the exit code."""
+    path = Path(arguments[-1])
+    before = path.read_text(encoding="utf-8")
+    current = before.partition(HEADING)[0] + as_markdown()
+    if current == before:
+        return 0
+    if "--check" in arguments:
+        print(
+            f"{path} is not current: python -m services.console.reference.metric_table {path}",
+            file=sys.stderr,
+        )
+        return 1
+    path.write_text(current, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,232 @@
+"""How the scores of two rewards for the same trajectories agree: numbers, and the groups that would flip.
+
+Advantages only see the order and the spread within a group, so that is where agreement is looked for.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from common.wire.messages import Score, TrajectoryKey
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+CLOSE = 1e-9
+"""Scores that differ by less are the same."""
+NUM_EXAMPLES = 10
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What came of the comparison. Correlations are None where one side does not vary."""
+
+    compared: int = 0
+    """Trajectories that have a value on both sides."""
+    failed_before: int = 0
+    failed_now: int = 0
+    failures_now: dict[str, int] = field(default_factory=dict)
+    """What the new failures said, by how often."""
+    mean_before: float = 0.0
+    mean_now: float = 0.0
+    equal_share: float = 0.0
+    """Share of trajectories with the same score."""
+    pearson: float | None = None
+    spearman: float | None = None
+    spearman_within_groups: float | None = None
+    """Mean of the rank correlations within groups, over those groups in which both sides vary."""
+    sign_flips: int = 0
+    """Trajectories better than their group's mean on one side, and worse on the other."""
+    groups: int = 0
+    groups_with_another_best: list[int] = field(default_factory=list)
+    """Tickets of which no completion is the best on both sides."""
+    groups_without_variance_before: int = 0
+    groups_without_variance_now: int = 0
+    farthest: list[tuple[int, int, float, float]] = field(default_factory=list)
+    """(ticket, index, before, now) of those with another score that moved most in rank."""
+
+
+def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, Score]) -> Agreement:
+    """Hold the scores of the same trajectories against each other."""
+    keys = sorted(now)
+    failures = Counter(_kind(now[key]) for key in keys if now[key].value is None)
+    result = Agreement(
+        failed_before=sum(before[key].value is None for key in keys if key in before),
+        failed_now=failures.total(),
+        failures_now=dict(failures.most_common(NUM_EXAMPLES)),
+    )
+    pairs = [(key, _value(before.get(key)), _value(now[key])) for key in keys]
+    both = [(key, old, new) for key, old, new in pairs if old is not None and new is not None]
+    result.compared = len(both)
+    if not both:
+        return result
+    old, new = (np.array([pair[side] for pair in both], dtype=np.float64) for side in (1, 2))
+    result.mean_before, result.mean_now = float(old.mean()), float(new.mean())
+    result.equal_share = float((np.abs(old - new) <= CLOSE).mean())
+    result.pearson, result.spearman = correlation(old, new), rank_correlation(old, new)
+    result.farthest = _farthest([key for key, _, _ in both], old, new)
+    _compare_groups(result, both)
+    return result
+
+
+def correlation(one: Floats, other: Floats) -> float | None:
+    """Pearson's r; None where one of them does not vary."""
+    if len(one) < 2 or np.ptp(one) <= CLOSE or np.ptp(other) <= CLOSE:
+        return None
+    return float(np.clip(np.corrcoef(one, other)[0, 1], -1.0, 1.0))
+
+
+def rank_correlation(one: Floats, other: Floats) -> float | None:
+    """Spearman's rho: Pearson's r of the ranks, ties at their mean rank. None where one does not vary."""
+    return correlation(ranks(one), ranks(other))
+
+
+def ranks(values: Floats) -> Floats:
+    """Rank of each value from 1; equal values share the mean of their ranks. Shape [N]."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    result: Floats = ((2 * last - counts + 1) / 2)[inverse].astype(np.float64)
+    return result
+
+
+def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, float]]) -> None:
+    groups: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (ticket, _), old, new in both:
+        groups[ticket].append((old, new))
+    rhos: list[float] = []
+    for ticket, pairs in groups.items():
+        before, now = (np.array(side, dtype=np.float64) for side in zip(*pairs, strict=True))
+        varies_before, varies_now = np.ptp(before) > CLOSE, np.ptp(now) > CLOSE
+        result.groups_without_variance_before += not varies_before
+        result.groups_without_variance_now += not varies_now
+        if (rho := rank_correlation(before, now)) is not None:
+            rhos.append(rho)
+        centred_old, centred_new = before - before.mean(), now - now.mean()
+        opposite = (centred_old * centred_new < 0) & (np.abs(centred_old) > CLOSE)
+        result.sign_flips += int((opposite & (np.abs(centred_new) > CLOSE)).sum())
+        is_best = (before >= before.max() - CLOSE) & (now >= now.max() - CLOSE)
+        if varies_before and varies_now and not is_best.any():
+            result.groups_with_another_best.append(ticket)
+    result.groups = len(groups)
+    result.spearman_within_groups = float(np.mean(rhos)) if rhos else None
+
+
+def _farthest(keys: list[TrajectoryKey], old: Floats, new: Floats) -> list[tuple[int, int, float, float]]:
+    # Where others moved past it, the rank of a row changes that has the score it had.
+    moved = np.where(np.abs(old - new) > CLOSE, np.abs(ranks(old) - ranks(new)), 0.0)
+    order = np.argsort(-moved, kind="stable")[:NUM_EXAMPLES]
+    return [(*keys[at], float(old[at]), float(new[at])) for at in order if moved[at] > 0]
+
+
+def _value(score: Score | None) -> float | None:
+    return score.value if score is not None else None
+
+
+def _kind(score: Score) -> str:
+    """A failure in a line, without what makes each of them different."""
+    first = score.error.strip().splitlines()
+    return (first[0] if first else str(score.status))[:160]
+
+
+MAX_TICKETS = 12
+
+
+def rescore_tables(report: dict[str, Any]) -> list[Table]:
+    """Agreement, cost, failures, and the trajectories to look at."""
+    tables = [_agreement(report), _cost(report["cost"])]
+    agreement = report["agreement"]
+    if agreement["failures_now"]:
+        tables.append(_failures(agreement["failures_now"]))
+    if agreement["farthest"]:
+        tables.append(_farthest_rows(agreement["farthest"]))
+    return tables
+
+
+def replay_table(summary: dict[str, Any]) -> Table:
+    """What a replayed stretch of traffic did to the reward service."""
+    table = _two_columns(f"trajectories of {summary['run']} into {summary['sandbox']}")
+    rows = {
+        "emitted": f"{summary['emitted']:,} in {summary['seconds']:.1f} s",
+        "scored": f"{summary['scored']:,} ({summary['scores_per_s']:,.0f}/s)",
+        "failed": f"{summary['failed']:,}",
+        "from emission to score": _quantiles(summary["wait_s"]),
+        "the reward's own time": _quantiles(summary["latency_s"]),
+        "most that waited at once": f"{summary['max_backlog']:,}",
+        "behind its pace at the end": f"{summary['behind_s']:.1f} s",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _agreement(report: dict[str, Any]) -> Table:
+    found = report["agreement"]
+    table = _two_columns(f"{report['run']} scored again by {', '.join(report['reward'])}")
+    flipped = found["groups_with_another_best"]
+    named = ", ".join(map(str, flipped[:MAX_TICKETS])) + (", ..." if len(flipped) > MAX_TICKETS else "")
+    rows = {
+        "compared": f"{found['compared']:,} trajectories in {found['groups']:,} groups",
+        "failed": f"{found['failed_before']:,} before, {found['failed_now']:,} now",
+        "mean": f"{found['mean_before']:.4f} before, {found['mean_now']:.4f} now",
+        "same score": f"{found['equal_share']:.1%}",
+        "correlation (Pearson)": _number(found["pearson"]),
+        "rank correlation (Spearman)": _number(found["spearman"]),
+        "rank correlation within groups": _number(found["spearman_within_groups"]),
+        "advantages that change sign": f"{found['sign_flips']:,}",
+        "groups with another best": f"{len(flipped):,}" + (f": tickets {named}" if flipped else ""),
+        "groups without variance": f"{found['groups_without_variance_before']:,} before, "
+        f"{found['groups_without_variance_now']:,} now",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _cost(cost: dict[str, Any]) -> Table:
+    table = _two_columns("cost")
+    table.add_row("scores", f"{cost['trajectories']:,} in {cost['scoring_s']:.1f} s")
+    table.add_row(
+        "speed", f"{cost['scores_per_s']:,.0f}/s ({cost['wall_s']:.1f} s with starting and stopping)"
+    )
+    table.add_row("attempts", f"{cost['attempts']:,}")
+    table.add_row("time of one", f"median {cost['latency_p50_s']:.3g} s, 95% {cost['latency_p95_s']:.3g} s")
+    for reward, tokens in cost["tokens"].items():
+        table.add_row(f"tokens of {reward}", f"{tokens:,}")
+    return table
+
+
+def _failures(failures: dict[str, int]) -> Table:
+    table = Table(title="failures now", title_justify="left")
+    table.add_column("times", justify="right")
+    table.add_column("error")
+    for error, count in failures.items():
+        table.add_row(f"{count:,}", Text(error))
+    return table
+
+
+def _farthest_rows(rows: list[list[float]]) -> Table:
+    table = Table(title="farthest in rank; see `tidemill trace`", title_justify="left")
+    for name in ("trajectory", "score before", "score now"):
+        table.add_column(name, justify="right")
+    for ticket, index, before, now in rows:
+        table.add_row(f"{ticket}.{index}", f"{before:.4g}", f"{now:.4g}")
+    return table
+
+
+def _two_columns(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _quantiles(found: dict[str, float]) -> str:
+    return f"median {found['p50']:.2g} s, 95% {found['p95']:.2g} s, 99% {found['p99']:.2g} s"

@@ -1,0 +1,151 @@
+"""A run's folder, and how the commands find a run again.
+
+`<runs>/<run_id>/` holds all that a run leaves behind; `<runs>/latest` points at the newest one. While
+`tidemill up` keeps a Redis of its own, `redis.url` holds its address, readable by its owner only.
+Every command begins here, so what only some need (configs, YAML) is imported where it is used.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigError
+from common.files import write_atomically
+from common.redis.client import URL_VARIABLE
+from common.run.state import CONFIG_FILE, runs_dir
+
+if TYPE_CHECKING:
+    from common.config import RunConfig
+
+LATEST = "latest"
+RUN_VARIABLE = "TIDEMILL_RUN_ID"
+"""The run that commands are about when none is given, as in the containers of docker-compose.yml."""
+SUMMARY_FILE = "summary.json"
+PICTURE_FILE = "reward.png"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`<runs>/<run_id>`; nothing is created before `create`."""
+
+    runs: Path
+    run_id: str
+
+    @property
+    def path(self) -> Path:
+        """The folder itself."""
+        return self.runs / self.run_id
+
+    @property
+    def logs(self) -> Path:
+        """One log file for each process, appended to over restarts."""
+        return self.path / "logs"
+
+    @property
+    def redis_data(self) -> Path:
+        """Data of the run's own Redis."""
+        return self.path / "redis"
+
+    @property
+    def summary(self) -> Path:
+        """What the run came to."""
+        return self.path / SUMMARY_FILE
+
+    @property
+    def address_file(self) -> Path:
+        """Address of the run's own Redis, while it runs."""
+        return self.path / "redis.url"
+
+    def create(self, config: "RunConfig") -> None:
+        """Make the folder, keep the resolved config in it, and let `latest` point at it.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the run's folder {self.path}: {error.strerror}. Give another with --runs-dir."
+            ) from None
+        import yaml
+
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        write_atomically(self.path / CONFIG_FILE, text)
+        self._point_latest_here()
+
+    def config(self) -> "RunConfig | None":
+        """The config that the run was last started with; None where the folder does not hold it.
+
+        Raises:
+            ConfigError: this release does not understand it.
+        """
+        import yaml
+
+        from common.config import parse_recorded
+
+        path = self.path / CONFIG_FILE
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from None
+        return parse_recorded(tree, str(path))
+
+    def write_address(self, url: str) -> None:
+        """Tell `status` and `top` where the run's own Redis listens."""
+        descriptor = os.open(self.address_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(url)
+
+    def address(self) -> str | None:
+        """Address of this run's Redis: its own while it has one, else the environment's."""
+        try:
+            return self.address_file.read_text().strip()
+        except OSError:
+            return os.environ.get(URL_VARIABLE) or None
+
+    def _point_latest_here(self) -> None:
+        """Replace the link in one rename, so that `latest` is there at every moment."""
+        aside = self.runs / f".{LATEST}.{os.getpid()}"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(self.run_id, target_is_directory=True)
+        try:
+            os.replace(aside, self.runs / LATEST)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot point {self.runs / LATEST} at the run: {error.strerror}. Move what is there away."
+            ) from None
+
+
+def folder_of_runs(given: Path | None) -> Path:
+    """The folder of all runs: what the user gave, else the environment's, else ./runs."""
+    return given.resolve() if given else runs_dir()
+
+
+def find_run(given: str | None, runs: Path) -> RunFolder:
+    """The run that the user means: by id, by its folder, from the environment, or the latest.
+
+    Raises:
+        ConfigError: no id was given and there is no latest run here.
+    """
+    if given := given or os.environ.get(RUN_VARIABLE):
+        return RunFolder(runs, Path(given).name if "/" in given else given)
+    try:
+        return RunFolder(runs, os.readlink(runs / LATEST).rstrip("/").rpartition("/")[2])
+    except OSError:
+        raise ConfigError(
+            f"no run id was given and {runs / LATEST} does not exist. Give the id of a run, or its folder of "
+            f"runs with --runs-dir, or set {RUN_VARIABLE}."
+        ) from None
+
+
+def nearest(path: Path) -> str:
+    """A path as short as it can be from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,148 @@
+"""Opens the history of a run for whoever wants to look at it, wherever it is kept now.
+
+Guarantees: looking changes nothing of the run, and leaves no process behind. Asked first is the Redis that
+the run uses. Where it is gone, the archive is read alone if it has everything; else the data that the run's
+own Redis left in the folder is served by one of ours for as long as we look.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.archive import archive_folder, is_whole
+from common.errors import BrokerError, ConfigError, OutageError, TidemillError
+from common.history import History
+from common.redis.broker import Broker
+from common.redis.client import URL_VARIABLE
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import run_exists
+from services.console.launch.guard import Guard
+from services.console.launch.views import log_nothing
+from services.console.run.connection import connect
+from services.console.run.folder import RunFolder, find_run, folder_of_runs
+
+if TYPE_CHECKING:
+    from common.config import RunConfig
+
+LIVE = "Redis"
+"""The source of a run whose Redis answers."""
+REDIS_DATA = ("appendonlydir", "appendonly.aof")
+"""What a Redis of the run's own leaves behind: since version 7, and before."""
+
+
+@dataclass(frozen=True)
+class RunAccess:
+    """A run that can be looked at."""
+
+    folder: RunFolder
+    history: History
+    source: str
+    """Where it is read from, in words."""
+    address: str = ""
+    """Of the Redis that is read, for processes that we start; empty where only the archive is left."""
+
+    raw_config: bytes | None = None
+    """What Redis has of it."""
+
+    @cached_property
+    def config(self) -> "RunConfig | None":
+        """The run's config, read when it is first asked for; None where neither the folder nor Redis has it.
+
+        Raises:
+            ConfigError: this release does not understand it.
+        """
+        if (kept := self.folder.config()) is not None or self.raw_config is None:
+            return kept
+        from common.config import parse_recorded
+
+        return parse_recorded(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody writes any more."""
+        return self.source != LIVE
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.folder.run_id
+
+
+@contextlib.asynccontextmanager
+async def open_history(run: str | None, runs_dir: Path | None) -> AsyncIterator[RunAccess]:
+    """The history of the run that the user means; without `run`, of runs/latest.
+
+    Raises:
+        ConfigError: there is no such run, or nothing is left of its streams.
+        TidemillError: its Redis refuses us, and there is nothing else to read.
+    """
+    log_nothing()
+    folder = find_run(run, folder_of_runs(runs_dir))
+    async with contextlib.AsyncExitStack() as stack:
+        broker, source, address = await _find_broker(folder, stack)
+        history = History(folder.run_id, folder.path if folder.path.is_dir() else None, broker)
+        raw_config = await broker.execute("GET", history.keys.config) if broker is not None else None
+        try:
+            yield RunAccess(folder, history, source, address, raw_config)
+        except OutageError as error:
+            raise BrokerError(
+                f"the Redis of run {folder.run_id} went away while it was read: {error}. Try again."
+            ) from None
+
+
+async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker | None, str, str]:
+    """A connection to the run's streams, its name in words, and its address; None and an empty address where
+    only the archive is left."""
+    has_archive = archive_folder(folder.path).is_dir()
+    problem: TidemillError | None = None
+    try:
+        broker = await connect(folder)
+        stack.push_async_callback(broker.close)
+        broker.is_stopping = True  # a person is waiting: an outage ends the command after seconds
+        if await run_exists(broker, History(folder.run_id, None, broker).keys):
+            return broker, LIVE, folder.address() or ""
+        problem = ConfigError(f"the Redis that is asked for run {folder.run_id} does not know it.")
+    except TidemillError as error:
+        problem = error
+    if not is_whole(folder.path) and any((folder.redis_data / name).exists() for name in REDIS_DATA):
+        try:
+            broker, address = await _serve_left_data(folder, stack)
+            return broker, f"the data in {folder.redis_data}", address
+        except TidemillError:
+            if not has_archive:
+                raise
+    if has_archive:
+        return None, f"the archive in {archive_folder(folder.path)}", ""
+    raise ConfigError(
+        f"nothing is left of the streams of run {folder.run_id}: {problem} There is neither data of a Redis "
+        f"nor an archive in {folder.path}. Check the id and --runs-dir, or set {URL_VARIABLE} to the server "
+        "that has the run."
+    ) from None
+
+
+async def _serve_left_data(folder: RunFolder, stack: contextlib.AsyncExitStack) -> tuple[Broker, str]:
+    """A Redis on the data that the run's own one left, stopped with the stack or when this process dies.
+
+    Raises:
+        TidemillError: it does not start, or another process serves the data.
+    """
+    server = EmbeddedRedis(folder.redis_data)
+    guard = stack.enter_context(Guard())
+    guard.remove_at_end(server.socket.parent)
+    stack.callback(server.stop)
+    starting = asyncio.ensure_future(asyncio.to_thread(server.start))
+    # A thread cannot be cancelled: who goes away meanwhile waits for it, or its server would be left running.
+    stack.push_async_callback(asyncio.wait, [starting])
+    await asyncio.shield(starting)
+    pid = server.pid or 0
+    guard.watch(pid, "redis")
+    stack.callback(guard.forget, pid)
+    broker = await Broker.connect(server.url)
+    stack.push_async_callback(broker.close)
+    broker.is_stopping = True
+    return broker, server.url

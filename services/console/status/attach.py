@@ -1,0 +1,121 @@
+"""`tidemill status` and `tidemill top`: look at a run from outside, without touching it."""
+
+import asyncio
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from common.errors import BrokerError, ConfigError, TidemillError
+from common.process.programs import run_main
+from services.console.launch.views import PATIENCE_S, log_nothing
+from services.console.run.connection import connect
+from services.console.run.folder import RunFolder, find_run, folder_of_runs
+from services.console.status.folder_snapshot import read_folder
+from services.console.status.render import dashboard
+from services.console.status.report import print_report, read_report
+from services.console.status.snapshot import RunSnapshot, SnapshotReader
+
+REFRESH_S = 1.0
+HINT = "Ctrl-C ends the watching; the run goes on"
+
+
+def show_status(run_id: str | None, as_json: bool, runs_dir: Path | None) -> None:
+    """Print how the run is doing; where its Redis is gone, its summary or what its folder tells.
+
+    Raises:
+        TidemillError: neither Redis nor the run's folder can be had.
+    """
+    log_nothing()
+    folder = find_run(run_id, folder_of_runs(runs_dir))
+    report = read_report(folder)
+    try:
+        snapshot = run_main(look(folder))
+    except TidemillError as error:
+        if report is not None:
+            _print_finished(folder, report, as_json)
+        elif folder.config() is None:
+            raise
+        else:
+            _print_folder(folder, as_json, error)
+        return
+    if as_json:
+        print(json.dumps(snapshot.as_dict(), indent=2))
+    elif report is not None and snapshot.status == "finished":
+        _print_finished(folder, report, as_json)
+    else:
+        Console(highlight=False).print(dashboard(snapshot))
+
+
+def watch(run_id: str | None, runs_dir: Path | None) -> None:
+    """Show the live view until Ctrl-C, or until the run has finished."""
+    log_nothing()
+    folder = find_run(run_id, folder_of_runs(runs_dir))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        raise ConfigError("tidemill top needs a terminal; use `tidemill status`, with --json for programs.")
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            run_main(_watch(folder, console))
+        except (BrokerError, ConfigError) as error:
+            if folder.config() is None:
+                raise
+            _print_folder(folder, False, error)  # nothing moves there: it is shown once
+
+
+async def look(folder: RunFolder) -> RunSnapshot:
+    """One snapshot of a run, from its Redis.
+
+    Raises:
+        TidemillError: its Redis cannot be had.
+    """
+    broker = await connect(folder)
+    try:
+        return await (await SnapshotReader.attach(broker, folder.run_id)).read()
+    finally:
+        await broker.close()
+
+
+async def _watch(folder: RunFolder, console: Console) -> None:
+    broker = await connect(folder)
+    try:
+        reader = await SnapshotReader.attach(broker, folder.run_id)
+        snapshot = await reader.read()
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            pending: asyncio.Task[RunSnapshot] | None = None
+            while True:
+                # Redis may be away: then the last picture stays, and says how old it is.
+                pending = pending or asyncio.create_task(reader.read())
+                done, _ = await asyncio.wait({pending}, timeout=REFRESH_S)
+                if done:
+                    snapshot, pending = pending.result(), None
+                age_s = time.time() - snapshot.at
+                silent_s = age_s if age_s > PATIENCE_S else 0.0
+                live.update(dashboard(snapshot, hint=HINT, silent_s=silent_s), refresh=True)
+                await asyncio.sleep(REFRESH_S if done else 0.0)
+    finally:
+        await broker.close()
+
+
+def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:
+    """A run that stopped, from its folder; why Redis was not asked comes last."""
+    snapshot, words = read_folder(folder)
+    if as_json:
+        print(json.dumps(snapshot.as_dict() | {"source": str(folder.path), "note": words}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(dashboard(snapshot))
+    console.print(Text(words, "yellow"), soft_wrap=True)
+    console.print(Text(str(error), "dim"), soft_wrap=True)
+
+
+def _print_finished(folder: RunFolder, report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(Console(highlight=False), folder, report)

@@ -1,0 +1,209 @@
+"""Names the stage that makes a run slow, with the reasons: for `top`, `status`, `plan`, and the summary.
+
+The trainer's time is what a step costs. What it spends working is its own; what it waits for is blamed on
+whom it waits for, and passed on where that one waits itself: a rollout worker that waits for Redis makes
+the trainer wait for Redis. Time in which a worker has nothing to do is nobody's blame.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from common.process.activity import WAIT, WAIT_REDIS, WAIT_START
+from services.console.status.evidence import ROLES, WAIT_TICKETS, WAIT_TRAJECTORIES, Evidence
+
+TRAINER, ROLLOUT, REWARD, REDIS = "trainer", "rollout", "reward", "redis"
+WEIGHTS, CHECKPOINT, EVALUATION, DISK = "weights", "checkpoint", "evaluation", "disk"
+IDLE_SHARE = 0.25
+"""Where stages overlap, a trainer that waits more than this is not the one that the others wait for."""
+CLEAR_SHARE = 0.4
+"""A stage with less than this part of a step does not stand out."""
+LITTLE_USE = 0.5
+"""Reward workers that use less than this of what they can do at once are not too few."""
+NEGLIGIBLE = 0.005
+WORK = {ROLLOUT: "generate", REWARD: "score"}
+PASSED_ON = {
+    "wait:trajectories": (ROLLOUT, WAIT_TICKETS),
+    "wait:scores": (REWARD, WAIT_TRAJECTORIES),
+}
+"""What the trainer waits for, the role that makes it, and what that one waits for without work."""
+BLAMED_STATES = {
+    WAIT_REDIS: REDIS,
+    "wait:weights": WEIGHTS,
+    "wait:evaluation": EVALUATION,
+    "wait:disk": DISK,
+    "weights": WEIGHTS,
+    "checkpoint": CHECKPOINT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What makes the run slow."""
+
+    stage: str
+    """trainer, rollout, reward, redis, weights, checkpoint, evaluation or disk."""
+    blame: dict[str, float]
+    """Part of a step's time by stage, the largest first; adds up to 1."""
+    text: str
+    advice: str
+    step_with_one_more_s: dict[str, float]
+    """What a step would take, at best, with one more worker of a role."""
+    evidence: Evidence
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "stage": self.stage,
+            "text": self.text,
+            "advice": self.advice,
+            "blame": {stage: round(share, 4) for stage, share in self.blame.items()},
+            "busy": {role: self.evidence.busy(role) for role in ROLES},
+            "waits": {role: self.evidence.waits(role) for role in ROLES},
+            "shares": {role: dict(shares) for role, shares in self.evidence.shares.items()},
+            "step_s": self.evidence.step_s,
+            "step_with_one_more_s": self.step_with_one_more_s,
+            "score_use": self.evidence.score_use,
+            "redis_command_s": self.evidence.redis_s,
+        }
+
+
+def find_bottleneck(evidence: Evidence) -> Verdict | None:
+    """The verdict; None while nothing is known of the trainer's time."""
+    blame = _blame(evidence)
+    if not blame:
+        return None
+    stage = _slowest(evidence, blame)
+    more = {
+        role: step_s
+        for role in (ROLLOUT, REWARD)
+        if (step_s := _step_with_one_more(evidence, blame, role)) is not None
+    }
+    text, advice = _reasons(evidence, stage), _advice(evidence, stage, more)
+    if blame[stage] < (IDLE_SHARE if evidence.max_staleness else CLEAR_SHARE):
+        parts = ", ".join(f"{name} {part:.0%}" for name, part in list(blame.items())[:3])
+        text = f"no stage stands out: of a step's time, {parts}. The largest: {text}"
+    return Verdict(stage, blame, text, advice, more, evidence)
+
+
+def _blame(evidence: Evidence) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for state, share in evidence.shares.get(TRAINER, {}).items():
+        if state in PASSED_ON:
+            for stage, part in _passed_on(evidence, state).items():
+                found[stage] += share * part
+        elif state in BLAMED_STATES or not state.startswith(WAIT):
+            found[BLAMED_STATES.get(state, TRAINER)] += share
+    total = sum(found.values())
+    if total <= 0:
+        return {}
+    return {stage: part / total for stage, part in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def _slowest(evidence: Evidence, blame: dict[str, float]) -> str:
+    """The largest part of a step; of stages that overlap, never a trainer that waits for another one."""
+    waits = sum(evidence.waits(TRAINER).values())
+    others = [stage for stage in blame if stage != TRAINER]
+    if evidence.max_staleness and waits > IDLE_SHARE and others:
+        return others[0]
+    return next(iter(blame))
+
+
+def _passed_on(evidence: Evidence, state: str) -> dict[str, float]:
+    """Who is to blame for what the trainer waits for, in parts that add up to 1."""
+    role, nothing_to_do = PASSED_ON[state]
+    found: defaultdict[str, float] = defaultdict(float)
+    for own, share in evidence.shares.get(role, {}).items():
+        if own not in (nothing_to_do, WAIT_START):
+            found[BLAMED_STATES.get(own, role)] += share
+    total = sum(found.values())
+    return {stage: part / total for stage, part in found.items()} if total > 0 else {role: 1.0}
+
+
+def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) -> float | None:
+    """Where stages overlap, a step takes as long as the busiest; where they take turns, all their times."""
+    number, step_s = evidence.num_workers.get(role, 0), evidence.step_s
+    if not number or not step_s:
+        return None
+    if evidence.max_staleness == 0:
+        return step_s * (1.0 - blame.get(role, 0.0) / (number + 1))
+    loads = {name: evidence.busy(name) or 0.0 for name in ROLES}
+    if not (busiest := max(loads.values())):
+        return None
+    loads[role] *= number / (number + 1)
+    return step_s * max(max(loads.values()) / busiest, 1.0 - blame.get(role, 0.0))
+
+
+def _reasons(evidence: Evidence, stage: str) -> str:
+    """The verdict in words, with the shares that it rests on."""
+    waits = evidence.waits(TRAINER)
+    if stage in WORK:
+        return _reasons_of_workers(evidence, stage)
+    if stage == REDIS:
+        felt = [
+            f"{role} {part:.0%}" for role in ROLES if (part := evidence.share(role, WAIT_REDIS)) > NEGLIGIBLE
+        ]
+        takes = f"; a command takes {1000 * evidence.redis_s:.3g} ms" if evidence.redis_s else ""
+        return f"Redis is the bottleneck: of their time, processes wait for it: {', '.join(felt)}{takes}"
+    if stage == TRAINER:
+        work = _listed({s: p for s, p in evidence.shares[TRAINER].items() if not s.startswith(WAIT)})
+        idle = f", and waits {sum(waits.values()):.0%}" if waits else ""
+        return f"trainer is the bottleneck: it works {evidence.busy(TRAINER):.0%} of its time ({work}){idle}"
+    if stage == WEIGHTS:
+        return (
+            "handing over weights is the bottleneck: the trainer writes them "
+            f"{evidence.share(TRAINER, WEIGHTS):.0%} of its time, rollout waits for them "
+            f"{evidence.share(ROLLOUT, 'wait:weights'):.0%}"
+        )
+    share = evidence.share(TRAINER, stage) + evidence.share(TRAINER, f"{WAIT}{stage}")
+    return f"{stage} is the bottleneck: it takes {share:.0%} of the trainer's time"
+
+
+def _reasons_of_workers(evidence: Evidence, role: str) -> str:
+    product = {ROLLOUT: "trajectories", REWARD: "scores"}[role]
+    waits = f"the trainer waits {evidence.share(TRAINER, f'{WAIT}{product}'):.0%} of its time for {product}"
+    number, busy = evidence.num_workers.get(role, 0), evidence.busy(role)
+    if evidence.is_live and not number:
+        return f"{role} is the bottleneck: {waits}, and no {role} worker is alive"
+    who = f"{number} {role} worker{'s' if number != 1 else ''}" if number else f"the {role} workers"
+    verb = WORK[role] + ("s" if number == 1 else "")
+    return f"{role} is the bottleneck: {waits}; {who} {verb} {busy or 0.0:.0%} of what is possible"
+
+
+def _advice(evidence: Evidence, stage: str, more: dict[str, float]) -> str:
+    if stage in WORK:
+        return _advice_on_workers(evidence, stage, more)
+    if stage == TRAINER and evidence.max_staleness == 0:
+        return "Let generation go on meanwhile: trainer.max_staleness 1. Else give the trainer more GPUs."
+    return {
+        TRAINER: "More workers would not help. Give it more or faster GPUs (trainer.num_ranks), raise "
+        "trainer.micro_batch_tokens, or train on fewer tokens.",
+        REDIS: "Look at its processor, its memory, the disk of its AOF, and the network to it: "
+        "`redis-cli --latency`. More workers would not help.",
+        WEIGHTS: "Put the weights folder on a faster disk or network; LoRA writes little.",
+        CHECKPOINT: "Raise trainer.checkpoint_every, or put the run's folder on a faster disk.",
+        EVALUATION: "Evaluate less often, on fewer prompts or samples (trainer.evaluation).",
+        DISK: "Make room on the disk of the run's folder; the trainer's log says which.",
+    }[stage]
+
+
+def _advice_on_workers(evidence: Evidence, role: str, more: dict[str, float]) -> str:
+    if evidence.is_live and not evidence.num_workers.get(role):
+        return f"Start one: python -m services.{role} --run RUN_ID."
+    use = evidence.score_use
+    if role == REWARD and use is not None and use < LITTLE_USE and evidence.max_staleness:
+        return (
+            "A score takes long, but more workers would not help: most of what they could do at once is "
+            "unused. Make scores faster, or raise trainer.max_staleness so that more of them are under way."
+        )
+    if role in more and evidence.step_s:
+        return (
+            f"With one more {role} worker a step would take {more[role]:.3g} s instead of "
+            f"{evidence.step_s:.3g} s, at best. `tidemill plan` says how many it takes."
+        )
+    return f"Add {role} workers; they may join now. `tidemill plan` says how many it takes."
+
+
+def _listed(parts: dict[str, float]) -> str:
+    shown = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {part:.0%}" for name, part in shown if part > NEGLIGIBLE)

@@ -1,0 +1,166 @@
+"""The end of a run: summary.json, the picture, and a table for people."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.files import StorageError, write_atomically
+from common.process.programs import run_main
+from common.run.plots import plot_learning_curve
+from common.run.records import METRICS_FILE, read_records
+from common.run.state import has_finished, read_config, read_state
+from common.wire.keys import Keys
+from services.console.launch.views import log_nothing
+from services.console.run.connection import connect
+from services.console.run.folder import PICTURE_FILE, RunFolder, find_run, folder_of_runs, nearest
+from services.console.status.summary import RunSummary, failures, summarise, summary_tree
+
+PERCENT, NUMBER, COUNT, SECONDS = "percent", "number", "count", "seconds"
+
+ROWS = (
+    ("steps", "steps", COUNT),
+    ("eval_before", "evaluation before", NUMBER),
+    ("eval_after", "evaluation after", NUMBER),
+    ("reward_first", "reward, first step", NUMBER),
+    ("reward_last", "reward, last step", NUMBER),
+    ("max_staleness_seen", "greatest staleness", COUNT),
+    ("tokens_per_s", "completion tokens per second", COUNT),
+    ("trainer_idle_share", "trainer idle", PERCENT),
+    ("rollout_idle_share", "rollout idle", PERCENT),
+    ("trajectories_generated", "trajectories generated", COUNT),
+    ("trajectories_trained", "trajectories trained", COUNT),
+    ("lost", "lost", COUNT),
+    ("duplicated_in_training", "trained twice", COUNT),
+    ("wall_s", "wall time", SECONDS),
+)
+
+
+def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
+    """Write summary.json and reward.png into the run's folder."""
+    plain = json.dumps(_finite(tree), indent=2, allow_nan=False) + "\n"
+    write_atomically(folder.summary, plain)
+    plot_learning_curve(read_records(folder.path / METRICS_FILE), folder.path / PICTURE_FILE)
+
+
+def read_report(folder: RunFolder) -> dict[str, Any] | None:
+    """The summary of a finished run, None where there is none."""
+    try:
+        tree = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def summary_table(tree: Mapping[str, Any]) -> RenderableType:
+    """The summary as a table."""
+    table = Table(title=f"run {tree.get('run_id', '')}", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, label, form in ROWS:
+        table.add_row(label, _shown(tree.get(name), form))
+    if best := tree.get("best"):
+        table.add_row(f"best version, by {best['metric']}", f"{best['version']} ({best['value']:.3f})")
+    for reason, count in (tree.get("dropped") or {}).items():
+        table.add_row(f"left out: {reason.replace('_', ' ')}", f"{count:,}")
+    return table
+
+
+def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -> None:
+    """The table, where the files are, and the verdict."""
+    console.print(summary_table(tree))
+    for path in (folder.summary, folder.path / PICTURE_FILE):
+        if path.exists():
+            console.print(f"  {nearest(path)}", style="dim", soft_wrap=True)
+    if verdict := tree.get("bottleneck"):
+        console.print(Text.assemble(("slowest  ", "magenta"), str(verdict["text"])), soft_wrap=True)
+    for warning in tree.get("warnings") or []:
+        console.print(Text.assemble(("warning  ", "yellow"), spell_line(warning)), soft_wrap=True)
+    for problem in tree.get("failures") or []:
+        console.print(f"[bold red]failed[/]  {problem}", soft_wrap=True)
+    if tree.get("ok"):
+        console.print("[bold green]ok[/]  everything that was expected of the run holds")
+
+
+def spell_line(warning: Mapping[str, Any]) -> str:
+    """One warning of a run that is over: when it held, and what to do about it next time."""
+    until, worst = warning.get("until_step"), warning.get("worst")
+    end = "the end" if until is None else str(until)  # steps are counted from 1 for people
+    shown = f"{worst:.4g}" if worst is not None else "not a number"
+    steps = f"steps {warning.get('since_step', 0) + 1} to {end}, at worst {shown}"
+    return f"{warning.get('text')} ({steps}). {warning.get('advice')}"
+
+
+def _shown(value: Any, form: str) -> str:
+    if value is None:
+        return "–"
+    if form == PERCENT:
+        return f"{value:.1%}"
+    if form == NUMBER:
+        return f"{value:.3f}"
+    return f"{value:,.1f} s" if form == SECONDS else f"{value:,.0f}"
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in place of numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def show_report(run_id: str | None, as_json: bool, runs_dir: Path | None) -> int:
+    """Print the report of a finished run, and keep it in the run's folder; returns the exit code.
+
+    Raises:
+        TidemillError: Redis cannot be reached or does not know the run, or the run has not finished.
+    """
+    log_nothing()
+    folder = find_run(run_id, folder_of_runs(runs_dir))
+    summary, config = run_main(_summarise(folder))
+    problems = failures(summary, config)
+    tree = summary_tree(summary, problems)
+    console = Console(highlight=False)
+    note = _keep(folder, tree)
+    if as_json:
+        print(json.dumps(tree, indent=2))
+    else:
+        print_report(console, folder, tree)
+        console.print(note, style="dim", soft_wrap=True)
+    return 1 if problems else 0
+
+
+async def _summarise(folder: RunFolder) -> tuple[RunSummary, RunConfig]:
+    broker, keys = await connect(folder), Keys(folder.run_id)
+    try:
+        config = await read_config(broker, keys)
+        state = await read_state(broker, keys)
+        if not await has_finished(broker, keys, config.trainer.steps):
+            raise ConfigError(
+                f"run {folder.run_id} has not finished ({state.get('version', 0)} of {config.trainer.steps} "
+                "steps, then the last evaluation). `tidemill status` says how it is doing."
+            )
+        ran_s = float(state.get("ran_s", 0.0))
+        return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None), config
+    finally:
+        await broker.close()
+
+
+def _keep(folder: RunFolder, tree: dict[str, Any]) -> str:
+    """Write the report where the run's folder is seen from here; returns what to say if it is not."""
+    if not folder.path.is_dir():
+        return f"not kept: {folder.path} is not on this machine"
+    try:
+        write_report(folder, tree)
+    except StorageError as error:
+        return f"not kept: {error}"
+    return ""

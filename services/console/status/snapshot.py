@@ -1,0 +1,274 @@
+"""What a run is doing at one moment, gathered from Redis alone: so any machine can watch any run.
+
+Sources: the commits stream (steps and their metrics), the run's state, heartbeats, and where the consumer
+groups stand. Nothing is changed by looking.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common.errors import BrokerError
+from common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
+from common.redis.broker import Broker
+from common.run.state import read_config, read_state
+from common.streams import OffsetReader, group_status, last_id, length, read_newest
+from common.streams.entries import Entry, entry_id_of
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from common.wire.messages import Commit, Lane
+from services.console.status.bottleneck import Verdict, find_bottleneck
+from services.console.status.evidence import RATE_STEPS, Evidence, gather_evidence
+
+QUEUED, STARTED, FAILED = RQ_STATES
+"""How far a job may be."""
+
+
+async def job_counts(broker: Broker, keys: Keys) -> dict[tuple[str, str], int]:
+    """Jobs by queue (`sandbox`, `jobs`) and by how far they are.
+
+    Raises:
+        BrokerError: the Redis user may not look at RQ's keys.
+    """
+    counts = {}
+    for name, queue in (("sandbox", keys.sandbox_queue), ("jobs", keys.jobs_queue)):
+        for state, key in RQ_STATES.items():
+            command = "LLEN" if state == QUEUED else "ZCARD"
+            counts[name, state] = int(await broker.execute(command, key.format(queue)))
+    return counts
+
+
+MAX_POINTS = 256
+"""Steps kept for curves and rates. Who attaches to a long run reads only these."""
+READ_COUNT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One committed step."""
+
+    step: int
+    metrics: dict[str, float]
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """A stream between two services: what waits to be taken, and what is held under a lease."""
+
+    name: str
+    length: int
+    waiting: int | None
+    held: int
+
+
+@dataclass(slots=True)
+class RunSnapshot:
+    """A run at the time `at`."""
+
+    run_id: str
+    steps: int
+    max_staleness: int
+    at: float = field(default_factory=time.time)
+    state: dict[str, Any] = field(default_factory=dict)
+    points: list[StepPoint] = field(default_factory=list)
+    queues: list[QueueDepth] = field(default_factory=list)
+    workers: list[Heartbeat] = field(default_factory=list)
+    num_dead: int = 0
+    jobs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Jobs of RQ by queue and by how far they are; only those queues that hold any."""
+    remembered: Mapping[str, Any] = field(default_factory=dict)
+    """The last verdict on a run whose workers cannot be asked any more, as plain values."""
+
+    @property
+    def version(self) -> int:
+        """Committed steps."""
+        return self.points[-1].step + 1 if self.points else int(self.state.get("version", 0))
+
+    @property
+    def status(self) -> str:
+        """running, finished, failed or stopped, as its processes last said; `starting` before that."""
+        return str(self.state.get("status", "starting"))
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All evaluations, oldest first."""
+        found = self.state.get("evaluations") or []
+        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("dataset", ""))))
+
+    @property
+    def blocked(self) -> dict[str, str]:
+        """By worker: which code holds up an event loop, so that samples wait for one another."""
+        alive = (beat for beat in self.workers if beat.is_alive)
+        return {beat.name: beat.detail for beat in alive if beat.counts.get(BLOCKING)}
+
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """What the trainer warned of and what is so still, oldest first."""
+        return [item for item in self.state.get("warnings") or [] if item.get("until_step") is None]
+
+    def metric(self, name: str) -> float | None:
+        """A metric of the last step."""
+        return self.points[-1].metrics.get(name) if self.points else None
+
+    def curve(self, name: str) -> list[float]:
+        """A metric over the known steps."""
+        return [point.metrics[name] for point in self.points if name in point.metrics]
+
+    @property
+    def step_s(self) -> float | None:
+        """Median time of the last steps, without the very first, which waits for engines to start."""
+        times = [p.metrics["step_time_s"] for p in self.points if p.step > 0 and "step_time_s" in p.metrics]
+        recent = sorted(times[-RATE_STEPS:])
+        return recent[len(recent) // 2] if recent else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step, at the present pace."""
+        return self.step_s * (self.steps - self.version) if self.step_s is not None else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Completion tokens trained per second, over the last steps."""
+        recent = [p.metrics for p in self.points if p.step > 0][-RATE_STEPS:] or [
+            p.metrics for p in self.points
+        ]
+        seconds = sum(metrics.get("step_time_s", 0.0) for metrics in recent)
+        return sum(m.get("completion_tokens", 0.0) for m in recent) / seconds if seconds else None
+
+    def idle_share(self, role: str) -> float | None:
+        """Mean share of their time that the living processes of a role have waited."""
+        shares = [beat.idle_share for beat in self.workers if beat.role == role and beat.is_alive]
+        return sum(shares) / len(shares) if shares else None
+
+    @property
+    def evidence(self) -> Evidence:
+        """Where the time goes, as far as it is known."""
+        return gather_evidence(
+            [point.metrics for point in self.points if point.step > 0],
+            self.workers,
+            max_staleness=self.max_staleness,
+            since_commit_s=self.at - self.points[-1].finished_at if self.points else 0.0,
+            remembered=self.remembered,
+        )
+
+    @property
+    def bottleneck(self) -> Verdict | None:
+        """Which stage makes the run slow; None while nothing tells."""
+        return find_bottleneck(self.evidence)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: the last step's metrics, and everything that is not a curve."""
+        return {
+            "run_id": self.run_id,
+            "status": self.status,
+            "at": self.at,
+            "version": self.version,
+            "steps": self.steps,
+            "max_staleness": self.max_staleness,
+            "metrics": self.points[-1].metrics if self.points else {},
+            "evaluations": self.evaluations,
+            "warnings": self.warnings,
+            "step_s": self.step_s,
+            "eta_s": self.eta_s,
+            "tokens_per_s": self.tokens_per_s,
+            "bottleneck": verdict.as_dict() if (verdict := self.bottleneck) else None,
+            "idle": {role: self.idle_share(role) for role in ("trainer", "rollout", "reward")},
+            "queues": [asdict(queue) for queue in self.queues],
+            "dead_letters": self.num_dead,
+            "jobs": self.jobs,
+            "workers": [asdict(beat) | {"is_alive": beat.is_alive} for beat in self.workers],
+        }
+
+
+class SnapshotReader:
+    """Takes snapshots of one run; reads each commit once."""
+
+    def __init__(self, broker: Broker, keys: Keys, steps: int, max_staleness: int) -> None:
+        self.broker, self.keys = broker, keys
+        self.steps, self.max_staleness = steps, max_staleness
+        self._points: deque[StepPoint] = deque(maxlen=MAX_POINTS)
+        self._commits: OffsetReader[Commit] | None = None
+
+    @classmethod
+    async def attach(cls, broker: Broker, run_id: str) -> "SnapshotReader":
+        """Attach to a run by its id.
+
+        Raises:
+            ConfigError: this Redis does not know it.
+        """
+        keys = Keys(run_id)
+        config = await read_config(broker, keys)
+        return cls(broker, keys, config.trainer.steps, config.trainer.max_staleness)
+
+    async def read(self) -> RunSnapshot:
+        """The run as it is now."""
+        await self._follow_commits()
+        keys = self.keys
+        queues = [
+            await self._tickets("prompts", Lane.TRAIN),
+            await self._queue("trajectories", keys.trajectories(), REWARD_GROUP),
+            QueueDepth("scores", await length(self.broker, keys.scores()), None, 0),
+        ]
+        evaluation = [
+            await self._tickets("prompts:eval", Lane.EVAL),
+            await self._queue("trajectories:eval", keys.trajectories(Lane.EVAL), REWARD_GROUP),
+        ]
+        queues += [queue for queue in evaluation if queue.waiting or queue.held]
+        return RunSnapshot(
+            keys.run_id,
+            self.steps,
+            self.max_staleness,
+            state=await read_state(self.broker, keys),
+            points=list(self._points),
+            queues=queues,
+            workers=await read_heartbeats(self.broker, keys),
+            num_dead=await length(self.broker, keys.dead),
+            jobs=await self._jobs(),
+        )
+
+    async def _jobs(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        try:
+            counts = await job_counts(self.broker, self.keys)
+        except BrokerError:
+            return {}  # this user may not look at them
+        for (queue, state), count in counts.items():
+            if count:
+                found.setdefault(queue, {})[state] = count
+        return found
+
+    async def _follow_commits(self) -> None:
+        if self._commits is None:
+            newest = await read_newest(self.broker, self.keys.commits, Commit)
+            first = max(0, newest.message.step - MAX_POINTS) if newest else 0
+            position = entry_id_of(first - 1) if first else "0-0"
+            self._commits = OffsetReader(self.broker, self.keys.commits, Commit, position)
+        while entries := await self._commits.read(READ_COUNT):
+            for entry in entries:
+                if isinstance(entry, Entry):
+                    commit = entry.message
+                    self._points.append(StepPoint(commit.step, dict(commit.metrics), commit.finished_at))
+
+    async def _tickets(self, name: str, lane: Lane) -> QueueDepth:
+        """Tickets are numbered by their entry ids, so what nobody has taken yet can be told exactly."""
+        key = self.keys.prompts(lane)
+        status = await group_status(self.broker, key, ROLLOUT_GROUP)
+        num_entries = await length(self.broker, key)
+        if status is None:
+            return QueueDepth(name, num_entries, num_entries, 0)
+        newest = await last_id(self.broker, key)
+        return QueueDepth(name, num_entries, _number(newest) - _number(status.last_delivered), status.pending)
+
+    async def _queue(self, name: str, key: str, group: str) -> QueueDepth:
+        status = await group_status(self.broker, key, group)
+        num_entries = await length(self.broker, key)
+        if status is None:
+            return QueueDepth(name, num_entries, num_entries, 0)
+        waiting = 0 if status.last_delivered == await last_id(self.broker, key) else status.lag
+        return QueueDepth(name, num_entries, waiting, status.pending)
+
+
+def _number(entry_id: str) -> int:
+    return int(entry_id.partition("-")[0])

@@ -1,0 +1,213 @@
+"""What a run came to, computed from its commits rather than from what a process says about itself.
+
+Commits are never trimmed, so this can be computed again at any time, and it is what proves that nothing was
+lost and nothing trained twice:
+
+* a ticket is lost when it was issued and no commit trained its group or says why it was dropped;
+* a trajectory of a trained group is lost when its commit neither trained it nor says why it was left out;
+* a trajectory is duplicated when it was trained more than once, in one step or in several.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.config import RunConfig
+from common.redis.broker import Broker
+from common.run.records import EVALUATION, METRICS_FILE, read_records
+from common.run.state import read_state
+from common.streams import scan
+from common.streams.entries import Entry
+from common.wire.keys import Keys
+from common.wire.messages import Commit, TrajectoryKey
+
+SCAN_BATCH = 32
+WHOLE_GROUP = -1
+ROUNDING = 1e-9
+"""0.7 - 0.3 is a gain of 0.4, whatever floating point says."""
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """The contents of summary.json."""
+
+    run_id: str
+    steps: int = 0
+    """Committed steps."""
+    eval_before: float | None = None
+    """Mean score of the first evaluation, over its datasets."""
+    eval_after: float | None = None
+    """Mean score of the last evaluation, over its datasets."""
+    reward_first: float | None = None
+    """Mean reward of the first step."""
+    reward_last: float | None = None
+    """Mean reward of the last step."""
+    max_staleness_seen: int = 0
+    """Greatest staleness of a trained token, in steps."""
+    tokens_per_s: float | None = None
+    """Completion tokens trained per second of training time."""
+    trainer_idle_share: float | None = None
+    """Share of the trainer's time spent waiting, after the first step."""
+    rollout_idle_share: float | None = None
+    """The same of the rollout workers, on average."""
+    trajectories_generated: int = 0
+    trajectories_trained: int = 0
+    lost: int = 0
+    """Trajectories issued that no commit accounts for."""
+    duplicated_in_training: int = 0
+    wall_s: float = 0.0
+    """Time `tidemill up` has run, over all its starts; without it, the time from first step to last."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Trajectories left out, by reason."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+    """The best evaluated version, whose weights are kept: version, metric, value, weights."""
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """Numbers of the steps that left their healthy range: what, since when, until when, what to do."""
+    reward_curve: list[float] = field(default_factory=list)
+    """Mean reward of every step."""
+
+
+async def summarise(
+    broker: Broker, keys: Keys, config: RunConfig, run_dir: Path, *, wall_s: float, rollout_idle: float | None
+) -> RunSummary:
+    """Read a run's commits and state, and sum them up."""
+    state = await read_state(broker, keys)
+    tally = Tally(config.trainer.group_size)
+    async for entry in scan(broker, keys.commits, Commit, batch=SCAN_BATCH):
+        if isinstance(entry, Entry):
+            tally.add(entry.message)
+    summary = RunSummary(keys.run_id, wall_s=round(wall_s, 3), rollout_idle_share=rollout_idle)
+    tally.write_into(summary, int(state.get("tickets_issued", 0)))
+    summary.trajectories_generated = int(state.get("trajectories_seen", 0))
+    # The last commit's is that of the training; the state's may be that of a process which only resumed.
+    summary.trainer_idle_share = tally.trainer_idle_share
+    if summary.trainer_idle_share is None:
+        summary.trainer_idle_share = state.get("trainer_idle_share")
+    evaluations = merge_evaluations(
+        state.get("evaluations") or [],
+        [r for r in read_records(run_dir / METRICS_FILE) if r["kind"] == EVALUATION],
+    )
+    summary.evaluations = evaluations
+    summary.best = state.get("best")
+    summary.warnings = list(state.get("warnings") or [])
+    if evaluations:
+        summary.eval_before = mean_score(evaluations, evaluations[0]["version"])
+        summary.eval_after = mean_score(evaluations, evaluations[-1]["version"])
+    return summary
+
+
+class Tally:
+    """Adds up commits one by one, holding keys but not the commits."""
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+        self.trained: Counter[TrajectoryKey] = Counter()
+        self.settled: set[int] = set()
+        """Tickets that were trained, or dropped as a whole with a reason."""
+        self.dropped: Counter[str] = Counter()
+        self.lost = 0
+        self.rewards: list[float] = []
+        self.steps: set[int] = set()
+        self.max_staleness = 0
+        self.tokens, self.seconds = 0.0, 0.0
+        self.trainer_idle_share: float | None = None
+        self.started_at, self.finished_at = math.inf, 0.0
+        """When the first step began and the last one ended."""
+
+    def add(self, commit: Commit) -> None:
+        """Account for one commit."""
+        keys = commit.trained_keys
+        self.trained.update(keys)
+        self.steps.add(commit.step)
+        self.started_at = min(self.started_at, commit.started_at)
+        self.finished_at = max(self.finished_at, commit.finished_at)
+        accounted = set(keys)
+        for ticket, index, reason in commit.dropped:
+            if index == WHOLE_GROUP:
+                self.settled.add(ticket)
+                self.dropped[reason] += self.group_size
+            else:
+                accounted.add((ticket, index))
+                self.dropped[reason] += 1
+        for ticket in commit.groups:
+            self.settled.add(ticket)
+            self.lost += sum((ticket, index) not in accounted for index in range(self.group_size))
+        self._add_metrics(commit.metrics)
+
+    def write_into(self, summary: RunSummary, tickets_issued: int) -> None:
+        """The totals, given how many tickets there were."""
+        missing = sum(ticket not in self.settled for ticket in range(tickets_issued))
+        summary.steps = len(self.steps)
+        summary.lost = self.lost + missing * self.group_size
+        summary.duplicated_in_training = sum(count > 1 for count in self.trained.values())
+        summary.trajectories_trained = len(self.trained)
+        summary.dropped = dict(self.dropped)
+        summary.max_staleness_seen = self.max_staleness
+        summary.reward_curve = [round(reward, 6) for reward in self.rewards]
+        if self.steps and not summary.wall_s:
+            summary.wall_s = round(self.finished_at - self.started_at, 3)
+        if self.rewards:
+            summary.reward_first, summary.reward_last = self.rewards[0], self.rewards[-1]
+        if self.seconds:
+            summary.tokens_per_s = round(self.tokens / self.seconds, 3)
+
+    def _add_metrics(self, metrics: Mapping[str, float]) -> None:
+        if "reward" in metrics:
+            self.rewards.append(metrics["reward"])
+        self.max_staleness = max(self.max_staleness, int(metrics.get("staleness/max", 0)))
+        self.tokens += metrics.get("completion_tokens", 0.0)
+        self.seconds += metrics.get("step_time_s", 0.0)
+        self.trainer_idle_share = metrics.get("trainer_idle_share", self.trainer_idle_share)
+
+
+def merge_evaluations(
+    state: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Evaluations of the run's state and those that only metrics.jsonl still knows, oldest first."""
+    merged: dict[tuple[int, str], dict[str, Any]] = {}
+    for record in records:
+        item = {name: value for name, value in record.items() if name not in ("kind", "set", "time")}
+        merged[record["version"], record["set"]] = {**item, "dataset": record["set"], "at": record["time"]}
+    for known in state:
+        merged[known["version"], known["dataset"]] = dict(known)
+    return [merged[key] for key in sorted(merged)]
+
+
+def mean_score(evaluations: Sequence[Mapping[str, Any]], version: int) -> float | None:
+    """Mean score of one version over its datasets; None where no sample of it was scored."""
+    scores = [e.get("score") for e in evaluations if e["version"] == version]
+    known = [score for score in scores if score is not None and score == score]
+    return sum(known) / len(known) if known else None
+
+
+def failures(summary: RunSummary, config: RunConfig) -> list[str]:
+    """What the run should have done and did not, one line each."""
+    trainer, gain = config.trainer, config.expect.eval_gain
+    found = []
+    if summary.steps != trainer.steps:
+        found.append(f"{summary.steps} of {trainer.steps} steps have a commit")
+    if summary.lost:
+        found.append(f"{summary.lost} trajectories were issued and never accounted for; expected 0")
+    if summary.duplicated_in_training:
+        found.append(f"{summary.duplicated_in_training} trajectories were trained more than once; expected 0")
+    if summary.max_staleness_seen > trainer.max_staleness:
+        found.append(
+            f"a token of staleness {summary.max_staleness_seen} was trained on; "
+            f"trainer.max_staleness is {trainer.max_staleness}"
+        )
+    if gain is not None:
+        before, after = summary.eval_before, summary.eval_after
+        if before is None or after is None:
+            found.append(f"expect.eval_gain is {gain:g}, but no evaluation has a score")
+        elif after - before < gain - ROUNDING:
+            found.append(f"the evaluation went from {before:.3f} to {after:.3f}; expected a gain of {gain:g}")
+    return found
+
+
+def summary_tree(summary: RunSummary, problems: Sequence[str]) -> dict[str, Any]:
+    """The summary as plain values, with the verdict."""
+    return {**asdict(summary), "ok": not problems, "failures": list(problems)}

@@ -1,0 +1,1 @@
+"""How numbers and text of unknown origin are written for people."""

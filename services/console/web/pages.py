@@ -1,0 +1,234 @@
+"""The list of runs, and the overview of one."""
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from common.errors import TidemillError
+from common.history import History, Selection, StreamName
+from common.streams.entries import Garbled
+from common.wire.messages import Commit, DeadLetter, Lane
+from services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
+from services.console.dead.view import as_tree, sample_name
+from services.console.web.app import Site, history_of
+from services.console.web.charts import chart_trees
+from services.console.web.group_index import STATES
+from services.console.web.group_view import read_commit
+from services.console.web.step_view import sort_metrics, view_step
+from services.console.web.watched_run import WatchedRun
+
+QUEUE_WORDS = {
+    "prompts": ("Prompts", "groups to generate"),
+    "trajectories": ("Trajectories", "completions to score"),
+    "scores": ("Scores", ""),
+    "prompts:eval": ("Prompts, evaluation", "groups to generate"),
+    "trajectories:eval": ("Trajectories, evaluation", "completions to score"),
+}
+RECENT_STEPS = 5
+
+
+class RunPages:
+    """Handlers of `/` and `/run/...`."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """Their addresses."""
+        return [
+            Route("/", self.runs),
+            Route("/run/{run}", self.overview),
+            Route("/run/{run}/", self.without_slash),
+            Route("/run/{run}/state.html", self.state),
+            Route("/run/{run}/charts.json", self.charts),
+            Route("/run/{run}/news.json", self.news),
+        ]
+
+    async def runs(self, request: Request) -> Response:
+        """All runs."""
+        lines = await self.site.catalog.lines()
+        return self.site.templates.response(
+            "runs.html", run=None, here="runs", lines=lines, folder=str(self.site.catalog.runs)
+        )
+
+    async def without_slash(self, request: Request) -> Response:
+        """People type one."""
+        return RedirectResponse(request.url.path.rstrip("/"), 301)
+
+    async def overview(self, request: Request) -> Response:
+        """A run: its state and its curves."""
+        run = await self.site.run_of(request)
+        return self.site.page("overview.html", run, "overview", **_state(run))
+
+    async def state(self, request: Request) -> Response:
+        """The part of the overview that changes all the time."""
+        run = await self.site.run_of(request)
+        return self.site.page("state.html", run, "overview", **_state(run))
+
+    async def charts(self, request: Request) -> Response:
+        """The curves' points."""
+        run = await self.site.run_of(request)
+        evaluations = run.snapshot.evaluations if run.snapshot else []
+        return JSONResponse(
+            {
+                "live": run.is_live,
+                "version": run.snapshot.version if run.snapshot else 0,
+                "charts": chart_trees(run.index.steps, evaluations),
+            }
+        )
+
+    async def news(self, request: Request) -> Response:
+        """Whether anything has changed, for pages that only say so."""
+        run = await self.site.run_of(request)
+        return JSONResponse(
+            {
+                "live": run.is_live or not run.index.is_complete,
+                "groups": {lane.value: len(run.index.groups[lane]) for lane in Lane},
+                "steps": len(run.index.steps),
+            }
+        )
+
+
+def _state(run: WatchedRun) -> dict[str, Any]:
+    counts = dict.fromkeys(STATES, 0)
+    for row in run.index.rows(Lane.TRAIN):
+        counts[row.state] += 1
+    steps = run.index.steps
+    return {
+        "snapshot": run.snapshot,
+        "queue_words": QUEUE_WORDS,
+        "counts": counts,
+        "num_eval": len(run.index.groups[Lane.EVAL]),
+        "recent": [steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],
+    }
+
+
+PAGE_STEPS = 200
+MAX_DROPPED = 500
+
+
+class StepPages:
+    """Handlers of `/run/.../steps`."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """Their addresses."""
+        return [Route("/run/{run}/steps", self.steps), Route("/run/{run}/steps/{step:int}", self.step)]
+
+    async def steps(self, request: Request) -> Response:
+        """All steps, the newest first, a page at a time."""
+        run = await self.site.run_of(request)
+        numbers = sorted(run.index.steps, reverse=True)
+        typed = request.query_params.get("page", "1")
+        num_pages = max(1, -(-len(numbers) // PAGE_STEPS))
+        page = (
+            min(max(1, int(typed)), num_pages)
+            if typed.isascii() and typed.isdigit() and len(typed) < 9
+            else 1
+        )
+        shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
+        rows = [run.index.steps[number] for number in shown]
+        return self.site.page("steps.html", run, "steps", rows=rows, page=page, num_pages=num_pages)
+
+    async def step(self, request: Request) -> Response:
+        """One step: what went in, in which micro-batches, where the time went, what came out."""
+        run = await self.site.run_of(request)
+        number = request.path_params["step"]
+        row = run.index.steps.get(number)
+        if row is None:
+            raise HTTPException(404, f"Step {number} has no commit yet.")
+        problem = ""
+        commit: Commit | None = None
+        try:
+            commit = await read_commit(history_of(run), number)
+        except TidemillError as error:
+            problem = str(error)
+        view = view_step(commit, run.index) if commit else None
+        return self.site.page(
+            "step.html",
+            run,
+            "steps",
+            row=row,
+            view=view,
+            topics=view.topics if view else sort_metrics(row.metrics),
+            problem=problem,
+            most_dropped=MAX_DROPPED,
+            previous=number - 1 if number - 1 in run.index.steps else None,
+            following=number + 1 if number + 1 in run.index.steps else None,
+        )
+
+
+PAGE_LETTERS = 100
+MAX_LETTERS = 10_000
+"""Letters that are looked through, the newest."""
+MAX_HEX_BYTES = 1024
+
+
+class DeadPages:
+    """Handlers of `/run/.../dead`."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """Their addresses."""
+        return [Route("/run/{run}/dead", self.letters), Route("/run/{run}/dead/{letter}", self.letter)]
+
+    async def letters(self, request: Request) -> Response:
+        """All letters, the newest first."""
+        run = await self.site.run_of(request)
+        needle = request.query_params.get("text", "")[:200]
+        found = [letter for letter in await _read(run) if _has(letter, needle)]
+        return self.site.page(
+            "dead.html",
+            run,
+            "dead",
+            letters=found[:PAGE_LETTERS],
+            num_found=len(found),
+            text=needle,
+            sample_name=sample_name,
+        )
+
+    async def letter(self, request: Request) -> Response:
+        """One letter with the message that died."""
+        run = await self.site.run_of(request)
+        wanted = request.path_params["letter"]
+        found = next((letter for letter in await _read(run) if letter.letter_id == wanted), None)
+        if found is None:
+            raise HTTPException(404, "There is no such letter: it may have been put back or dropped.")
+        return self.site.page(
+            "letter.html",
+            run,
+            "dead",
+            letter=found,
+            message=as_tree(found, with_content=True)["message"],
+            fields={name: value[:MAX_HEX_BYTES].hex(" ") for name, value in found.content.fields.items()},
+            sample_name=sample_name,
+        )
+
+
+async def _read(run: WatchedRun) -> list[Letter]:
+    history: History = history_of(run)
+    max_bytes = (run.config.streams.max_message_mb if run.config else 64) << 20
+    letters: list[Letter] = []
+    async for record in history.scan(StreamName.DEAD, Selection(), newest_first=True):
+        if isinstance(record, Garbled):
+            letters.append(unreadable_letter(record))
+        elif isinstance(record.message, DeadLetter):
+            letters.append(decode_letter(record.entry_id, record.message, max_bytes))
+        if len(letters) >= MAX_LETTERS:
+            break
+    return letters
+
+
+def _has(letter: Letter, needle: str) -> bool:
+    content = letter.content
+    return needle.casefold() in f"{content.error}\n{content.worker}\n{content.origin}".casefold()

@@ -1,0 +1,1 @@
+"""Reward functions: how they are found, called, and what they are given."""

@@ -1,0 +1,184 @@
+"""Runs async functions on the event loop of a scoring process, any number at once, and watches that loop.
+
+A function that blocks in place of awaiting holds up its neighbours and nothing else: no lease and no
+heartbeat depends on this process. While the loop stands still, every beat says for how long, and where in
+whose call. Time in which the loop stood still counts against no call's limit; a single step that is longer
+than its limit does.
+"""
+
+import asyncio
+import contextvars
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import structlog
+
+from services.reward.functions.request import Callee, Request, failure_to_wire, outcomes_to_wire
+from services.reward.results.outcome import AttemptError, Outcome
+
+TICK_S = 0.1
+BLOCKED_S = 0.5
+"""A loop that has not turned for so long is blocked."""
+OUR_FILES = ("services/reward/", "/asyncio/", "/contextlib.py")
+
+_current: contextvars.ContextVar[int] = contextvars.ContextVar("call")
+
+
+class LoopCalls:
+    """The calls of one process."""
+
+    def __init__(self, function: Callee, send: Callable[[dict[str, Any]], None]) -> None:
+        self._function, self._send = function, send
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._task)
+        self._thread = threading.get_ident()
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._owners: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
+        self._turned_at, self._lost_s = time.monotonic(), 0.0
+        self._step: tuple[int | None, float] = (None, 0.0)
+        """The task at the last beat, and since when it has been the one that runs."""
+
+    def take(self, frame: dict[str, Any]) -> None:
+        """Start a call on the loop, or cancel one."""
+        self._loop.call_soon_threadsafe(self._start if "call" in frame else self._cancel, frame)
+
+    def state(self) -> dict[str, Any]:
+        """For how long the loop has stood still, if it does, where, and in whose step."""
+        now = time.monotonic()
+        blocked_s = now - self._turned_at
+        task = asyncio.current_task(self._loop)
+        if task is None or blocked_s < BLOCKED_S:
+            self._step = (None, now)
+            return {}
+        if self._step[0] != id(task):
+            self._step = (id(task), now)
+        frame = sys._current_frames().get(self._thread)
+        return {
+            "blocked_s": blocked_s,
+            "step_s": now - self._step[1],
+            "id": self._owners.get(task),
+            "where": _where(traceback.extract_stack(frame)) if frame is not None else "",
+        }
+
+    def serve(self) -> None:
+        """Run the loop for ever."""
+        asyncio.set_event_loop(self._loop)
+        self._turn()
+        self._loop.run_forever()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._lost_s += max(0.0, now - self._turned_at - 2 * TICK_S)
+        self._turned_at = now
+        self._loop.call_later(TICK_S, self._turn)
+
+    def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+        """Whatever a call starts is known as its own."""
+        task = asyncio.Task(work, loop=loop, **options)
+        if (owner := _current.get(None)) is not None:
+            self._owners[task] = owner
+        return task
+
+    def _start(self, frame: dict[str, Any]) -> None:
+        number = frame["id"]
+        _current.set(number)  # the context is this callback's own
+        task = self._loop.create_task(self._answer(number, frame["call"], frame["timeout_s"]))
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def _cancel(self, frame: dict[str, Any]) -> None:
+        if task := self._tasks.get(frame["cancel"]):
+            task.cancel()
+
+    async def _answer(self, number: int, call: dict[str, Any], timeout_s: float) -> None:
+        try:
+            answer = outcomes_to_wire(await self._run(Request.from_wire(call), timeout_s))
+        except AttemptError as error:
+            answer = failure_to_wire(error)
+        self._send({"id": number, **answer})
+
+    async def _run(self, request: Request, timeout_s: float) -> list[Outcome]:
+        """At its limit the call is cancelled, and left alone if it does not mind that."""
+        task = self._loop.create_task(self._function.call_async(request))
+        left_s, lost_s = timeout_s, self._lost_s
+        try:
+            while left_s > 0 and not task.done():
+                await asyncio.wait({task}, timeout=left_s)
+                left_s, lost_s = self._lost_s - lost_s, self._lost_s
+        finally:
+            is_late = not task.done()
+            task.cancel()
+            task.add_done_callback(_forget)
+        if is_late:
+            raise AttemptError(f"no result within {timeout_s:g} s (timeout_s)", is_timeout=True)
+        if task.cancelled():
+            raise AttemptError("the function was cancelled from inside")
+        return task.result()
+
+
+def _forget(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled():
+        task.exception()  # seen, also where nobody waits any more
+
+
+def _where(stack: "traceback.StackSummary") -> str:
+    """The user's line that does not return, and what it called."""
+    users = [frame for frame in stack if not any(part in frame.filename for part in OUR_FILES)]
+    started = next(
+        (
+            i
+            for i, frame in enumerate(stack)
+            if frame.filename.endswith("services/reward/functions/functions.py")
+        ),
+        0,
+    )
+    inside = [frame for frame in stack[started:] if frame in users] or [stack[-1]]
+    first, last = inside[0], stack[-1]
+    text = f"{first.name} ({Path(first.filename).name}, line {first.lineno})"
+    return (
+        text if last is first else f"{text}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
+    )
+
+
+log = structlog.get_logger(__name__)
+
+SHOWN_S = 60.0
+"""How long the heartbeat tells of it."""
+
+
+class Blockage:
+    """What the scoring processes of one function report of their event loops."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._where, self._seen_at, self._num_seen = "", float("-inf"), 0
+        self._longest_s = 0.0
+
+    def note(self, beat: dict[str, Any]) -> None:
+        """A loop stands still; told the 1st time, the 2nd, the 4th, and so on."""
+        if time.monotonic() - self._seen_at > SHOWN_S:
+            self._longest_s = 0.0
+        self._where, self._seen_at = beat["where"], time.monotonic()
+        self._longest_s = max(self._longest_s, beat["blocked_s"])
+        self._num_seen += 1
+        if self._num_seen & (self._num_seen - 1) == 0:
+            log.warning(
+                "an async reward function blocks its event loop: it scores one sample at a time",
+                reward=self._name,
+                blocked_s=round(beat["blocked_s"], 1),
+                where=self._where,
+                remedy="await what takes time, or declare it with plain `def`: then it runs in threads",
+            )
+
+    @property
+    def note_text(self) -> str:
+        """What there is to say now; empty where all is well."""
+        if time.monotonic() - self._seen_at > SHOWN_S:
+            return ""
+        return f"{self._name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"

@@ -1,0 +1,110 @@
+"""What a function is asked: to score samples, or to post-process the scores of a group.
+
+Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the socket.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from services.reward.functions.sample import Sample
+from services.reward.results.outcome import AttemptError, Outcome
+
+FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
+SAMPLE_FIELDS = tuple(field.name for field in fields(Sample))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call. With `scores`, the samples of a group are post-processed; without, they are scored."""
+
+    samples: list[Sample]
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments that are known only while the worker runs, such as a router's address."""
+    scores: list[float | None] | None = None
+    notes: list[dict[str, Any]] | None = None
+    """Beside each score: its status, error and components."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "samples": [_wired(sample) for sample in self.samples],
+            "given": dict(self.given),
+            "scores": self.scores,
+            "notes": self.notes,
+        }
+
+    @classmethod
+    def from_wire(cls, tree: dict[str, Any]) -> "Request":
+        """The request that `to_wire` wrote."""
+        return cls(
+            [_unwired(sample) for sample in tree["samples"]], tree["given"], tree["scores"], tree["notes"]
+        )
+
+
+def outcomes_to_wire(outcomes: list[Outcome]) -> dict[str, Any]:
+    """What a call came to, as plain values."""
+    return {"outcomes": [(outcome.value, outcome.components, outcome.detail) for outcome in outcomes]}
+
+
+def failure_to_wire(error: AttemptError) -> dict[str, Any]:
+    """The failure of a call, as plain values."""
+    return {
+        "error": str(error),
+        "is_timeout": error.is_timeout,
+        "is_final": error.is_final,
+        "kind": error.kind,
+        "retry_after_s": error.retry_after_s,
+    }
+
+
+def outcomes_of(answer: dict[str, Any]) -> list[Outcome]:
+    """What the two functions above wrote.
+
+    Raises:
+        AttemptError: the failure that was written.
+    """
+    if "error" in answer:
+        further = {name: answer[name] for name in FAILURE_FIELDS if name in answer}
+        raise AttemptError(answer["error"], **further)
+    return [Outcome(*parts) for parts in answer["outcomes"]]
+
+
+class Callee(Protocol):
+    """A function of a user or a built-in one, with all that is needed to call it."""
+
+    @property
+    def name(self) -> str:
+        """What the config calls it."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is awaited."""
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it takes microseconds, so that it may run on the event loop."""
+
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to load the same."""
+
+    def call(self, request: Request) -> list[Outcome]:
+        """Call a plain function: one outcome for each sample. Raises AttemptError."""
+
+    async def call_async(self, request: Request) -> list[Outcome]:
+        """Call an async function."""
+
+
+def _wired(sample: Sample) -> dict[str, Any]:
+    tree = {name: getattr(sample, name) for name in SAMPLE_FIELDS}  # `asdict` would copy every value
+    for name in ("prompt_ids", "completion_ids"):
+        tree[name] = np.asarray(tree[name], dtype="<i4").tobytes()
+    return tree
+
+
+def _unwired(tree: dict[str, Any]) -> Sample:
+    for name in ("prompt_ids", "completion_ids"):
+        tree[name] = np.frombuffer(tree[name], dtype="<i4")
+    return Sample(**tree | {"key": tuple(tree["key"])})

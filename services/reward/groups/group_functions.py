@@ -1,0 +1,221 @@
+"""Group functions: what is done to the rewards of a group when all of them are there (`reward.group`).
+
+A built-in's name, `path.py:name` or `package.module:name`, plain or async:
+
+    def function(scores, samples, **kwargs) -> list: ...
+
+`scores` has a number or None (it failed) for each sample. `samples`, which may be left out, has a dict for
+each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`, `prompt`, `status`, `error`
+and `components`. The list that is returned has a number for each sample, or None where there is no reward.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from common.config import RewardConfig
+from common.errors import ConfigError
+from common.telemetry import metrics
+from common.wire.messages import ScoreStatus
+from services.reward.builtin.groups import GROUP_FUNCTIONS
+from services.reward.functions.functions import import_function
+from services.reward.functions.processes.execution import Execution, execution_of
+from services.reward.functions.request import Request
+from services.reward.functions.sample import Sample
+from services.reward.functions.signature import is_async, signature_of
+from services.reward.results.outcome import AttemptError, Outcome, Part, contained, interpret_list
+from services.reward.rewards.named import Attempts, NamedReward
+from services.reward.rewards.reward import FunctionReward
+from services.reward.rewards.weighted_sum import HybridReward, Parts, Sum
+
+EXPECTED = "function(scores, samples, **kwargs) -> list, plain or async"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFunction:
+    """A group function with its further arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    is_async: bool
+    takes_samples: bool
+    is_cheap: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to load the same."""
+        return {"reference": self.name, "kwargs": dict(self.kwargs), "is_group": True}
+
+    def call(self, request: Request) -> list[Outcome]:
+        """Call a plain function; raises AttemptError."""
+        with contained():
+            return interpret_list(self.function(**self._arguments(request)), len(request.samples))
+
+    async def call_async(self, request: Request) -> list[Outcome]:
+        """Call an async function; raises AttemptError."""
+        with contained():
+            return interpret_list(await self.function(**self._arguments(request)), len(request.samples))
+
+    def _arguments(self, request: Request) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"scores": list(request.scores or []), **self.kwargs}
+        if self.takes_samples:
+            pairs = zip(request.samples, request.notes or [], strict=True)
+            arguments["samples"] = [
+                {**sample.fields(), "index": sample.key[1], "prompt": sample.prompt, **notes}
+                for sample, notes in pairs
+            ]
+        return arguments
+
+
+def load_group_function(reference: str, kwargs: Mapping[str, Any]) -> GroupFunction:
+    """Import the function that `reward.group` names, and check that it can be called.
+
+    Raises:
+        ConfigError: it does not exist, cannot be imported, or takes other arguments.
+    """
+    builtin = GROUP_FUNCTIONS.get(reference)
+    function = builtin or import_function(reference, "reward.group", tuple(GROUP_FUNCTIONS))
+    if inspect.isclass(function):
+        raise ConfigError(f"reward.group {reference} is a class; expected {EXPECTED}")
+    signature = signature_of(function, reference)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    takes_samples = takes_any or "samples" in signature.parameters
+    given = {"scores": None, **kwargs} | ({"samples": None} if takes_samples else {})
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        shown = ", ".join(signature.parameters)
+        raise ConfigError(
+            f"reward.group {reference} takes ({shown}): {error}; expected {EXPECTED}, with further arguments "
+            "from reward.group_kwargs"
+        ) from None
+    return GroupFunction(
+        reference, function, is_async(function), takes_samples, builtin is not None, dict(kwargs)
+    )
+
+
+GROUP = "group"
+"""Its name among the rewards, where failures are counted."""
+BEFORE_GROUP = "before_group"
+"""Component: the reward before post-processing."""
+
+REPLACED = "replaced_failure"
+"""Detail: why the reward had failed that post-processing has filled in."""
+
+NO_SCORE = "the group function returned None for this sample"
+
+
+class PostProcessing:
+    """All post-processing of a run, in order: each reward class's of its own scores, then `reward.group`'s of
+    their sum."""
+
+    def __init__(self, config: RewardConfig, reward: HybridReward) -> None:
+        self._reward = reward
+        self._classes = [
+            (named, Attempts(named.config)) for named in reward.rewards if _post_processes(named)
+        ]
+        self._attempts, self._timeout_s = Attempts(config), config.timeout_s
+        self._execution: Execution | None = None
+        self.failures: Counter[str] = Counter()
+        """Groups whose post-processing failed for good, by kind of failure."""
+        if config.group:
+            function = load_group_function(config.group, config.group_kwargs)
+            self._execution = execution_of(function, config.processes)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._classes or self._execution)
+
+    async def run(self, samples: list[Sample], parts: list[Parts]) -> list[Sum]:
+        """The final sums of a group."""
+        before = [self._reward.sum_up(part) for part in parts]
+        for named, attempts in self._classes:
+            if named.applies_to(samples[0]):  # all samples of a group are of one data source
+                column = await self._by_class(named, attempts, samples, [part[named.name] for part in parts])
+                parts = [{**part, named.name: new} for part, new in zip(parts, column, strict=True)]
+        sums = [self._reward.sum_up(part) for part in parts]
+        if self._execution is not None:
+            sums = await self._changed_sums(samples, sums)
+        return [_noted(old, new) for old, new in zip(before, sums, strict=True)]
+
+    def failures_by_name(self) -> dict[str, int]:
+        """How often it failed, as `group:<kind>`."""
+        return {f"{GROUP}:{kind}": count for kind, count in self.failures.items()}
+
+    async def close(self) -> None:
+        """End its processes."""
+        if self._execution is not None:
+            await self._execution.close()
+
+    async def _by_class(
+        self, named: NamedReward, attempts: Attempts, samples: list[Sample], column: list[Part]
+    ) -> list[Part]:
+        """What one reward says of the samples once its class has seen all of it; None where it failed."""
+        assert isinstance(named.reward, FunctionReward)
+        step = partial(named.reward.post_process, samples, [old.value for old in column])
+        found = await self._outcomes(attempts, step)
+        if isinstance(found, Part):
+            return [replace(found, components=old.components, detail=old.detail) for old in column]
+        return [_changed_part(old, outcome) for old, outcome in zip(column, found, strict=True)]
+
+    async def _changed_sums(self, samples: list[Sample], sums: list[Sum]) -> list[Sum]:
+        found = await self._outcomes(self._attempts, partial(self._by_function, samples, sums))
+        if isinstance(found, Part):
+            return [replace(old, status=found.status, value=None, error=found.error) for old in sums]
+        return [_changed(old, outcome) for old, outcome in zip(sums, found, strict=True)]
+
+    async def _outcomes(
+        self, attempts: Attempts, step: Callable[[], Awaitable[list[Outcome]]]
+    ) -> list[Outcome] | Part:
+        """What a step made of the group, or the failure that every sample of it remains with."""
+        try:
+            outcomes, _ = await attempts.make(step)
+        except AttemptError as failure:
+            self.failures[failure.kind] += 1
+            metrics.REWARD_FAILURES.labels(GROUP, failure.kind).inc()
+            part = Part.failed(failure)
+            return replace(part, error=f"post-processing of the group: {part.error}")
+        return outcomes
+
+    async def _by_function(self, samples: list[Sample], sums: list[Sum]) -> list[Outcome]:
+        assert self._execution is not None
+        notes: list[dict[str, Any]] = [
+            {"score": old.value, "status": old.status.value, "error": old.error, "components": old.components}
+            for old in sums
+        ]
+        request = Request(samples, scores=[old.value for old in sums], notes=notes)
+        return await self._execution.run(request, self._timeout_s)
+
+
+def _post_processes(named: NamedReward) -> bool:
+    return isinstance(named.reward, FunctionReward) and named.reward.function.post_process is not None
+
+
+def _changed_part(old: Part, outcome: Outcome) -> Part:
+    """The part with its new value, and the old one beside it."""
+    components = {**old.components, BEFORE_GROUP: old.value}
+    if outcome.value is None:
+        if not old.is_ok:
+            return replace(old, components=components)
+        failed = AttemptError(NO_SCORE)
+        return replace(Part.failed(failed), tries=old.tries, components=components, detail=old.detail)
+    detail = old.detail if old.is_ok else old.detail | {REPLACED: old.error}
+    return Part(value=outcome.value, tries=old.tries, components=components, detail=detail)
+
+
+def _changed(old: Sum, outcome: Outcome) -> Sum:
+    """The sum with its new value. A failure may have been replaced by a value, or the reverse."""
+    if outcome.value is None:
+        if old.status is not ScoreStatus.OK:
+            return old
+        return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE)
+    detail = old.detail if not old.error else old.detail | {REPLACED: old.error}
+    return replace(old, status=ScoreStatus.OK, value=outcome.value, error="", on_failure="", detail=detail)
+
+
+def _noted(before: Sum, after: Sum) -> Sum:
+    return replace(after, components={**after.components, BEFORE_GROUP: before.value})

@@ -1,0 +1,131 @@
+"""Scores a group as a whole: the results of its samples gather in Redis, whoever brings the last finishes.
+
+Exactly once, also when that worker dies in the middle: the last trajectory stays pending until one script
+publishes all scores and acknowledges it. Whoever takes it over finds the results in Redis, pays for nothing
+again, and repeats the group functions only.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from common.errors import LeaseLostError
+from common.streams import Consumer, Delivery
+from common.telemetry import metrics
+from common.wire import codec
+from common.wire.arrays import Int32Array
+from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.wire.keys import Keys
+from common.wire.messages import Lane, Message, Score, Trajectory
+from services.reward.functions.sample import Sample
+from services.reward.groups.group_functions import PostProcessing
+from services.reward.results.outcome import Part
+from services.reward.rewards.weighted_sum import HybridReward, Parts
+
+
+class GroupResult(Message):
+    """The parts of one sample with what group functions see of it. The prompt is the same for the group."""
+
+    kind: ClassVar[str] = "group result"
+    index: int = Field(ge=0)
+    text: str
+    completion_ids: Int32Array
+    parts: dict[str, dict[str, Any]]
+    worker: str = ""
+    latency_s: float = 0.0
+
+    @classmethod
+    def of(cls, sample: Sample, parts: Parts, worker: str, latency_s: float) -> "GroupResult":
+        """The result of a sample."""
+        return cls(
+            index=sample.key[1],
+            text=sample.solution_str,
+            completion_ids=sample.completion_ids,
+            parts={name: asdict(part) for name, part in parts.items()},
+            worker=worker,
+            latency_s=latency_s,
+        )
+
+    def part(self, name: str) -> Part:
+        """What one reward said."""
+        return Part(**self.parts[name])
+
+
+class GroupScoring:
+    """The way of a trajectory through a lane whose groups are scored as a whole."""
+
+    def __init__(
+        self,
+        consumer: Consumer[Trajectory],
+        keys: Keys,
+        lane: Lane,
+        reward: HybridReward,
+        post_processing: PostProcessing,
+        worker: str,
+        published: Callable[[Score], None],
+    ) -> None:
+        self._consumer, self._keys, self._lane = consumer, keys, lane
+        self._reward, self._post_processing = reward, post_processing
+        self._worker, self._published = worker, published
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this lane's groups are scored as a whole. Evaluation is never post-processed."""
+        return self._reward.has_group_rewards or (self._lane is Lane.TRAIN and self._post_processing.is_any)
+
+    async def bring(
+        self, delivery: Delivery[Trajectory], score: Callable[[Sample], Awaitable[Parts]]
+    ) -> None:
+        """Score one trajectory by `score`, and the whole group if it is the last.
+
+        A lost lease is no error: another worker has the trajectory then.
+        """
+        started = time.monotonic()
+        sample = Sample.from_trajectory(delivery.message, self._lane)
+        ticket = sample.key[0]
+        key, tickets = self._keys.results(ticket, self._lane), self._keys.result_tickets(self._lane)
+        result = None
+        if not await self._consumer.has_result(key, sample.key[1]):
+            parts = await score(sample)
+            result = GroupResult.of(sample, parts, self._worker, time.monotonic() - started)
+        try:
+            payloads = await self._consumer.store_result(delivery, key, tickets, result)
+            if payloads is not None:
+                scores = await self._finish(sample, payloads)
+                await self._consumer.publish_group(delivery, self._keys.scores(self._lane), key, scores)
+                metrics.GROUPS_POST_PROCESSED.labels(self._lane).inc()
+                for made in scores:
+                    self._published(made)
+        except LeaseLostError:
+            return
+
+    async def _finish(self, last: Sample, payloads: Sequence[bytes]) -> list[Score]:
+        """The final scores of a group, by index."""
+        results = [
+            codec.decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, GroupResult) for payload in payloads
+        ]
+        samples = [
+            replace(
+                last,
+                key=(last.key[0], result.index),
+                solution_str=result.text,
+                completion_ids=result.completion_ids,
+            )
+            for result in results
+        ]
+        together = await self._reward.score_group(samples)
+        parts: list[Parts] = [
+            {name: result.part(name) for name in result.parts} | more
+            for result, more in zip(results, together, strict=True)
+        ]
+        if self._lane is Lane.TRAIN and self._post_processing.is_any:
+            sums = await self._post_processing.run(samples, parts)
+        else:
+            sums = [self._reward.sum_up(part) for part in parts]
+        return [
+            total.score(sample.key, result.worker, result.latency_s)
+            for sample, total, result in zip(samples, sums, results, strict=True)
+        ]

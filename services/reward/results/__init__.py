@@ -1,0 +1,1 @@
+"""What became of rewards: outcomes, their cache, published scores."""

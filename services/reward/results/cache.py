@@ -1,0 +1,142 @@
+"""Rewards that were paid for once: kept in Redis, so that no replay, retry or takeover pays a judge twice.
+
+An entry is found by what decided it: the reward's name, config and source, prompt, completion, ground truth
+and the row's other columns. Only results are kept, never failures. The number of entries and their bytes are
+bounded; what was not used for longest goes first. In one worker, equal requests share one call.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.util
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from common.config import NamedRewardConfig, RewardCacheConfig
+from common.redis.broker import Broker
+from common.telemetry import metrics
+from common.wire.codec import pack
+from common.wire.keys import Keys
+from services.reward.functions.sample import Sample
+from services.reward.results.outcome import Part
+
+_NOT_OF_THE_RESULT = {
+    "weight",
+    "applies_to",
+    "timeout_s",
+    "max_attempts",
+    "backoff_s",
+    "max_concurrent",
+    "on_failure",
+    "failure_value",
+    "cache",
+}
+"""Fields of a reward that do not change what it returns."""
+
+
+def version_of(name: str, config: NamedRewardConfig) -> str:
+    """A digest of all that decides what a reward returns, the source file of its function included."""
+    tree = config.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+    for server in ("judge", "model"):
+        (tree.get(server) or {}).pop("prices", None)
+    digest = hashlib.blake2b(json.dumps([name, tree]).encode(), digest_size=16)
+    for text in _texts(tree):
+        if file := _file_of(text):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(value)
+
+
+def _file_of(text: str) -> Path | None:
+    """The file that a value of the config names: a source file, a template, an installed module."""
+    origin = text.rpartition(":")[0] or text
+    if len(origin) > 1024 or "\n" in origin or "\0" in origin:
+        return None
+    if Path(origin).is_file():
+        return Path(origin)
+    module, colon, _ = text.rpartition(":")
+    if colon and module.replace(".", "").replace("_", "").isalnum():
+        with contextlib.suppress(ImportError, ValueError):
+            found = importlib.util.find_spec(module)
+            if found and found.origin and Path(found.origin).is_file():
+                return Path(found.origin)
+    return None
+
+
+class RewardCache:
+    """The cache of a run, as one worker uses it."""
+
+    def __init__(self, broker: Broker, keys: Keys, config: RewardCacheConfig) -> None:
+        self._broker, self._keys = broker, keys.reward_cache
+        self._limits = (config.max_entries, config.max_mb << 20)
+        self._under_way: dict[str, asyncio.Task[Part]] = {}
+        self._waiting: dict[str, int] = {}
+
+    async def get_or_make(self, version: str, sample: Sample, make: Callable[[], Awaitable[Part]]) -> Part:
+        """The cached part for this sample, or what `make` comes to, which is kept if it succeeded.
+
+        A caller that is cancelled does not take the call away from the others that wait for it.
+        """
+        digest = _digest(version, sample)
+        task = self._under_way.get(digest)
+        if task is None:
+            task = asyncio.ensure_future(self._look_or_make(digest, make))
+            self._under_way[digest] = task
+            task.add_done_callback(partial(self._forget, digest))
+        else:
+            metrics.REWARD_CACHE.labels("shared").inc()
+        self._waiting[digest] = self._waiting.get(digest, 0) + 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting[digest] -= 1
+            if not self._waiting[digest]:
+                del self._waiting[digest]
+                self._forget(digest, task)
+                task.cancel()  # nobody waits for it any more
+
+    def _forget(self, digest: str, task: asyncio.Task[Part]) -> None:
+        if self._under_way.get(digest) is task:
+            del self._under_way[digest]
+
+    async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[Part]]) -> Part:
+        found = await self._broker.script("cache_get", self._keys, [digest])
+        if found is not None:
+            metrics.REWARD_CACHE.labels("hit").inc()
+            return Part(**msgpack.unpackb(found))
+        metrics.REWARD_CACHE.labels("miss").inc()
+        part = await make()
+        if part.is_ok:
+            payload = pack(asdict(replace(part, tries=[])))
+            await self._broker.script("cache_put", self._keys, [digest, payload, *self._limits])
+        return part
+
+
+def _digest(version: str, sample: Sample) -> str:
+    """Lengths are part of msgpack, so that no two samples can run together."""
+    parts = [
+        version,
+        sample.is_evaluation,
+        sample.data_source,
+        sample.prompt_text,
+        sample.own_text,
+        sample.solution_str,
+        np.asarray(sample.completion_ids, dtype="<i4").tobytes(),
+        sample.ground_truth,
+        sample.extra_info,
+    ]
+    return hashlib.blake2b(pack(parts, str), digest_size=16).hexdigest()

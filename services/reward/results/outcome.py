@@ -1,0 +1,262 @@
+"""What one attempt at a reward comes to: an outcome with a finite value, or an error in plain words.
+
+Invariant: code that belongs to users ends in one of the two, whatever it does. `contained` is the only
+place of this service where a broad `except` stands.
+"""
+
+import math
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from common.errors import RewardError
+from common.wire.codec import sendable
+from common.wire.messages import ScoreStatus
+
+MAX_ERROR_CHARS = 500
+MAX_DETAIL_CHARS = 10_000
+"""Longest text kept of one value in `detail`."""
+MAX_KEYS = 256
+"""Most keys of a returned dict, at any depth."""
+MAX_DEPTH = 8
+
+EXPECTED = "expected a finite number, or a dict with such a number under 'score'"
+
+Detail = dict[str, Any]
+NamelessTry = tuple[float, float, str]
+"""One attempt: how long it took, the pause before it, in seconds, and why it failed; empty if not."""
+MAX_TRY_CHARS = 200
+"""Longest reason kept of each of several attempts."""
+
+
+class AttemptError(RewardError):
+    """One attempt that gave no value.
+
+    `is_timeout` says that the limit of time ran out, `is_final` that trying again cannot help. `kind` is a
+    word for the sort of failure, such as `http_429`, for counts: few and fixed. `retry_after_s` is what a
+    server asked for: the next attempt waits at least that long.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_timeout: bool = False,
+        is_final: bool = False,
+        kind: str = "",
+        retry_after_s: float = 0.0,
+    ) -> None:
+        super().__init__(sendable(message))
+        self.is_timeout = is_timeout
+        self.is_final = is_final
+        self.kind = kind or ("timeout" if is_timeout else "error")
+        self.retry_after_s = retry_after_s
+        self.tries: list[NamelessTry] = []
+        """All attempts, this one included, once it is the last of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The reward of one sample, with the numbers and notes that came with it.
+
+    A value of None means that the reward does not apply to the sample, which is no failure.
+    """
+
+    value: float | None
+    components: dict[str, float | None] = field(default_factory=dict)
+    detail: Detail = field(default_factory=dict)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Turn whatever the block raises, `sys.exit` included, into an `AttemptError`."""
+    try:
+        yield
+    except AttemptError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise AttemptError(describe(error)) from error
+
+
+def interpret(returned: Any, where: str = "") -> Outcome:
+    """Read what a reward function returned for one sample.
+
+    A number is the reward; of a dict, `score` is, other numbers become components and the rest detail; of a
+    tuple, the first element is, and what follows is kept as detail. `where` names it among several.
+
+    Raises:
+        AttemptError: there is no finite number where the reward should be. It is never read as 0.
+    """
+    if isinstance(returned, tuple) and returned:
+        notes = [_plain(note, MAX_DEPTH) for note in returned[1:]]
+        return Outcome(_finite(returned[0], f"{where}the first element is"), detail={"notes": notes})
+    if isinstance(returned, dict):
+        if "score" not in returned:
+            keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
+            raise AttemptError(f"{where}returned a dict without 'score' ({keys}); {EXPECTED}")
+        components, detail = _sort_out({key: item for key, item in returned.items() if key != "score"})
+        return Outcome(_finite(returned["score"], f"{where}'score' is"), components, detail)
+    return Outcome(_finite(returned, f"{where}returned"))
+
+
+def interpret_batch(returned: Any, count: int) -> list[Outcome]:
+    """Read what a function of verl's batch manager returned: for each sample what `interpret` reads.
+
+    Raises:
+        AttemptError: it is no list of that length, or there is no finite number in one of its elements.
+    """
+    return [interpret(one, f"element {index}: ") for index, one in enumerate(_elements(returned, count))]
+
+
+def interpret_list(
+    returned: Any,
+    count: int,
+    metrics: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Outcome]:
+    """Read what a function returned for a list of `count` samples; None means not applicable, as in TRL.
+
+    `metrics` hold for each of them, `extra` has one value for each.
+
+    Raises:
+        AttemptError: it is no list of that length, or an element is neither a finite number nor None.
+    """
+    values = _elements(returned, count)
+    components, _ = _sort_out(dict(metrics or {}))
+    outcomes = []
+    for index, value in enumerate(values):
+        number = None if value is None else _finite(value, f"element {index} is")
+        notes = {name: items[index] for name, items in (extra or {}).items() if index < len(items)}
+        numbers, detail = _sort_out(notes)
+        outcomes.append(Outcome(number, components | numbers, detail))
+    return outcomes
+
+
+def _elements(returned: Any, count: int) -> Sequence[Any]:
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, list | tuple):
+        raise AttemptError(f"returned {_kind(returned)}; expected a list of {count} rewards")
+    if len(values) != count:
+        raise AttemptError(f"returned {len(values)} rewards; expected {count}, one for each completion")
+    return values
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the place in the code that raised it."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}"[:MAX_ERROR_CHARS] + where
+
+
+def _finite(returned: Any, verb: str) -> float:
+    number = _number(returned)
+    if number is None:
+        raise AttemptError(f"{verb} {_kind(returned)}; {EXPECTED}")
+    if not math.isfinite(number):
+        raise AttemptError(f"{verb} {number}; {EXPECTED}")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """The value as a float, or None where it is not one number. Truth values count as 0 and 1."""
+    if isinstance(value, Decimal):
+        return math.nan if value.is_nan() else float(value)  # a signalling NaN is no float
+    if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a scalar of numpy or torch
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    if getattr(value, "shape", None) is not None:
+        return f"an array of shape {tuple(value.shape)}"
+    if hasattr(value, "__await__"):
+        return "a coroutine (declare the function with `async def`)"
+    article = "an" if type(value).__name__[:1].lower() in "aeiou" else "a"
+    return f"{article} {type(value).__name__}"
+
+
+def _sort_out(extra: dict[Any, Any]) -> tuple[dict[str, float | None], Detail]:
+    """Split further keys into numbers, where None and NaN mean not applicable, and everything else."""
+    components: dict[str, float | None] = {}
+    detail: Detail = {}
+    for key, value in list(extra.items())[:MAX_KEYS]:
+        number = _number(value)
+        if number is not None or value is None:
+            components[_text(key)] = number if number is not None and math.isfinite(number) else None
+        else:
+            detail[_text(key)] = _plain(value, MAX_DEPTH)
+    return components, detail
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """The value as numbers, text, lists and maps with text keys, cut to a bounded size."""
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    if isinstance(value, dict) and depth:
+        return {_text(key): _plain(item, depth - 1) for key, item in list(value.items())[:MAX_KEYS]}
+    if isinstance(value, list | tuple) and depth:
+        return [_plain(item, depth - 1) for item in value[:MAX_KEYS]]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return sendable(text[:MAX_DETAIL_CHARS])
+
+
+@dataclass(slots=True)
+class Part:
+    """Only `ok` may have a value; `ok` without one means that the reward does not apply to the sample.
+
+    `kind` says in a word how a failure failed, for counts: `timeout`, `error`, `http_429`, ...
+    """
+
+    status: ScoreStatus = ScoreStatus.OK
+    value: float | None = None
+    error: str = ""
+    kind: str = ""
+    tries: list[NamelessTry] = field(default_factory=list)
+    """All attempts, where there were several."""
+    components: dict[str, float | None] = field(default_factory=dict)
+    detail: Detail = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.status = ScoreStatus(self.status)  # a plain text where it comes out of Redis
+
+    @property
+    def attempts(self) -> int:
+        """How many there were."""
+        return len(self.tries) or 1
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the reward said something, if only that it does not apply."""
+        return self.status is ScoreStatus.OK
+
+    @classmethod
+    def of(cls, outcome: Outcome, tries: list[NamelessTry]) -> "Part":
+        """The part that an attempt which succeeded makes."""
+        return cls(value=outcome.value, tries=tries, components=outcome.components, detail=outcome.detail)
+
+    @classmethod
+    def failed(cls, error: AttemptError) -> "Part":
+        """The part that remains when the last attempt failed."""
+        status = ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED
+        return cls(status, None, str(error), error.kind, error.tries)

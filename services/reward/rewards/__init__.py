@@ -1,0 +1,1 @@
+"""Kinds of rewards, and what stands around all of them alike."""

@@ -1,0 +1,133 @@
+"""What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
+
+Functions, judges, reward models and sandboxes are its kinds; each implements `Reward`, and `make_reward`
+chooses. Attempts, backoff, concurrency, cache and failure policy stand around all of them alike, in
+`named.py`: a kind makes one attempt and says what came of it.
+"""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol
+
+from common.config import NamedRewardConfig
+from common.errors import ConfigError
+from services.reward.functions.functions import RewardFunction, load_function
+from services.reward.functions.processes.execution import execution_of
+from services.reward.functions.request import Request
+from services.reward.functions.sample import Sample
+from services.reward.functions.signature import ROUTER
+from services.reward.remote.judge import check_judge, make_judge
+from services.reward.remote.reward_model import check_model_reward, make_model_reward
+from services.reward.remote.serving import check_local_replicas
+from services.reward.results.outcome import Outcome
+from services.reward.rewards.dependencies import RewardServices
+from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
+
+
+class Reward(Protocol):
+    """Scores samples, many at once."""
+
+    @property
+    def slots(self) -> int | None:
+        """Samples it makes sense to hold at once; None where only memory sets a limit."""
+
+    async def score(self, sample: Sample) -> Outcome:
+        """One attempt, within the reward's own limit of time. Whoever calls decides on retries.
+
+        Raises:
+            AttemptError: it gave no value. Anything else that is raised is taken for one.
+        """
+
+    async def close(self) -> None:
+        """Free what it holds."""
+
+
+class FunctionReward:
+    """The reward that a function computes."""
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        timeout_s: float,
+        num_processes: int,
+        router: Callable[[], Awaitable[str]] | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.function = function
+        self.execution = execution_of(function, num_processes, threads)
+        self._timeout_s, self._router = timeout_s, router
+
+    @property
+    def slots(self) -> int | None:
+        """Those of the function's processes; it grows where they are found to wait."""
+        return self.execution.slots
+
+    async def score(self, sample: Sample) -> Outcome:
+        """Call the function once, for one sample."""
+        (outcome,) = await self.score_group([sample])
+        return outcome
+
+    async def score_group(self, samples: list[Sample]) -> list[Outcome]:
+        """Call the function once, for all samples of a group."""
+        given = {ROUTER: await self._router()} if self._router else {}
+        return await self.execution.run(Request(samples, given), self._timeout_s)
+
+    async def post_process(self, samples: list[Sample], scores: list[float | None]) -> list[Outcome]:
+        """Have a class post-process its own scores of a group."""
+        return await self.execution.run(Request(samples, scores=scores), self._timeout_s)
+
+    async def close(self) -> None:
+        """End its processes."""
+        await self.execution.close()
+
+
+def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) -> Reward:
+    """The reward called `name`.
+
+    Raises:
+        ConfigError: it cannot be loaded or called as configured.
+    """
+    if config.function is not None:
+        router = partial(services.router_address, config.router) if config.router else None
+        section = services.config.reward
+        return FunctionReward(
+            _function(name, config), config.timeout_s, section.processes, router, section.threads
+        )
+    if config.sandbox is not None:
+        return SandboxReward(config.sandbox, SandboxJobs(services.broker, services.keys))
+    if config.model is not None:
+        return make_model_reward(name, config, services)
+    return make_judge(name, config, services)
+
+
+def check_reward(name: str, config: NamedRewardConfig) -> None:
+    """Find what is wrong with a reward without a run: what `tidemill check` asks for each of them.
+
+    Raises:
+        ConfigError: it cannot be loaded or called as configured.
+    """
+    if config.function is not None:
+        _function(name, config)
+        return
+    if config.judge is not None:
+        check_judge(name, config)
+        return
+    if config.model is not None:
+        check_model_reward(name, config.model)
+        check_local_replicas(name, config)
+
+
+def _function(name: str, config: NamedRewardConfig) -> RewardFunction:
+    assert config.function is not None
+    function = load_function(config.function, config.kwargs, config.style, config.tokenizer)
+    if config.per == "group" and not function.how.style.takes_lists:
+        raise ConfigError(
+            f"reward {name}: per: group needs a function in TRL's style or of verl's batch manager, which "
+            f"take lists; {config.function} is in the style {function.how.style}. A function over the "
+            "scores of a group goes into reward.group."
+        )
+    if ROUTER in function.how.required and not config.router:
+        raise ConfigError(
+            f"reward {name}: {config.function} takes {ROUTER}; say with `router` which judge's it is"
+        )
+    return function

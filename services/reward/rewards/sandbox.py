@@ -1,0 +1,210 @@
+"""The reward of code: what share of its tests it passes, run by the sandbox workers."""
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from redis import exceptions as redis_errors
+from rq import Queue, Retry
+from rq.exceptions import NoSuchJobError
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+from common.config.reward_kinds import SandboxConfig
+from common.redis.broker import Broker, redis_url
+from common.redis.client import make_blocking_client
+from common.telemetry import metrics
+from common.wire.keys import Keys
+from services.reward.functions.sample import Sample
+from services.reward.results.outcome import AttemptError, Outcome
+
+log = structlog.get_logger(__name__)
+
+FUNCTION = "services.jobs.sandbox.job.run_code"
+"""By name: services never import each other."""
+POLL_S = 0.03
+EXAMINE_S = 2.0
+LOST_S = 10.0
+"""A job that runs on a worker that says nothing for this long is lost; a busy worker speaks every 2 s."""
+JOB_MARGIN_S = 30
+"""What a job may take beside the code's own limit before RQ kills it."""
+RQ_RETRIES = 2
+GONE = "gone"
+FIRST = asyncio.FIRST_COMPLETED
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """What was last seen of a job, and since when it looks like that."""
+
+    state: str = ""
+    since: float = 0.0
+
+
+class SandboxJobs:
+    """The jobs of one reward worker; one poller serves all that wait."""
+
+    def __init__(self, broker: Broker, keys: Keys, url: str | None = None) -> None:
+        self._broker, self._keys = broker, keys
+        connection = make_blocking_client(url or redis_url())
+        self._queue = Queue(keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
+        self._waiting: dict[str, list[asyncio.Future[dict[str, Any]]]] = {}
+        self._poller: asyncio.Task[None] | None = None
+
+    async def run(self, code: str, tests: Any, config: SandboxConfig) -> dict[str, Any]:
+        """What came of the code, see `services/jobs/sandbox/job.py`.
+
+        Raises:
+            AttemptError: no worker took it in time, its workers died, or the sandbox failed.
+        """
+        limits = config.model_dump(mode="json")
+        text = json.dumps([self._keys.run_id, code, tests, limits], sort_keys=True, default=str)
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        job_id = self._keys.sandbox_names + digest
+        result = await self._stored(job_id)
+        if result is None:
+            arguments = (self._keys.run_id, job_id, code, tests, limits)
+            result = await self._awaited(job_id, arguments, config)
+        if "error" in result:
+            await self._broker.execute("DEL", self._keys.sandbox_result(job_id))
+            raise AttemptError(result["error"], is_final=result["is_final"], kind="sandbox")
+        return result
+
+    async def close(self) -> None:
+        """Stop waiting; jobs that were handed over go on."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        await asyncio.to_thread(self._queue.connection.close)
+
+    async def _awaited(
+        self, job_id: str, arguments: tuple[Any, ...], config: SandboxConfig
+    ) -> dict[str, Any]:
+        limit_s = config.queue_s + config.total_s + JOB_MARGIN_S
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        others = self._waiting.setdefault(job_id, [])
+        others.append(future)
+        self._poller = self._poller or asyncio.create_task(self._poll(), name="sandbox results")
+        try:
+            async with asyncio.timeout(limit_s):
+                if len(others) == 1:  # whoever else waits here waits for the same job
+                    await self._rq(self._enqueue, job_id, arguments, config)
+                sighting = _Sighting(since=time.monotonic())
+                while not future.done():
+                    await asyncio.wait((future, self._poller), timeout=EXAMINE_S, return_when=FIRST)
+                    if self._poller.done():
+                        self._poller.result()  # what stopped it is for those that depend on it
+                    if not future.done() and await self._is_lost(job_id, sighting):
+                        log.warning("a sandboxed run was lost with its worker; asking again", job=job_id)
+                        await self._rq(self._enqueue, job_id, arguments, config)
+                return future.result()
+        except TimeoutError:
+            raise AttemptError(
+                f"no sandbox worker had a result within {limit_s:g} s; are there any (sandbox.workers), and "
+                "enough of them?",
+                is_timeout=True,
+            ) from None
+        finally:
+            others.remove(future)
+            if not others:
+                self._waiting.pop(job_id, None)
+
+    async def _poll(self) -> None:
+        """Fetch results for all that wait, for ever."""
+        while True:
+            if job_ids := list(self._waiting):
+                found = await self._broker.execute("MGET", *map(self._keys.sandbox_result, job_ids))
+                for job_id, raw in zip(job_ids, found, strict=True):
+                    for future in self._waiting.get(job_id, ()) if raw is not None else ():
+                        if not future.done():
+                            future.set_result(json.loads(raw))
+            await asyncio.sleep(POLL_S)
+
+    async def _stored(self, job_id: str) -> dict[str, Any] | None:
+        raw = await self._broker.execute("GET", self._keys.sandbox_result(job_id))
+        return json.loads(raw) if raw is not None else None
+
+    async def _is_lost(self, job_id: str, sighting: _Sighting) -> bool:
+        """Whether nobody works on the job any more. Waiting in the queue is no loss."""
+        state = await self._rq(self._state_of, job_id)
+        if state != sighting.state:
+            sighting.state, sighting.since = state, time.monotonic()
+        is_silent = time.monotonic() - sighting.since > LOST_S and state != JobStatus.QUEUED
+        is_over = state in (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
+        if (is_over or is_silent) and await self._stored(job_id) is None:
+            sighting.state, sighting.since = "", time.monotonic()
+            return True
+        return False
+
+    async def _rq(self, call: Any, *arguments: Any) -> Any:
+        """One call of RQ, which waits for Redis, on a thread."""
+        try:
+            return await asyncio.to_thread(call, *arguments)
+        except redis_errors.RedisError as error:
+            raise AttemptError(f"the sandbox queue cannot be reached: {error}", kind="sandbox") from None
+
+    def _enqueue(self, job_id: str, arguments: tuple[Any, ...], config: SandboxConfig) -> None:
+        self._queue.enqueue_call(
+            FUNCTION,
+            args=arguments,
+            job_id=job_id,
+            timeout=int(config.total_s) + JOB_MARGIN_S,
+            result_ttl=0,
+            failure_ttl=config.result_ttl_s,
+            retry=Retry(max=RQ_RETRIES),
+        )
+
+    def _state_of(self, job_id: str) -> str:
+        """The job's status, and while it runs the last sign of life of who runs it."""
+        try:
+            job = Job.fetch(job_id, connection=self._queue.connection, serializer=JSONSerializer)
+        except NoSuchJobError:
+            return GONE
+        status = job.get_status(refresh=False)
+        return f"{status}:{job.last_heartbeat}" if status == JobStatus.STARTED else str(status)
+
+
+FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = ("python", "python3", "py")
+
+
+class SandboxReward:
+    """Scores completions by running their code."""
+
+    slots: int | None = None
+
+    def __init__(self, config: SandboxConfig, jobs: SandboxJobs) -> None:
+        self._config, self._jobs = config, jobs
+
+    async def score(self, sample: Sample) -> Outcome:
+        """Run the completion's code against the tests in its ground truth."""
+        code = extract_code(sample.solution_str)
+        if not code.strip():
+            metrics.SANDBOX_JOBS.labels("no_code").inc()
+            return Outcome(0.0, {"passed": 0.0}, {"sandbox": "the completion has no code"})
+        with metrics.SANDBOX_SECONDS.time():
+            result = await self._jobs.run(code, sample.ground_truth, self._config)
+        share = result["passed"] / result["total"]
+        outcome = next((name for name in result["outcomes"] if name != "done"), "done")
+        metrics.SANDBOX_JOBS.labels(outcome).inc()
+        value = share if self._config.score == "fraction" else float(share == 1.0)
+        detail = {"outcomes": result["outcomes"], "first_failure": result["first_failure"]}
+        return Outcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
+
+    async def close(self) -> None:
+        """Stop waiting for results."""
+        await self._jobs.close()
+
+
+def extract_code(text: str) -> str:
+    """The last block fenced as Python, else the last fenced block, else the whole text."""
+    blocks = FENCE.findall(text)
+    marked = [body for language, body in blocks if language.lower() in PYTHON]
+    if marked:
+        return str(marked[-1])
+    return str(blocks[-1][1]) if blocks else text

@@ -1,0 +1,165 @@
+"""The reward of a sample as the weighted sum of its parts, and what a failed part means.
+
+What does not apply is left out of the sum, as in TRL. A part that failed is replaced by its own
+`failure_value` where its policy is `value`; otherwise it fails the score, and the score says whether only
+the sample or its whole group is given up.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.config import RewardConfig
+from common.wire.messages import OnFailure, Score, ScoreStatus, TrajectoryKey, Try
+from services.reward.functions.sample import Sample
+from services.reward.results.cache import RewardCache
+from services.reward.results.outcome import Detail, Part
+from services.reward.rewards.dependencies import RewardServices
+from services.reward.rewards.named import NamedReward
+from services.reward.rewards.reward import make_reward
+
+Parts = dict[str, Part]
+
+NONE_APPLIES = "no reward applies to this sample: each of them returned None or is for other data sources"
+
+
+@dataclass(slots=True)
+class Sum:
+    """What the parts of one sample come to."""
+
+    status: ScoreStatus
+    value: float | None
+    error: str = ""
+    on_failure: OnFailure = ""
+    attempts: int = 1
+    tries: tuple[Try, ...] = ()
+    components: dict[str, float | None] = field(default_factory=dict)
+    detail: Detail = field(default_factory=dict)
+
+    def score(self, key: TrajectoryKey, worker: str, latency_s: float) -> Score:
+        """The message that says so."""
+        return Score(
+            ticket=key[0],
+            index=key[1],
+            status=self.status,
+            value=self.value,
+            components=self.components,
+            detail=self.detail,
+            error=self.error,
+            on_failure=self.on_failure,
+            attempts=self.attempts,
+            tries=self.tries,
+            worker=worker,
+            latency_s=latency_s,
+        )
+
+
+class HybridReward:
+    """All rewards of a run."""
+
+    def __init__(self, rewards: Sequence[NamedReward], is_named: bool) -> None:
+        self.rewards = list(rewards)
+        self._is_named = is_named
+        """Whether the parts go by their names: a single `reward.function` speaks for itself."""
+
+    @property
+    def slots(self) -> int | None:
+        """Samples it makes sense to hold: as many as the reward that waits longest can use."""
+        counts = [named.reward.slots for named in self.rewards]
+        known = [count for count in counts if count is not None]
+        return max(known) if len(known) == len(counts) else None
+
+    async def score(self, sample: Sample) -> Parts:
+        """The part of each reward that scores samples one by one; all are asked at once."""
+        single = [named for named in self.rewards if not named.is_per_group]
+        if len(single) == 1:
+            return {single[0].name: await single[0].score(sample)}
+        parts = await asyncio.gather(*(named.score(sample) for named in single))
+        return {named.name: part for named, part in zip(single, parts, strict=True)}
+
+    async def score_group(self, samples: list[Sample]) -> list[Parts]:
+        """The parts of the rewards that score a group at once, for each of its samples."""
+        together = [named for named in self.rewards if named.is_per_group]
+        columns = await asyncio.gather(*(named.score_group(samples) for named in together))
+        return [
+            {named.name: column[place] for named, column in zip(together, columns, strict=True)}
+            for place in range(len(samples))
+        ]
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether a reward needs all samples of a group."""
+        return any(named.is_per_group for named in self.rewards)
+
+    def sum_up(self, parts: Mapping[str, Part]) -> Sum:
+        """The weighted sum of the parts of one sample, or why there is none."""
+        components, detail = self._notes(parts)
+        total, num_values, failed, is_group_lost = 0.0, 0, list[str](), False
+        for named in self.rewards:
+            part, config = parts[named.name], named.config
+            value = part.value
+            if not part.is_ok:
+                value = config.failure_value
+                if value is None or not self._is_named:
+                    failed.append(named.name)
+                    is_group_lost |= config.on_failure == "drop_group"
+                    continue
+                components[named.name] = value
+                detail.setdefault("failures", {})[named.name] = part.error
+            if value is not None:
+                total += config.weight * value
+                num_values += 1
+        attempts = max(part.attempts for part in parts.values())
+        tries = tuple((name, *one) for name, part in parts.items() for one in part.tries)
+        if failed:
+            first = parts[failed[0]]
+            error = "; ".join(f"{name}: {parts[name].error}" for name in failed)
+            policy: OnFailure = "drop_group" if is_group_lost else "drop_sample"
+            return Sum(
+                first.status,
+                None,
+                error if self._is_named else first.error,
+                policy if self._is_named else "",
+                attempts,
+                tries,
+                components,
+                detail,
+            )
+        if not num_values:
+            return Sum(ScoreStatus.FAILED, None, NONE_APPLIES, "", attempts, tries, components, detail)
+        return Sum(ScoreStatus.OK, total, "", "", attempts, tries, components, detail)
+
+    def failures(self) -> dict[str, int]:
+        """How often each reward failed, as `<name>:<kind>`."""
+        return {
+            f"{named.name}:{kind}": count for named in self.rewards for kind, count in named.failures.items()
+        }
+
+    async def close(self) -> None:
+        """Free what the rewards hold."""
+        await asyncio.gather(*(named.close() for named in self.rewards))
+
+    def _notes(self, parts: Mapping[str, Part]) -> tuple[dict[str, float | None], Detail]:
+        if not self._is_named:
+            (part,) = parts.values()
+            return dict(part.components), dict(part.detail)
+        components: dict[str, float | None] = {name: part.value for name, part in parts.items()}
+        detail: dict[str, Any] = {name: part.detail for name, part in parts.items() if part.detail}
+        for name, part in parts.items():
+            components |= {f"{name}/{key}": value for key, value in part.components.items()}
+        return components, detail
+
+
+def make_hybrid(config: RewardConfig, services: RewardServices) -> HybridReward:
+    """All rewards of a run, ready to score.
+
+    Raises:
+        ConfigError: one of them cannot be loaded or called as configured.
+    """
+    cache = RewardCache(services.broker, services.keys, config.cache)
+    rewards = [
+        NamedReward(name, named, make_reward(name, named, services), cache if named.is_cached else None)
+        for name, named in config.named.items()
+    ]
+    return HybridReward(rewards, bool(config.rewards))

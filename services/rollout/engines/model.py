@@ -1,0 +1,248 @@
+"""What an engine needs to know about a model before its weights load: tokenizer, end tokens, limits.
+
+Every way in which a model folder can be unusable is reported here, in plain words, before anything
+heavy starts. A folder is read without touching the network; only a hub name may use it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.config.run import ModelConfig, is_path
+from common.errors import ConfigError, WeightsError
+from common.run.chat_template import exact_attention
+from services.rollout.engines.engine import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model that can be loaded: its tokenizer, the ids that end a completion, and its limits."""
+
+    path: str
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, without special tokens and with the spaces the model wrote."""
+        text: str = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse a request that no engine could serve, before it reaches one.
+
+        Raises:
+            ValueError: the prompt is empty, holds ids outside the vocabulary, or leaves no room.
+        """
+        check_length(request, self.max_model_len)
+        check_ids(request.prompt_ids, self.vocab_size)
+
+
+def check_length(request: GenerationRequest, max_model_len: int) -> None:
+    """Refuse an empty prompt, and one whose completion might not fit the context."""
+    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+    if num_prompt == 0:
+        raise ValueError(f"request {request.request_id} has an empty prompt; give at least one token id")
+    if num_prompt + max_tokens > max_model_len:
+        raise ValueError(
+            f"request {request.request_id}: {num_prompt} prompt tokens + max_tokens {max_tokens} exceed "
+            f"model.max_model_len {max_model_len}; shorten the prompt or lower max_tokens"
+        )
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids that the model has no embedding for; inside an engine they would crash it."""
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"token ids must be between 0 and {vocab_size - 1}, got {lowest} to {highest}; "
+            "was the prompt tokenized with this model's tokenizer?"
+        )
+
+
+def open_model(model: ModelConfig) -> ModelFolder:
+    """Read tokenizer and configuration of `model.path`, without its weights.
+
+    Raises:
+        ConfigError: no such folder or hub model, no tokenizer, or a context shorter than the run's.
+    """
+    is_local = _is_local(model.path)
+    if is_local:
+        # Set before the hub library is imported: reading a folder must never wait for a network.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unusable(model.path, "its configuration cannot be read", error)) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=is_local)
+    except Exception as error:  # the tokenizer libraries raise anything, down to bare Exception
+        reason = "it has no usable tokenizer, save one with tokenizer.save_pretrained"
+        raise ConfigError(_unusable(model.path, reason, error)) from None
+    text_config = hf_config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None)
+    if context is not None and model.max_model_len > context:
+        raise ConfigError(
+            f"model.max_model_len is {model.max_model_len}, but {model.path} has a context of {context} "
+            "tokens; lower model.max_model_len"
+        )
+    eos_ids = tuple(sorted(set(_eos_ids(model.path, text_config, tokenizer))))
+    if not eos_ids:
+        raise ConfigError(
+            f"{model.path} names no end-of-sequence token, so completions could never stop; "
+            "set eos_token_id in its generation_config.json"
+        )
+    return ModelFolder(model.path, tokenizer, eos_ids, int(text_config.vocab_size), model.max_model_len)
+
+
+def _is_local(path: str) -> bool:
+    """Whether `path` is a folder on disk; a hub name has at most one slash and no leading dot."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.path {path} has no config.json; give the folder of a Hugging Face model"
+            )
+        return True
+    if is_path(path):
+        raise ConfigError(f"model.path {path} is not a folder; give the folder of a Hugging Face model")
+    return False
+
+
+def _eos_ids(path: str, text_config: Any, tokenizer: Any) -> Iterator[int]:
+    """Every id that ends a completion: of the generation config, else the model's, and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    found = getattr(text_config, "eos_token_id", None)
+    with contextlib.suppress(OSError):  # many models have no generation config
+        found = GenerationConfig.from_pretrained(path).eos_token_id or found
+    if tokenizer.eos_token_id is not None:
+        yield int(tokenizer.eos_token_id)
+    if found is not None:
+        yield from [found] if isinstance(found, int) else found
+
+
+def _unusable(path: str, reason: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    detail = f" ({lines[0][:200]})" if lines else ""
+    return f"model.path {path} cannot be used: {reason}{detail}. Give the folder of a Hugging Face model"
+
+
+def load_model(model: ModelConfig, device: str) -> Any:
+    """Load `model.path` for inference; `auto` takes the first GPU, else the CPU.
+
+    Raises:
+        ConfigError: the device is not there, or the folder does not hold all of the model's weights.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_local = Path(model.path).is_dir()
+    try:
+        attention = exact_attention(AutoConfig.from_pretrained(model.path, local_files_only=is_local))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model.path,
+            dtype=getattr(torch, model.dtype),
+            local_files_only=is_local,
+            output_loading_info=True,
+            attn_implementation=attention,
+        )
+        result, info = loaded
+        result = result.to(device).eval().requires_grad_(False)
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
+        raise ConfigError(f"model.path {model.path} cannot be loaded on device {device}: {error}") from None
+    absent = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if absent:
+        # Transformers fills these with random numbers and a warning.
+        raise ConfigError(
+            f"model.path {model.path} lacks {len(absent)} of the model's weights: {', '.join(absent[:3])}; "
+            "its config.json and its weight files do not belong together"
+        )
+    return result
+
+
+def read_weights(files: Sequence[Path]) -> dict[str, Tensor]:
+    """Every tensor of `files`, in memory that no file backs.
+
+    Raises:
+        WeightsError: there are no files, or one is missing or torn.
+    """
+    if not files:
+        raise WeightsError("no weight files were given; a version has at least one")
+    tensors = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device="cpu") as reader:
+                for name in reader.keys():  # noqa: SIM118 -- not a dict, it cannot be iterated
+                    tensors[name] = reader.get_tensor(name).clone()
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"cannot read the weights in {file}: {error}") from None
+    return tensors
+
+
+def match_weights(model: Any, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pair each tensor of `model` with its new value.
+
+    Raises:
+        WeightsError: a parameter has no value or one of another shape, or a value has no place.
+    """
+    state = model.state_dict()
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if tensors.keys() - state.keys():
+        tensors = _rename(model, tensors)
+    missing = sorted(parameters.keys() - tensors.keys())
+    if missing:
+        raise WeightsError(
+            f"the weight files lack {len(missing)} of the model's parameters: {', '.join(missing[:3])}; "
+            "were they written from another model?"
+        )
+    # Tied parameters appear once in `parameters`; the state adds the buffers that files may hold.
+    targets = parameters | {name: state[name] for name in tensors if name not in parameters}
+    for name, target in targets.items():
+        if target.shape != tensors[name].shape:
+            raise WeightsError(
+                f"{name} has shape {tuple(tensors[name].shape)} in the weight files, "
+                f"but {tuple(target.shape)} in the model"
+            )
+    return [(target, tensors[name]) for name, target in targets.items()]
+
+
+def _rename(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values under the names of `model`, from files in its published layout, which may differ.
+
+    Transformers joins some published weights into one parameter, a layer's experts for instance. It
+    does so only while loading, so the values are loaded into a second model.
+    """
+    options = {"config": model.config, "dtype": model.dtype, "output_loading_info": True}
+    loaded, info = type(model).from_pretrained(None, state_dict=dict(tensors), **options)
+    unknown, missing = sorted(info["unexpected_keys"]), sorted(info["missing_keys"])
+    if unknown or missing:
+        raise WeightsError(
+            f"the weight files do not fit the model: {len(unknown)} names unknown {unknown[:3]}, "
+            f"{len(missing)} missing {missing[:3]}; were they written from another model?"
+        )
+    return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
+
+
+@torch.inference_mode()
+def copy_weights(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the new values into the model, in its own precision and on its device."""
+    for parameter, value in pairs:
+        parameter.copy_(value)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

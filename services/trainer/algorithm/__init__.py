@@ -1,0 +1,1 @@
+"""Algorithms: advantages, losses, and the functions that users bring."""

@@ -1,0 +1,111 @@
+"""What advantages are computed from: one completion's reward, spread over its trained tokens.
+
+Guarantee: the score of the reward service stays what it was (`Sample.reward`, and every metric of it). The
+overlong punishment and the KL penalty exist here only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.algorithm import AlgorithmConfig, KlConfig
+from services.trainer.groups.samples import Sample
+
+Rewards = Sequence[float | None] | NDArray[np.floating]
+
+
+def finite_rewards(rewards: Rewards) -> NDArray[np.float64]:
+    """The rewards as an array [G] of float64.
+
+    Raises:
+        ValueError: a reward is None, NaN or infinite. Failed scores are dropped before, never guessed.
+    """
+    values = [float("nan") if reward is None else float(reward) for reward in rewards]
+    rewards_G = np.asarray(values, dtype=np.float64)
+    bad = np.flatnonzero(~np.isfinite(rewards_G))
+    if len(bad):
+        raise ValueError(
+            f"reward {int(bad[0])} of {len(values)} is {rewards[int(bad[0])]}; all must be finite: "
+            "leave out trajectories without one"
+        )
+    return rewards_G
+
+
+VARIANCE_EPSILON = 1e-8
+"""Added to the variance; verl's value."""
+
+Float64s = NDArray[np.float64]
+
+
+def whiten(values: Sequence[Float64s]) -> list[Float64s]:
+    """(x - mean) / sqrt(var + 1e-8) over all entries of all arrays, which keep their shapes.
+
+    The variance is the unbiased one, as in verl. Fewer than two entries, or equal ones, give exactly zero.
+    Arrays [1, 1] and [4] have mean 2 and variance 3: -0.57735, -0.57735 and 1.1547.
+    """
+    joined = np.concatenate([np.zeros(0), *values])
+    if len(joined) < 2 or (joined == joined[0]).all():
+        return [np.zeros_like(value) for value in values]
+    mean, deviation = joined.mean(), np.sqrt(joined.var(ddof=1) + VARIANCE_EPSILON)
+    return [(value - mean) / deviation for value in values]
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: float, penalty: float) -> float:
+    """What is added to the reward of a completion of `num_tokens`: in [-penalty, 0].
+
+    DAPO, arXiv 2503.14476, eq. 13: 0 up to max - buffer, then falling linearly to -penalty at max. The limit
+    belongs to the rollout, so no completion is longer. 100 tokens at most, a buffer of 20 and penalty 1: 90
+    tokens give -0.5.
+    """
+    over = num_tokens - (max_tokens - buffer_tokens)
+    return -penalty * min(1.0, over / buffer_tokens) if over > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """A sample with its shaped reward: `reward` is the sum of `token_rewards_A`, over A trained tokens.
+
+    A sequence without trained tokens keeps its reward for the group's mean, and has no token rewards.
+    """
+
+    sample: Sample
+    reward: float
+    token_rewards_A: Float64s
+
+    @property
+    def num_trained(self) -> int:
+        """A."""
+        return len(self.token_rewards_A)
+
+
+def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> Episode:
+    """Shape a sample's reward: overlong punishment, and the KL penalty where it belongs to the reward.
+
+    The penalty of a token is coefficient * k(rollout logprob - reference logprob), on the tokens that were
+    sampled and by the policy that sampled them (arXiv 2203.02155, eq. 2). The score falls on the last token.
+    """
+    overlong = algorithm.overlong
+    score = sample.reward + overlong_penalty(
+        len(sample.completion_ids), max_tokens, overlong.buffer_share * max_tokens, overlong.penalty
+    )
+    token_rewards_A = np.zeros(sample.num_trained)
+    if algorithm.kl.place == "reward":
+        token_rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl)
+    reward = score + float(token_rewards_A.sum())
+    if len(token_rewards_A):
+        token_rewards_A[-1] += score
+    return Episode(sample, reward, token_rewards_A)
+
+
+def _kl(sample: Sample, kl: KlConfig) -> Float64s:
+    """Estimates of KL(rollout || reference) at the trained tokens, as in `losses.kl`. Shape [A]."""
+    assert sample.reference_logprobs is not None, "`Policy.prepare` comes before advantages"
+    difference_A = (sample.rollout_logprobs - sample.reference_logprobs)[sample.mask].astype(np.float64)
+    difference_A = difference_A.clip(-20.0, 20.0)
+    if kl.estimator == "k1":
+        return difference_A
+    if kl.estimator == "k2":
+        return 0.5 * difference_A**2
+    return np.minimum(np.expm1(-difference_A) + difference_A, np.inf if kl.bound is None else kl.bound)

@@ -1,0 +1,110 @@
+"""The loss of a forward pass: surrogate, importance weights, KL, entropy bonus and value loss in one sum.
+
+    sum over tokens of weight * (-importance * objective + beta * KL - c_H * entropy + c_V * value loss)
+
+Every term is weighted and divided alike (`normalisation.py`), so none depends on how an update is split into
+micro-batches. Importance weights belong to the surrogate alone, as in TRL.
+
+Shape legend: N trained tokens of a forward pass, from any number of whole sequences.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithm.losses.importance import Importance, importance_weights
+from services.trainer.algorithm.losses.penalties import kl_penalty, value_loss
+from services.trainer.algorithm.losses.registry import SurrogateFunction
+from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossTerms:
+    """`loss` carries the gradient. `sums` and `maxima` are detached scalars by the names of
+    `MicroBatchMetrics`: sums over tokens, and largest values."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: SurrogateFunction) -> LossTerms:
+    """The unnormalised loss of N >= 1 trained tokens, and its diagnostics.
+
+    With `old_logprobs: recompute` the old policy is the one at the step's start: `proximal_logprobs_N`, or
+    where those are None the current one, without gradient. Then the ratio is exactly 1, the clip is inactive,
+    and every token keeps its gradient `importance * A * grad logprob`, however stale it is. This is the
+    default: clipping against the rollout policy instead (`rollout`) silences the tokens that the steps in
+    between have moved most, and counts numerical mismatch as movement. Measured on a toy task (40 steps, 6
+    seeds, lr 5e-3 to 5e-2), mean reward over the run: `recompute` with weights up to 2 0.75 to 0.89,
+    `rollout` 0.62 to 0.87 at one step of staleness; 0.66 to 0.82 against 0.37 to 0.75 at four.
+    """
+    tokens = tokens.floored()
+    proximal_N = tokens.logprobs_N.detach()
+    if tokens.proximal_logprobs_N is not None and algorithm.has_ratio:
+        proximal_N = tokens.proximal_logprobs_N
+    old_N = proximal_N if algorithm.old_logprobs == "recompute" else tokens.rollout_logprobs_N
+    importance = importance_weights(
+        proximal_N - tokens.rollout_logprobs_N, tokens.sequence_N, tokens.num_sequences, algorithm
+    )
+    ratio = Ratio(
+        log_N=tokens.logprobs_N - old_N,
+        advantages_N=tokens.advantages_N,
+        logprobs_N=tokens.logprobs_N,
+        sequence_N=tokens.sequence_N,
+        num_sequences=tokens.num_sequences,
+    )
+    result = surrogate(ratio, algorithm)
+    loss_N = -importance.weights_N * result.objective_N
+    sums: dict[str, Tensor] = {}
+    if tokens.reference_logprobs_N is not None:
+        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl)
+        sums["kl_sum"] = kl_N.detach().sum()
+        if algorithm.kl.place == "loss":
+            loss_N = loss_N + algorithm.kl.coefficient * kl_N
+    if algorithm.entropy_coefficient:
+        loss_N = loss_N - algorithm.entropy_coefficient * tokens.entropies_N
+    if tokens.values_N is not None:
+        loss_N = loss_N + _value_term(tokens, algorithm, sums)
+    loss = (tokens.weights_N * loss_N).sum()
+    sums["loss_sum"] = loss.detach()
+    return LossTerms(loss, sums | _sums(tokens, importance, result), _maxima(tokens, importance))
+
+
+def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:
+    """The weighted value loss of each token; its diagnostics go into `sums`."""
+    values_N, old_N, returns_N = tokens.values_N, tokens.old_values_N, tokens.returns_N
+    assert values_N is not None and old_N is not None and returns_N is not None, "they come together"
+    loss_N = value_loss(values_N, old_N, returns_N, algorithm.value.clip)
+    sums["value_loss_sum"] = loss_N.detach().sum()
+    sums["value_square_error_sum"] = (old_N - returns_N).square().sum()
+    sums["return_sum"], sums["return_square_sum"] = returns_N.sum(), returns_N.square().sum()
+    return algorithm.value.coefficient * loss_N
+
+
+@torch.no_grad()
+def _sums(tokens: Tokens, importance: Importance, surrogate: Surrogate) -> dict[str, Tensor]:
+    gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
+    return {
+        "entropy_sum": tokens.entropies_N.sum(),
+        # k3 with r = current / rollout, on tokens of the rollout.
+        "rollout_kl_sum": (torch.expm1(gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - gap_N).sum(),
+        "clipped_low": surrogate.is_low_N.sum(),
+        "clipped_high": surrogate.is_high_N.sum(),
+        "clipped_dual": surrogate.is_dual_N.sum(),
+        "weight_sum": importance.weights_N.sum(),
+        "weights_bounded": importance.is_bounded_N.sum(),
+        "raw_weight_sum": importance.raw_N.sum(),
+        "raw_weight_square_sum": importance.raw_N.square().sum(),
+        "mismatch_sum": gap_N.abs().sum(),
+    }
+
+
+@torch.no_grad()
+def _maxima(tokens: Tokens, importance: Importance) -> dict[str, Tensor]:
+    return {
+        "weight_max": importance.weights_N.max(),
+        "mismatch_max": (tokens.logprobs_N - tokens.rollout_logprobs_N).abs().max(),
+    }

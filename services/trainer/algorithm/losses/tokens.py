@@ -1,0 +1,185 @@
+"""What a loss is computed from, and what a surrogate objective returns.
+
+Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.forward import TileScores
+from services.trainer.policy.packing import Tile
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before `exp`: e^20 is far outside every clip range, and finite."""
+
+LOGPROB_FLOOR = -1e4
+"""Logprob of a token that the model rules out (a logit of -inf): far below any other, and finite."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The N >= 1 trained tokens of a forward pass. Sequences are whole: a token's siblings are all here.
+
+    With gradient: `logprobs_N`, `values_N`, and `entropies_N` where there is an entropy bonus. The rest are
+    constants. Tensors have one dtype and device, `sequence_N` is int64 in [0, S).
+    """
+
+    logprobs_N: Tensor
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    """Normalisation: `token_weight` of each token's sequence."""
+    sequence_N: Tensor
+    num_sequences: int
+    entropies_N: Tensor
+    proximal_logprobs_N: Tensor | None = None
+    """Under the policy at the step's start; None where that is the current one."""
+    reference_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    old_values_N: Tensor | None = None
+    """The value head's estimates at the step's start."""
+    returns_N: Tensor | None = None
+
+    def floored(self) -> "Tokens":
+        """The same with logprobs of at least `LOGPROB_FLOOR`.
+
+        A token with -inf has no gradient, for no change of the weights brings it back: it adds finite
+        numbers to the loss and its metrics, and the gradients of the others stay what they are. NaN stays
+        NaN: the model has diverged, and the update is skipped.
+        """
+        fields = ("logprobs_N", "proximal_logprobs_N", "reference_logprobs_N")
+        return replace(
+            self,
+            **{
+                name: values_N.clamp(min=LOGPROB_FLOOR)
+                for name in fields
+                if (values_N := getattr(self, name)) is not None
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ratio:
+    """The policy against the old one: `log_N` with gradient, and what a loss needs to group its tokens."""
+
+    log_N: Tensor
+    advantages_N: Tensor
+    logprobs_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+
+    @property
+    def ratio_N(self) -> Tensor:
+        """current / old, per token, finite."""
+        return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surrogate:
+    """An objective per token, to be maximised, and which tokens its bounds have cut off."""
+
+    objective_N: Tensor
+    is_low_N: Tensor
+    is_high_N: Tensor
+    is_dual_N: Tensor
+
+
+def unclipped(objective_N: Tensor) -> Surrogate:
+    """An objective without bounds."""
+    none_N = torch.zeros(objective_N.shape, dtype=torch.bool, device=objective_N.device)
+    return Surrogate(objective_N, none_N, none_N, none_N)
+
+
+def sequence_sums(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Sums over the tokens of each sequence. Shape [S]."""
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
+
+
+def sequence_means(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Means over the tokens of each sequence. Shape [S]; 0 for a sequence without a token."""
+    counts_S = sequence_sums(torch.ones_like(values_N), sequence_N, num_sequences)
+    return sequence_sums(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1.0)
+
+
+Normalisation = Literal["sequence", "token", "constant"]
+
+
+def token_weight(normalisation: Normalisation, num_trained: int) -> float:
+    """The weight of each trained token of a sequence with `num_trained` of them."""
+    return 1.0 / num_trained if normalisation == "sequence" and num_trained else 1.0
+
+
+def denominator(
+    normalisation: Normalisation, num_sequences: int, num_trained: int, max_completion_tokens: int
+) -> float:
+    """What these sequences and tokens add to D; the denominator of an update is the sum over its parts."""
+    if normalisation == "sequence":
+        return float(num_sequences)
+    if normalisation == "token":
+        return float(num_trained)
+    return float(num_sequences * max_completion_tokens)
+
+
+_OPTIONAL = {
+    "proximal_logprobs": "proximal_logprobs_N",
+    "reference_logprobs": "reference_logprobs_N",
+    "values": "old_values_N",
+    "returns": "returns_N",
+}
+"""Fields of a sample, and what they are called as a tensor."""
+
+
+def tile_tokens(
+    tile: Tile,
+    samples: Sequence[Sample],
+    scores: TileScores,
+    values_N: Tensor | None,
+    normalisation: Normalisation,
+) -> Tokens:
+    """The trained tokens of a tile; `samples` are those of its micro-batch, which the tile's rows refer to.
+
+    Divisions happen in float64 on the host, products with the loss in the dtype of the logprobs; everything
+    crosses to the device in one copy.
+    """
+    chosen = [samples[i] for i in tile.samples]
+    counts = [len(row.targets) for row in tile.rows]
+    columns = {
+        "rollout_logprobs_N": _joined(chosen, "rollout_logprobs"),
+        "advantages_N": np.concatenate(
+            [np.broadcast_to(sample.advantage, sample.mask.shape)[sample.mask] for sample in chosen]
+        ),
+        "weights_N": np.repeat([token_weight(normalisation, count) for count in counts], counts),
+    }
+    for field, name in _OPTIONAL.items():
+        if (values := _joined(chosen, field)) is not None:
+            columns[name] = values
+    stacked = torch.from_numpy(np.stack([np.asarray(column, np.float64) for column in columns.values()]))
+    tensors = stacked.to(scores.logprobs_N.device, scores.logprobs_N.dtype)
+    sequence = np.repeat(np.arange(len(chosen)), counts)
+    return Tokens(
+        logprobs_N=scores.logprobs_N,
+        entropies_N=scores.entropies_N,
+        values_N=values_N,
+        sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
+        num_sequences=len(chosen),
+        **dict(zip(columns, tensors, strict=True)),
+    )
+
+
+def _joined(samples: Sequence[Sample], field: str) -> NDArray[np.floating] | None:
+    """One field of all samples at their trained tokens. Shape [N]; None where they have none."""
+    given = [getattr(sample, field) for sample in samples]
+    if all(value is None for value in given):
+        return None
+    assert not any(value is None for value in given), f"a micro-batch has {field} as a whole or not at all"
+    joined: NDArray[np.floating] = np.concatenate(
+        [value[s.mask] for value, s in zip(given, samples, strict=True)]
+    )
+    return joined

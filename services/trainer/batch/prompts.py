@@ -1,0 +1,276 @@
+"""Dataset rows as token ids, in an order that one integer describes.
+
+Each row is tokenised once, at the start, in batches. `PromptSource.prompt_at(position)` is a pure function
+of rows, seed and position: position p lies in epoch p // N, and each epoch visits every row once in an order
+of its own. A checkpoint needs to hold nothing but the position, and `fingerprint`, which tells whether the
+rows are still the same.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import xxhash
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from common.config.run import DataConfig, is_path
+from common.errors import ConfigError
+from common.run.dataset import ChatMessage, Row, read_dataset
+from common.wire.arrays import Int32
+
+log = structlog.get_logger(__name__)
+
+BATCH_ROWS = 1024
+"""Rows handed to the tokenizer at once."""
+PROGRESS_ROWS = 10_000
+"""From this many rows on, a terminal shows a progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a ticket needs of a row.
+
+    `text` is what the model reads, chat template included; `own_text` is the row's own, where that is text
+    and the model reads more than it. A chat's own messages travel in `extra`.
+    """
+
+    ids: Int32
+    text: str
+    data_source: str
+    ground_truth: Any
+    extra: dict[str, Any]
+    row: int
+    own_text: str = ""
+
+
+class PromptSource:
+    """An endless sequence of prompts: epoch after epoch, each in a seeded order of its own."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise ValueError("a prompt source needs at least one prompt")
+        self.prompts = prompts
+        self.fingerprint = _fingerprint(prompts, seed, shuffle)
+        self._seed = seed
+        self._shuffle = shuffle
+        # Two epochs, because tickets issued again come from the one before.
+        self._order = lru_cache(maxsize=2)(self._compute_order)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def epoch_of(self, position: int) -> int:
+        """The epoch, from 0, that a position lies in."""
+        return position // len(self.prompts)
+
+    def prompt_at(self, position: int) -> Prompt:
+        """The prompt at a position, from 0 on without end."""
+        if position < 0:
+            raise ValueError(f"a position counts from 0, got {position}")
+        epoch, place = divmod(position, len(self.prompts))
+        return self.prompts[int(self._order(epoch)[place])]
+
+    def check_fingerprint(self, saved: str) -> None:
+        """Refuse to continue on other prompts than those a checkpoint was made with.
+
+        Raises:
+            ConfigError: rows, tokenizer, template, seed or shuffling changed since.
+        """
+        if saved != self.fingerprint:
+            raise ConfigError(
+                f"the training prompts changed since the checkpoint (fingerprint {self.fingerprint}, the "
+                f"checkpoint has {saved}): files, tokenizer, data section or seed. Positions in the old "
+                "order mean nothing in the new one; restore them, or start a new run."
+            )
+
+    def _compute_order(self, epoch: int) -> NDArray[np.int64]:
+        num_rows = len(self.prompts)
+        if not self._shuffle:
+            return np.arange(num_rows)
+        # Raw bits are the same in every numpy release; `Generator.permutation` is free to change.
+        keys = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(num_rows)
+        return np.argsort(keys, kind="stable")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    if is_path(path) and not Path(path).is_dir():
+        raise ConfigError(
+            f"model.path {path} is not a folder on this machine; give the folder of a Hugging Face model."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"model folder {path} has no tokenizer that can be loaded: {lines[0]} "
+            "Put tokenizer.json and tokenizer_config.json beside the model, or set model.path."
+        ) from None
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def load_training_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptSource:
+    """Read, tokenise and check the training files."""
+    rows = read_dataset(data.train, data.prompt_column)
+    return PromptSource(encode_rows(rows, tokenizer, data), seed, data.shuffle)
+
+
+def load_eval_prompts(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompts: int | None = None
+) -> dict[str, list[Prompt]]:
+    """Each evaluation set by name: its rows in order, at most the first `max_prompts`."""
+    return {
+        name: encode_rows(read_dataset(path, data.prompt_column, max_prompts), tokenizer, data)
+        for name, path in data.eval.items()
+    }
+
+
+def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[Prompt]:
+    """Tokenise rows and hold them to `data.max_prompt_tokens`.
+
+    Raises:
+        ConfigError: a prompt is too long (unless `overlong_prompts` is `drop`), has no tokens, or does not
+            fit the chat template. The message names the row.
+    """
+    use_template = _uses_template(tokenizer, data)
+    prompts: list[Prompt] = []
+    overlong: list[tuple[int, str]] = []
+    for row, text, ids in _encode(rows, tokenizer, data, use_template):
+        if not len(ids):
+            raise ConfigError(f"{row.origin}: the prompt has no tokens; its text is {text!r}.")
+        if len(ids) > data.max_prompt_tokens:
+            overlong.append((len(ids), row.origin))
+        else:
+            own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
+            prompts.append(Prompt(ids, text, row.data_source, row.ground_truth, row.extra, row.number, own))
+    if overlong:
+        _report_overlong(overlong, len(rows), data)
+    return prompts
+
+
+def _encode(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool
+) -> Iterator[tuple[Row, str, Int32]]:
+    for batch in _batches(rows):
+        texts = [_render(row, tokenizer, data, use_template) for row in batch]
+        # A template writes the special tokens itself; doubling them would shift every logprob.
+        encoded = tokenizer(texts, add_special_tokens=not use_template, return_attention_mask=False)
+        for row, text, ids in zip(batch, texts, encoded["input_ids"], strict=True):
+            array = np.asarray(ids, dtype=np.int32)
+            array.flags.writeable = False
+            yield row, text, array
+
+
+def _batches(rows: Sequence[Row]) -> Iterable[Sequence[Row]]:
+    starts = range(0, len(rows), BATCH_ROWS)
+    quiet = len(rows) < PROGRESS_ROWS or not sys.stderr.isatty()
+    shown = track(starts, "tokenising prompts", console=Console(stderr=True), disable=quiet, transient=True)
+    return (rows[start : start + BATCH_ROWS] for start in shown)
+
+
+def _uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if data.chat_template == "always" and not has_template:
+        raise ConfigError(
+            "data.chat_template is 'always', but the tokenizer has no chat template; use 'auto' or 'never', "
+            "or a model with a template."
+        )
+    use_template = has_template and data.chat_template != "never"
+    if data.system_prompt and not use_template:
+        log.warning("data.system_prompt has no effect without a chat template")
+    return use_template
+
+
+def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool) -> str:
+    """The text the model reads."""
+    if not use_template:
+        return _plain_text(row) + data.prompt_suffix
+    messages = _chat_messages(row, data)
+    is_prefilled = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not is_prefilled,
+            continue_final_message=is_prefilled,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{row.origin}: the prompt does not fit the model's chat template: {error}"
+        ) from None
+    assert isinstance(text, str)
+    return text
+
+
+def _plain_text(row: Row) -> str:
+    if isinstance(row.prompt, str):
+        return row.prompt
+    if len(row.prompt) == 1:
+        return str(row.prompt[0]["content"])
+    raise ConfigError(
+        f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in use; "
+        "use data.chat_template 'auto' with a model that has one, or give the prompt as text."
+    )
+
+
+def _chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
+    """The row as a chat: system prompt first unless it has its own, suffix on the last question."""
+    prompt = row.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if data.prompt_suffix:
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not users:
+            raise ConfigError(
+                f"{row.origin}: no message has the role user, so data.prompt_suffix has no place."
+            )
+        last = messages[users[-1]]
+        messages[users[-1]] = {**last, "content": last["content"] + data.prompt_suffix}
+    if data.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    return messages
+
+
+def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> None:
+    limit, (first_length, first_origin) = data.max_prompt_tokens, overlong[0]
+    longest = max(length for length, _ in overlong)
+    if data.overlong_prompts == "error":
+        raise ConfigError(
+            f"{first_origin}: the prompt has {first_length:,} tokens, data.max_prompt_tokens is {limit:,}. "
+            f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. "
+            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to 'drop'."
+        )
+    if len(overlong) == num_rows:
+        raise ConfigError(
+            f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({limit:,}) tokens, the first "
+            f"is {first_origin} with {first_length:,}; nothing is left to train on. Raise the limit."
+        )
+    log.warning(
+        "prompts left out: too long",
+        num_dropped=len(overlong),
+        num_rows=num_rows,
+        limit=limit,
+        longest=longest,
+    )
+
+
+def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:
+    """xxh3-128 over everything that decides which prompt is at which position, and what it is scored by."""
+    digest = xxhash.xxh3_128(f"{len(prompts)} {seed if shuffle else 'in order'}".encode())
+    for prompt in prompts:
+        digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
+        digest.update(prompt.ids.tobytes())
+    return digest.hexdigest()

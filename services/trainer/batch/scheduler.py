@@ -1,0 +1,227 @@
+"""The admission gate: the only throttle of a run.
+
+With v committed versions, B groups per step and staleness bound k, at most (v + 1 + k) * B tickets have
+been issued, plus one for each group that had to be replaced. A commit frees B slots. That bounds
+staleness, Redis memory and wasted work at once.
+
+A ticket's number is also its position in the prompt order and (plus one) its entry id, so that issuing
+is idempotent: after a crash, tickets that the stream holds are adopted, the others issued again alike.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from common.config import RunConfig
+from common.errors import TidemillError
+from common.redis.broker import Broker
+from common.streams import START, Entry, append_missing, entry_id_of, last_id, read_range
+from common.telemetry import metrics
+from common.wire.codec import SCHEMA
+from common.wire.keys import Keys
+from common.wire.messages import SamplingParams, Ticket
+from services.trainer.batch.prompts import PromptSource
+from services.trainer.batch.strays import move_strays_aside
+
+log = structlog.get_logger(__name__)
+
+READ_BATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A ticket that was issued and has reached no end yet."""
+
+    ticket: int
+    step: int
+    min_version: int
+    replaces: int = -1
+
+
+class Scheduler:
+    """Issues tickets in order, and remembers which are outstanding.
+
+    `expect` is told of tickets before the stream has them: a worker may answer sooner than Redis does.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        keys: Keys,
+        config: RunConfig,
+        prompts: PromptSource,
+        expect: Callable[[list[Outstanding]], None],
+    ) -> None:
+        self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
+        self.trainer = config.trainer
+        sampling = config.rollout.sampling
+        self.sampling = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        self.next_ticket = 0
+        self.num_replacements = 0
+        self.outstanding: dict[int, Outstanding] = {}
+
+    def limit(self, version: int) -> int:
+        """Most tickets that may have been issued when `version` steps are committed."""
+        steps = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
+        return steps * self.trainer.groups_per_step + self.num_replacements
+
+    async def admit(self, version: int) -> list[Outstanding]:
+        """Issue every regular ticket that the gate lets in now."""
+        num_new = self.limit(version) - self.next_ticket
+        return await self._issue([self._regular(self.next_ticket + i) for i in range(num_new)])
+
+    async def replace(self, ticket: int, step: int) -> list[Outstanding]:
+        """Issue a fresh ticket for the same step in place of one whose group cannot be trained.
+
+        `step` is the one in progress. With `as_ready` the old ticket may have been meant for an earlier
+        one; a group that starts only now must not be older than the step in progress allows.
+        """
+        old = self.outstanding.pop(ticket)
+        self.num_replacements += 1
+        return await self._issue([self._ticket(self.next_ticket, max(old.step, step), replaces=ticket)])
+
+    def settle(self, ticket: int) -> None:
+        """The group was trained: its ticket is outstanding no more."""
+        self.outstanding.pop(ticket, None)
+
+    async def adopt_issued(self) -> list[Ticket]:
+        """Take in tickets that an earlier process issued after the state this one was restored from."""
+        adopted: list[Ticket] = []
+        orphans: list[Entry[Ticket]] = []
+        first = entry_id_of(self.next_ticket)
+        while entries := await read_range(self.broker, self.keys.prompts(), Ticket, first, count=READ_BATCH):
+            for entry in entries:
+                if isinstance(entry, Entry) and entry.message.ticket == self.next_ticket:
+                    self._adopt(entry.message)
+                    adopted.append(entry.message)
+                elif isinstance(entry, Entry):
+                    orphans.append(entry)
+            first = f"({entries[-1].entry_id}"
+        if orphans:
+            await self._withdraw(orphans)
+        return adopted
+
+    async def _withdraw(self, orphans: list[Entry[Ticket]]) -> None:
+        """Take tickets back that follow no other: an emptied Redis was given them by an earlier trainer.
+
+        What they were part of is lost with it. This trainer will issue their numbers once more.
+        """
+        log.warning(
+            "taking back tickets of a lost history",
+            first=orphans[0].message.ticket,
+            count=len(orphans),
+        )
+        key, keep = self.keys.prompts(), min([*self.outstanding, self.next_ticket])
+        pairs = [part for entry in orphans for part in (entry.entry_id, "")]
+        floor = entry_id_of(keep - 1) if keep else START
+        await self.broker.script("move_aside", [key, self.keys.dead], [SCHEMA, floor, *pairs])
+        await self.broker.pipeline([("DEL", self.keys.progress(entry.message.ticket)) for entry in orphans])
+
+    async def reissue_lost(self) -> int:
+        """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""
+        return len(await self._append_missing())
+
+    async def move_strays_aside(self) -> int:
+        """Rid the stream of what others have written into it; returns how many entries went."""
+        key, first = self.keys.prompts(), min(self.outstanding, default=self.next_ticket)
+        floor = entry_id_of(first - 1) if first else START
+        return await move_strays_aside(self.broker, self.keys, key, Ticket, floor)
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {
+            "next_ticket": self.next_ticket,
+            "num_replacements": self.num_replacements,
+            "outstanding": [[item.ticket, item.step, item.replaces] for item in self.outstanding.values()],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state."""
+        self.next_ticket = int(state["next_ticket"])
+        self.num_replacements = int(state["num_replacements"])
+        for ticket, step, replaces in state["outstanding"]:
+            self.outstanding[ticket] = Outstanding(ticket, step, self._min_version(step), replaces)
+
+    def _adopt(self, ticket: Ticket) -> None:
+        if ticket.replaces >= 0:
+            self.num_replacements += 1
+            self.outstanding.pop(ticket.replaces, None)
+        self.outstanding[ticket.ticket] = _outstanding(ticket)
+        self.next_ticket = ticket.ticket + 1
+
+    async def _issue(self, tickets: list[Ticket]) -> list[Outstanding]:
+        if not tickets:
+            return []
+        issued = [_outstanding(ticket) for ticket in tickets]
+        self.next_ticket = tickets[-1].ticket + 1
+        self.outstanding |= {item.ticket: item for item in issued}
+        self.expect(issued)
+        appended = await self._append_missing(tickets)
+        if not {ticket.ticket for ticket in tickets} <= appended:
+            await self._check_issued(tickets)
+        for item in issued:
+            metrics.TICKETS_ISSUED.labels("replacement" if item.replaces >= 0 else "regular").inc()
+        return issued
+
+    async def _append_missing(self, new: Sequence[Ticket] = ()) -> set[int]:
+        """Append what is outstanding and not in the stream: what Redis has lost before what is new."""
+        tickets = {ticket.ticket: ticket for ticket in new}
+
+        def ticket_of(number: int) -> Ticket:
+            item = self.outstanding[number]
+            return tickets.get(number) or self._ticket(number, item.step, item.replaces)
+
+        key = self.keys.prompts()
+        appended = await append_missing(self.broker, key, sorted(self.outstanding), ticket_of)
+        if lost := [number for number in appended if number not in tickets]:
+            log.warning("issued tickets again that Redis has lost", count=len(lost), first=lost[0])
+        return set(appended)
+
+    async def _check_issued(self, tickets: list[Ticket]) -> None:
+        """Some ids were taken: by these tickets, if Redis did the append before the connection broke."""
+        key, first, last = self.keys.prompts(), tickets[0].ticket, tickets[-1].ticket
+        found = await read_range(self.broker, key, Ticket, entry_id_of(first), entry_id_of(last))
+        there = {entry.message.ticket for entry in found if isinstance(entry, Entry)}
+        if first not in there and await self.move_strays_aside():
+            there |= await self._append_missing(tickets)
+        if missing := [ticket.ticket for ticket in tickets if ticket.ticket not in there]:
+            raise TidemillError(
+                f"ticket {missing[0]} cannot be issued: {key} stands at {await last_id(self.broker, key)}, "
+                f"beyond {entry_id_of(missing[0])}. Something other than this trainer has written to it; "
+                "remove those entries (XDEL, then XSETID and XGROUP SETID to the last ticket), and restart."
+            )
+
+    def _regular(self, number: int) -> Ticket:
+        return self._ticket(number, (number - self.num_replacements) // self.trainer.groups_per_step)
+
+    def _ticket(self, number: int, step: int, replaces: int = -1) -> Ticket:
+        prompt = self.prompts.prompt_at(number)
+        return Ticket(
+            ticket=number,
+            step=step,
+            min_version=self._min_version(step),
+            group_size=self.trainer.group_size,
+            sampling=self.sampling,
+            row=prompt.row,
+            replaces=replaces,
+            prompt_ids=prompt.ids,
+            prompt_text=prompt.text,
+            own_text=prompt.own_text,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra=prompt.extra,
+        )
+
+    def _min_version(self, step: int) -> int:
+        return max(0, step - self.trainer.max_staleness)
+
+
+def _outstanding(ticket: Ticket) -> Outstanding:
+    return Outstanding(ticket.ticket, ticket.step, ticket.min_version, ticket.replaces)

@@ -1,0 +1,122 @@
+"""Finds entries of numbered streams that no service of the run wrote, and moves them to the dead letters.
+
+The trainer gives tickets, versions and commits the ids of their numbers. One `XADD ... *` by hand leaves such
+a stream at an id far beyond, where it refuses every number that follows. So the trainer takes the stream back
+to its own last entry; bytes and id of the other are in its letter. What has the envelope of our messages, and
+an id of ours, is never touched: it may come from a newer release.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from common.redis.broker import Broker
+from common.streams import (
+    START,
+    Entry,
+    Garbled,
+    entry_id_of,
+    id_before,
+    id_order,
+    last_id,
+    read_back,
+)
+from common.telemetry import metrics
+from common.wire import codec
+from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.wire.keys import Keys
+from common.wire.messages import Commit, DeadLetter, Message, Ticket, WeightManifest
+from services.trainer.batch.stream_join import is_buried
+
+log = structlog.get_logger(__name__)
+
+SCAN_COUNT = 64
+GREATEST_NUMBER = 10**9
+"""No run has so many tickets or steps: an id beyond is a time in milliseconds."""
+STRAY = "no service of this run wrote it; the stream takes numbered entries of the trainer only"
+
+_NUMBER_OF: dict[type[Message], Callable[[Any], int]] = {
+    Ticket: lambda ticket: int(ticket.ticket),
+    WeightManifest: lambda manifest: int(manifest.version),
+    Commit: lambda commit: int(commit.step),
+}
+
+Record = Entry[Any] | Garbled
+
+
+async def move_strays_aside(
+    broker: Broker, keys: Keys, key: str, message_type: type[Message], floor: str = START
+) -> int:
+    """Move what is foreign at the end of a numbered stream to the dead letters; returns how many entries.
+
+    Where the stream has no entry of its own left, its last id becomes `floor`: what lies below was trimmed.
+    """
+    newest = await last_id(broker, key)
+    own = await read_back(broker, key, message_type, count=1)
+    if not own and newest in (START, floor):
+        return 0
+    if own and own[0].entry_id == newest and not is_stray(own[0]):
+        return 0
+    strays = await _strays_at_end(broker, key, message_type)
+    if not strays and not own and not _is_beyond(newest):
+        return 0
+    pairs: list[str | bytes] = []
+    for stray in strays:
+        letter = await _letter(broker, keys, key, stray)
+        pairs += [stray.entry_id, codec.encode_payload(letter) if letter else b""]
+    # Without a stray: someone has removed it by hand, and only the last id is left to be taken back.
+    moved = int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
+    name = keys.name_of(key)
+    log.error(
+        "foreign entries moved to the dead letters, and the stream taken back to its own last entry",
+        stream=name,
+        entries=[stray.entry_id for stray in strays],
+        last_id=newest,
+    )
+    metrics.STRAY_ENTRIES.labels(name).inc(max(1, moved))
+    return max(1, moved)
+
+
+async def _strays_at_end(broker: Broker, key: str, message_type: type[Message]) -> list[Record]:
+    """The foreign entries behind the stream's own last one, oldest first."""
+    found: list[Record] = []
+    last = "+"
+    while records := await read_back(broker, key, message_type, last=last, count=SCAN_COUNT):
+        for record in records:
+            if not is_stray(record):
+                return found[::-1]
+            found.append(record)
+        last = id_before(records[-1].entry_id)
+    return found[::-1]
+
+
+def is_stray(record: Record) -> bool:
+    """Whether an entry of a numbered stream is none of the trainer's."""
+    if isinstance(record, Entry):
+        own_id = entry_id_of(_NUMBER_OF[type(record.message)](record.message))
+        if isinstance(record.message, WeightManifest):  # one version may be announced more than once
+            return id_order(record.entry_id)[0] != id_order(own_id)[0]
+        return record.entry_id != own_id
+    return _is_beyond(record.entry_id) or not {VERSION_FIELD, PAYLOAD_FIELD} <= record.fields.keys()
+
+
+def _is_beyond(entry_id: str) -> bool:
+    """Whether no entry of our own can have this id."""
+    number, sequence = id_order(entry_id)
+    return sequence != 0 or number > GREATEST_NUMBER
+
+
+async def _letter(broker: Broker, keys: Keys, key: str, stray: Record) -> DeadLetter | None:
+    """What tells of a stray entry; None where a worker has buried it already."""
+    origin = keys.name_of(key)
+    if await is_buried(broker, keys, origin, stray.entry_id):
+        return None
+    fields = stray.fields if isinstance(stray, Garbled) else codec.encode(stray.message)
+    return DeadLetter(
+        origin=origin,
+        entry_id=stray.entry_id,
+        fields={name.decode(errors="replace"): value for name, value in fields.items()},
+        error=STRAY,
+        worker="trainer",
+    )

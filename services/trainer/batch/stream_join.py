@@ -1,0 +1,359 @@
+"""Reads trajectories and scores by offset, joins them on `(ticket, index)`, and completes groups.
+
+Guarantees: the first entry of a key wins, later ones are counted as duplicates and dropped; entries of
+tickets that are not outstanding are never kept, so memory is bounded by the admission gate; what a
+checkpoint remembers as its position lies below every entry that is still needed.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar
+
+import structlog
+
+from common.redis.broker import Broker
+from common.streams import (
+    START,
+    Entry,
+    Garbled,
+    OffsetReader,
+    Trail,
+    append,
+    id_before,
+    id_order,
+    read_raw,
+    scan,
+)
+from common.streams.log import Rung
+from common.telemetry import metrics
+from common.wire.keys import Keys
+from common.wire.messages import DeadLetter, Message, Score, Trajectory
+from services.trainer.batch.scheduler import Outstanding
+from services.trainer.groups.group_filter import CompleteGroup
+from services.trainer.groups.samples import Prepared
+
+log = structlog.get_logger(__name__)
+
+SCAN_BATCH = 16
+
+
+async def bury_unread(broker: Broker, keys: Keys, key: str, garbled: Garbled, worker: str) -> None:
+    """Put an entry of a log into the dead letters, unless it is there already.
+
+    The log keeps the entry, so it may be read again after a restart. Looking through all letters is dear,
+    but there are few, and this happens for each of them once.
+    """
+    origin = keys.name_of(key)
+    if await is_buried(broker, keys, origin, garbled.entry_id):
+        return
+    buried = DeadLetter(
+        origin=origin,
+        entry_id=garbled.entry_id,
+        fields={name.decode(errors="replace"): value for name, value in garbled.fields.items()},
+        error=garbled.error,
+        worker=worker,
+    )
+    await append(broker, keys.dead, buried)
+    metrics.DEAD_LETTERS.labels(origin).inc()
+    log.error("moved to the dead letters", stream=origin, entry=garbled.entry_id, error=garbled.error)
+
+
+async def is_buried(broker: Broker, keys: Keys, origin: str, entry_id: str) -> bool:
+    """Whether the dead letters hold this entry of a stream."""
+    async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
+        letter = entry.message if isinstance(entry, Entry) else None
+        if letter and (letter.origin, letter.entry_id) == (origin, entry_id):
+            return True
+    return False
+
+
+BLOCK_S = 1.0
+READ_COUNT = 256
+UNKNOWN_VERSION = 2**63
+
+M = TypeVar("M", bound=Message)
+
+TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
+
+
+@dataclass(slots=True)
+class PendingGroup:
+    """What has arrived of one outstanding ticket; entry ids are kept for the checkpoint's positions."""
+
+    ticket: int
+    step: int
+    min_version: int
+    group_size: int
+    trajectories: dict[int, Entry[Trajectory]] = field(default_factory=dict)
+    scores: dict[int, Entry[Score]] = field(default_factory=dict)
+    started_version: int = -1
+    is_ahead: bool = False
+    """Whether a trajectory came that names a version which was not committed then."""
+    is_taken: bool = False
+    """Whether the step in progress trains on it."""
+    prepared: Prepared | None = None
+    """What has been computed of the trajectories while they waited for their scores."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trajectory and every score is there."""
+        return len(self.trajectories) == len(self.scores) == self.group_size
+
+    @property
+    def oldest_version(self) -> int:
+        """No token of the group is or will be older than this, as far as is known now."""
+        if len(self.trajectories) == self.group_size:
+            return min(entry.message.min_version for entry in self.trajectories.values())
+        return max(self.min_version, self.started_version)
+
+    def complete(self) -> CompleteGroup:
+        """The group without its entry ids."""
+        return CompleteGroup(
+            self.ticket,
+            self.step,
+            {index: entry.message for index, entry in self.trajectories.items()},
+            {index: entry.message for index, entry in self.scores.items()},
+            self.prepared,
+            {
+                i: _queued_s(self.trajectories[i], self.scores[i])
+                for i in self.trajectories
+                if i in self.scores
+            },
+            self.is_ahead,
+        )
+
+
+class Intake:
+    """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
+
+    def __init__(self, broker: Broker, keys: Keys, group_size: int) -> None:
+        self._broker, self._keys, self.group_size = broker, keys, group_size
+        self.groups: dict[int, PendingGroup] = {}
+        self.complete: list[int] = []
+        """Tickets of complete groups, in the order in which they became complete."""
+        self.dead: dict[int, tuple[str, str]] = {}
+        """Outstanding tickets that went to the dead letters: id of the letter, and why."""
+        self.changed = asyncio.Event()
+        self.unread_at = -math.inf
+        """When something last arrived that could not be decoded, so that a group may never be complete."""
+        self.version = UNKNOWN_VERSION
+        """Committed steps: no token of a newer version is of this run's history."""
+        self.num_trajectories = 0
+        self.num_completion_tokens = 0
+        self._seen_up_to: dict[str, str] = {}
+        self._trajectories = OffsetReader(broker, keys.trajectories(), Trajectory)
+        self._scores = OffsetReader(broker, keys.scores(), Score)
+        self._dead = OffsetReader(broker, keys.dead, DeadLetter)
+
+    def expect(self, tickets: list[Outstanding]) -> None:
+        """Open groups for tickets that have been issued."""
+        for item in tickets:
+            self.groups.setdefault(
+                item.ticket, PendingGroup(item.ticket, item.step, item.min_version, self.group_size)
+            )
+
+    def observe(self) -> None:
+        """Tell how many groups are how far."""
+        num_generated = sum(len(g.trajectories) == g.group_size for g in self.groups.values())
+        num_ready = len(self.complete)
+        metrics.TRAINER_GROUPS.labels("ready").set(num_ready)
+        metrics.TRAINER_GROUPS.labels("scoring").set(num_generated - num_ready)
+        metrics.TRAINER_GROUPS.labels("generating").set(len(self.groups) - num_generated)
+
+    def close(self, ticket: int) -> None:
+        """Forget a group that was trained or replaced."""
+        self.groups.pop(ticket, None)
+        self.dead.pop(ticket, None)
+        if ticket in self.complete:
+            self.complete.remove(ticket)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until something arrives; False after `timeout_s` without anything."""
+        try:
+            await asyncio.wait_for(self.changed.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        self.changed.clear()
+        return True
+
+    async def read_trajectories(self) -> None:
+        """Follow the trajectories stream for ever."""
+        while True:
+            reader = self._trajectories
+            entries = await reader.read(READ_COUNT, BLOCK_S)
+            if reader is self._trajectories:  # or `reread` has put another in its place meanwhile
+                for entry in entries:
+                    self._take_trajectory(entry)
+
+    async def read_scores(self) -> None:
+        """Follow the scores stream for ever."""
+        while True:
+            reader = self._scores
+            entries = await reader.read(READ_COUNT, BLOCK_S)
+            if reader is self._scores:
+                for entry in entries:
+                    if isinstance(entry, Garbled):
+                        await self._bury(entry)
+                    else:
+                        self._take_score(entry)
+
+    async def read_dead(self) -> None:
+        """Follow the dead letters for ever: a dead ticket will never complete by itself."""
+        while True:
+            reader = self._dead
+            entries = await reader.read(READ_COUNT, BLOCK_S)
+            if reader is self._dead:
+                for entry in entries:
+                    self._take_dead(entry)
+
+    def reread(self) -> None:
+        """Forget what has arrived of groups that no step has taken, and read it again.
+
+        After Redis has lost its tail, a trajectory that was read may be gone, and another one of the same
+        key on its way with a score of its own: joining the two would train on a reward of other tokens.
+        """
+        untaken = [group for group in self.groups.values() if not group.is_taken]
+        self._seen_up_to = {
+            stream: max(position, self._seen_up_to.get(stream, START), key=id_order)
+            for stream, position in self.high_water().items()
+        }
+        low = self._low_water(untaken)
+        self._trajectories = self._trajectories.reread(low[TRAJECTORIES])
+        self._scores = self._scores.reread(low[SCORES])
+        self._dead = self._dead.reread(self._dead.position)
+        for group in untaken:
+            group.trajectories.clear()
+            group.scores.clear()
+            group.started_version = -1
+            group.prepared = None
+            group.is_ahead = False
+        self.complete.clear()
+
+    def positions(self) -> dict[str, str]:
+        """Per stream, a position below every entry that an outstanding group has taken in."""
+        # A dead letter that has not been acted on is read again.
+        dead = [entry_id for entry_id, _ in self.dead.values()]
+        return self._low_water(self.groups.values()) | {DEAD: _low_water(dead, self._dead.safe_position)}
+
+    def high_water(self) -> dict[str, str]:
+        """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
+        return {TRAJECTORIES: self._trajectories.position, SCORES: self._scores.position}
+
+    async def has_read_all(self) -> bool:
+        """Whether the streams hold nothing that the readers have not been given."""
+        ends = {self._trajectories.key: self._trajectories.position, self._scores.key: self._scores.position}
+        unread = [await read_raw(self._broker, key, f"({end}", count=1) for key, end in ends.items()]
+        return not any(unread)
+
+    def trails(self) -> dict[str, list[Rung]]:
+        """Per stream, some of what was read: tells whether a position can still be relied on."""
+        return {
+            TRAJECTORIES: self._trajectories.trail.rungs,
+            SCORES: self._scores.trail.rungs,
+            DEAD: self._dead.trail.rungs,
+        }
+
+    def restore(
+        self,
+        positions: dict[str, str],
+        high_water: dict[str, str],
+        trails: Mapping[str, list[Rung]] = MappingProxyType({}),
+    ) -> None:
+        """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
+        self._trajectories = _restored(self._trajectories, positions, trails, TRAJECTORIES)
+        self._scores = _restored(self._scores, positions, trails, SCORES)
+        self._dead = _restored(self._dead, positions, trails, DEAD)
+        self._seen_up_to = dict(high_water)
+
+    def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
+        groups = list(groups)
+        trajectories = [entry.entry_id for group in groups for entry in group.trajectories.values()]
+        scores = [entry.entry_id for group in groups for entry in group.scores.values()]
+        return {
+            TRAJECTORIES: _low_water(trajectories, self._trajectories.safe_position),
+            SCORES: _low_water(scores, self._scores.safe_position),
+        }
+
+    def _take_trajectory(self, entry: Entry[Trajectory] | Garbled) -> None:
+        if isinstance(entry, Garbled):
+            log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
+            self.unread_at = time.monotonic()
+            return
+        sample = entry.message
+        if self._is_new(TRAJECTORIES, entry.entry_id):
+            self.num_trajectories += 1
+            self.num_completion_tokens += sample.num_tokens
+        group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
+        if group is not None:
+            group.is_ahead |= sample.max_version > self.version
+            self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES)
+
+    async def _bury(self, entry: Garbled) -> None:
+        """No reward worker reads scores, so this one is for the trainer to bury."""
+        self.unread_at = time.monotonic()
+        if self._is_new(SCORES, entry.entry_id):
+            await bury_unread(self._broker, self._keys, self._keys.scores(), entry, "trainer")
+
+    def _take_score(self, entry: Entry[Score]) -> None:
+        group = self._group_of(entry.message.ticket, SCORES, entry.entry_id)
+        if group is not None:
+            self._join(group, group.scores, entry.message.index, entry, SCORES)
+
+    def _take_dead(self, entry: Entry[DeadLetter] | Garbled) -> None:
+        if isinstance(entry, Garbled):
+            log.error("a dead letter cannot be decoded", entry=entry.entry_id, error=entry.error)
+            return
+        if entry.message.origin not in ("prompts", "trajectories"):
+            return
+        group = self.groups.get(entry.message.ticket)
+        # What a step has taken is whole: it must not be trained and replaced as well.
+        if group is not None and not group.is_taken:
+            self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
+            self.changed.set()
+
+    def _join(
+        self, group: PendingGroup, parts: dict[int, Entry[M]], index: int, entry: Entry[M], stream: str
+    ) -> None:
+        if index in parts or index >= group.group_size:
+            self._count_duplicate(stream, entry.entry_id)
+            return
+        parts[index] = entry
+        if group.is_complete:
+            self.complete.append(group.ticket)
+        self.changed.set()
+
+    def _group_of(self, ticket: int, stream: str, entry_id: str) -> PendingGroup | None:
+        group = self.groups.get(ticket)
+        if group is None:
+            self._count_duplicate(stream, entry_id)
+        return group
+
+    def _count_duplicate(self, stream: str, entry_id: str) -> None:
+        """Late entries of settled tickets count too, but not those read a second time after a restart."""
+        if self._is_new(stream, entry_id):
+            metrics.DUPLICATES_DROPPED.labels(stream).inc()
+
+    def _is_new(self, stream: str, entry_id: str) -> bool:
+        return id_order(entry_id) > id_order(self._seen_up_to.get(stream, START))
+
+
+def _queued_s(trajectory: Entry[Trajectory], score: Entry[Score]) -> float:
+    """Seconds from trajectory to reward: ids are times of one server, workers' clocks need not agree."""
+    between_ms = id_order(score.entry_id)[0] - id_order(trajectory.entry_id)[0]
+    return max(0.0, between_ms / 1000 - score.message.latency_s)
+
+
+def _restored(
+    reader: OffsetReader[M], positions: Mapping[str, str], trails: Mapping[str, list[Rung]], stream: str
+) -> OffsetReader[M]:
+    trail = Trail(trails.get(stream))
+    return OffsetReader(reader.broker, reader.key, reader.message_type, positions.get(stream, START), trail)
+
+
+def _low_water(entry_ids: list[str], position: str) -> str:
+    """The position from which all of `entry_ids` would be read again."""
+    return id_before(min(entry_ids, key=id_order)) if entry_ids else position

@@ -1,0 +1,1 @@
+"""What survives a crash: commits, checkpoints, recovery, and what may be trimmed."""

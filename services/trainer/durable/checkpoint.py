@@ -1,0 +1,316 @@
+"""Checkpoints: the trainer's whole state in one atomic rename, and the way back to the newest whole one.
+
+Layout: `checkpoints/v00000012/{checkpoint.json, ...}` below the run's folder. `checkpoint.json` holds the
+state as JSON, and size and checksum of every other file; those are written by the policy (model, optimizer,
+torch's generators) as safetensors. Nothing is pickled.
+
+Invariants: a folder named after a version was complete when it got its name. What the disk did to it since
+is found by checksum, and `load_latest` then takes the one before. Older checkpoints are removed only after
+the new one is durable, and only where `keep` whole ones remain: each save reads back what it keeps. So one
+more damage never leaves a run without any, and the disk holds `keep + 1` of them, more only beside torn ones.
+"""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import structlog
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from common.errors import TidemillError
+from common.files import (
+    aside_folder,
+    clear_aside,
+    file_checksum,
+    publish_folder,
+    retire_folder,
+    write_atomically,
+)
+from common.run.weight_files import folder_versions, version_name
+
+log = structlog.get_logger(__name__)
+
+CHECKPOINTS_FOLDER = "checkpoints"
+"""Below the run's folder."""
+STATE_FILE = "checkpoint.json"
+
+SCHEMA_MAJOR = 1
+SCHEMA = "1.0"
+"""Fields of a newer minor are ignored; a newer major is refused."""
+
+_ENTRY_ID = re.compile(r"^[0-9]+-[0-9]+$")
+
+
+class CheckpointError(TidemillError):
+    """There are checkpoints, but none that this trainer can continue from."""
+
+
+class NoneWholeError(CheckpointError):
+    """Every checkpoint there is has been damaged."""
+
+
+class TrainerState(BaseModel):
+    """What the trainer needs besides tensors to continue as if it had not stopped.
+
+    Every value is plain JSON (text keys, lists instead of tuples, finite numbers): `save` refuses what
+    would come back different. Each owner fills and reads its own mapping.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    version: int = Field(ge=0, description="committed steps")
+    positions: dict[str, str] = Field(
+        default_factory=dict, description="stream -> id of the last entry that this state has taken in"
+    )
+    scheduler: dict[str, Any] = Field(default_factory=dict, description="tickets issued and outstanding")
+    intake: dict[str, Any] = Field(default_factory=dict, description="groups begun and not yet trained")
+    data: dict[str, Any] = Field(default_factory=dict, description="position and fingerprint of the prompts")
+    counters: dict[str, int | float] = Field(default_factory=dict, description="totals over the run")
+    commits: list[str] = Field(
+        default_factory=list,
+        description="payloads of the newest commits, in base64: of releases before there was a journal",
+    )
+    digest: str = Field("", description="of the parameters, as in the version's commit")
+    extra: dict[str, Any] = Field(default_factory=dict, description="whatever a later release adds")
+    saved_at: float = Field(default_factory=time.time)
+
+    @field_validator("positions")
+    @classmethod
+    def _are_entry_ids(cls, positions: dict[str, str]) -> dict[str, str]:
+        for stream, entry_id in positions.items():
+            if not _ENTRY_ID.match(entry_id):
+                raise ValueError(
+                    f"position {entry_id!r} of {stream} is not an entry id such as 1700000000000-0"
+                )
+        return positions
+
+
+WriteTensors = Callable[[Path], object]
+"""Writes everything else that training needs, as safetensors, into an existing folder: a policy's
+`save_state`, or the `write` of a snapshot of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: its state, and the folder that the policy's `load_state` takes."""
+
+    state: TrainerState
+    folder: Path
+
+
+class _TornError(Exception):
+    """The checkpoint is not whole; says why."""
+
+
+class CheckpointStore:
+    """The `checkpoints` folder of one run. One trainer writes it; construction clears what a crash left."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.folder = run_dir / CHECKPOINTS_FOLDER
+        self.keep = keep
+        self.kept: list[TrainerState] = []
+        """Of the checkpoints that were whole when the last one was saved, in ascending order."""
+        if leftovers := clear_aside(self.folder):
+            log.info("removed unfinished checkpoints of an earlier process", names=leftovers)
+
+    def versions(self) -> list[int]:
+        """The versions that have a checkpoint, in ascending order; whether it is whole shows on loading."""
+        return folder_versions(self.folder)
+
+    def save(self, state: TrainerState, write_tensors: WriteTensors) -> Path:
+        """Save state and tensors together; returns the folder. Replaces a checkpoint of the same version.
+
+        Raises:
+            StorageError: the disk is full or read-only. All earlier checkpoints are as they were; call again.
+            ValueError: the state is not plain JSON.
+        """
+        body = _plain_json(state)
+        target = self.folder / version_name(state.version)
+        with aside_folder(target, f"the checkpoint of version {state.version}") as aside:
+            write_tensors(aside)
+            document = {"schema": SCHEMA, "state": body, "files": _list_files(aside)}
+            write_atomically(aside / STATE_FILE, json.dumps({**document, "checksum": _checksum(document)}))
+            publish_folder(aside, target)
+        self._prune(state)
+        return target
+
+    def load_latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; None where there is none at all.
+
+        Each torn one that is passed over is logged with what was wrong with it.
+
+        Raises:
+            CheckpointError: checkpoints exist, but none is whole, or the newest was written by a newer
+                release. Starting over silently would train on streams that were trimmed already.
+        """
+        return _newest_whole(self.folder, self.versions())
+
+    def states(self) -> list[TrainerState]:
+        """The state of every checkpoint that can be read, in ascending order; tensors are not checked."""
+        found = []
+        for version in self.versions():
+            with contextlib.suppress(_TornError, CheckpointError):
+                found.append(
+                    _state_of(_read_document(self.folder / version_name(version) / STATE_FILE), version)
+                )
+        return found
+
+    def keep_only(self, version: int) -> bool:
+        """Remove all others, if every byte of this one can be read back; else change nothing."""
+        try:
+            _verified_state(self.folder / version_name(version), version)
+        except _TornError as error:
+            log.error("the newest checkpoint is not whole; keeping older ones", problem=str(error))
+            return False
+        for other in self.versions():
+            if other != version:
+                retire_folder(self.folder / version_name(other))
+        return True
+
+    def _prune(self, saved: TrainerState) -> None:
+        """Keep the newest `keep` whole ones up to the one just saved; torn ones go when there are so many."""
+        versions = self.versions()
+        for version in [v for v in versions if v > saved.version]:
+            log.warning("removing a checkpoint that was passed over", version=version, saved=saved.version)
+            retire_folder(self.folder / version_name(version))
+        whole = [saved]
+        for version in sorted((v for v in versions if v < saved.version), reverse=True):
+            if len(whole) == self.keep:
+                break
+            try:
+                whole.append(_verified_state(self.folder / version_name(version), version))
+            except (_TornError, CheckpointError) as error:
+                log.error(
+                    "a checkpoint has been damaged; keeping the one before it",
+                    version=version,
+                    problem=str(error),
+                )
+        self.kept = whole[::-1]
+        if len(whole) == self.keep:
+            kept = {state.version for state in whole}
+            for version in [v for v in versions if v < saved.version and v not in kept]:
+                retire_folder(self.folder / version_name(version))
+
+
+def read_checkpoint(run_dir: Path, at_most: int) -> Checkpoint | None:
+    """The newest whole checkpoint of a version up to `at_most`; None where there is none. Changes nothing.
+
+    Raises:
+        CheckpointError: as `CheckpointStore.load_latest`.
+    """
+    folder = run_dir / CHECKPOINTS_FOLDER
+    return _newest_whole(folder, [version for version in folder_versions(folder) if version <= at_most])
+
+
+def _newest_whole(folder: Path, versions: list[int]) -> Checkpoint | None:
+    problems: list[str] = []
+    for version in reversed(versions):
+        path = folder / version_name(version)
+        try:
+            checkpoint = Checkpoint(_verified_state(path, version), path)
+        except _TornError as error:
+            log.warning("checkpoint is not whole; trying the one before", version=version, problem=str(error))
+            problems.append(f"{path.name}: {error}")
+            continue
+        if problems:
+            log.warning("continuing from an older checkpoint", version=version, passed_over=problems)
+        return checkpoint
+    if problems:
+        raise NoneWholeError(
+            f"none of the {len(problems)} checkpoint(s) in {folder} is whole:\n  "
+            + "\n  ".join(problems)
+            + "\nRestore one from a backup, or start a new run."
+        )
+    return None
+
+
+def _plain_json(state: TrainerState) -> dict[str, Any]:
+    """The state as JSON values, after checking that reading it gives the same state.
+
+    JSON turns integer keys into text and tuples into lists without a word; found on the first save, that is
+    a bug report, found on a resume it is a lost run.
+    """
+    body = state.model_dump()
+    try:
+        text = json.dumps(body, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the trainer's state is not plain JSON: {error}") from None
+    if (changed := json.loads(text)) != body:
+        fields = [name for name in body if changed[name] != body[name]]
+        raise ValueError(
+            f"the trainer's state is not plain JSON: {', '.join(fields)} would come back different"
+        )
+    return body
+
+
+def _list_files(folder: Path) -> dict[str, list[int | str]]:
+    """Path below the folder -> [size in bytes, checksum], for every file."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): [path.stat().st_size, file_checksum(path)] for path in paths}
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    """Checksum of a document's content, whatever the spacing and order of its JSON."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _verified_state(folder: Path, version: int) -> TrainerState:
+    """Check every byte of a checkpoint and return its state; `_TornError` says what is wrong."""
+    document = _read_document(folder / STATE_FILE)
+    for name, (num_bytes, checksum) in document["files"].items():
+        _check_file(folder, name, num_bytes, checksum)
+    return _state_of(document, version)
+
+
+def _state_of(document: dict[str, Any], version: int) -> TrainerState:
+    try:
+        state = TrainerState.model_validate(document["state"])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _TornError(f"{STATE_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if state.version != version:
+        raise _TornError(f"{STATE_FILE} is that of version {state.version}")
+    return state
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        checksum = document.pop("checksum")
+    except FileNotFoundError:
+        raise _TornError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise _TornError(f"{path.name} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise _TornError(f"{path.name} is cut off or not JSON") from None
+    if checksum != _checksum(document):
+        raise _TornError(f"{path.name} does not match its own checksum")
+    # After the checksum, so that damage is not mistaken for a newer release.
+    if int(str(document["schema"]).split(".")[0]) > SCHEMA_MAJOR:
+        raise CheckpointError(
+            f"{path} has schema {document['schema']}, this release reads {SCHEMA_MAJOR}.x. "
+            "Continue with the release that wrote it, or a newer one."
+        )
+    return document
+
+
+def _check_file(folder: Path, name: str, num_bytes: int, checksum: str) -> None:
+    path = folder / name
+    if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
+        raise _TornError(f"{name} lies outside of the checkpoint")
+    try:
+        if (found := path.stat().st_size) != num_bytes:
+            raise _TornError(f"{name} has {found:,} bytes instead of {num_bytes:,}")
+        if file_checksum(path) != checksum:
+            raise _TornError(f"{name} does not match its checksum")
+    except FileNotFoundError:
+        raise _TornError(f"{name} is missing") from None
+    except OSError as error:
+        raise _TornError(f"{name} cannot be read: {error.strerror}") from None

@@ -1,0 +1,174 @@
+"""Saves checkpoints, and trims the streams below what the oldest kept one needs.
+
+Guarantees: an entry goes only when every whole checkpoint on the disk can do without it, and not before there
+are `keep_checkpoints` of them; checkpoints of earlier processes count too.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import structlog
+
+from common.archive import stream_folder
+from common.archive.adoption import note_trim
+from common.archive.manifest import Manifest
+from common.errors import ArchiveError
+from common.history.selection import StreamName
+from common.process.service import ServiceContext
+from common.streams import START, entry_id_of, id_after, id_before, id_order, read_raw, trim_before
+from common.telemetry import metrics
+from services.trainer.batch.batch_assembler import Dropped
+from services.trainer.batch.scheduler import Scheduler
+from services.trainer.batch.stream_join import SCORES, TRAJECTORIES, Intake
+from services.trainer.durable.archive_requests import ArchiveJobs
+from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
+from services.trainer.durable.disk_retry import until_stored
+from services.trainer.metrics.recorder import Recorder
+from services.trainer.policy.policy import Policy, PolicyThread
+
+log = structlog.get_logger(__name__)
+
+
+class Trimmer:
+    """Knows what may go, and how far the archive is."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self.context = context
+        self.archives = context.config.streams.archive.enabled
+        self.jobs = ArchiveJobs(context, self.trim)
+        self._below: dict[StreamName, str] = {}
+        """Entries below these ids may go, and some are still there."""
+        self._changing = asyncio.Lock()
+
+    async def let_go(self, below: Mapping[StreamName, str], is_urgent: bool = False) -> None:
+        """Trim what lies below these ids, now or when it is archived. `is_urgent`: memory runs low."""
+        for stream, entry_id in below.items():
+            known = self._below.get(stream, START)
+            self._below[stream] = max(entry_id, known, key=id_order)
+        await self.trim()
+        if self._below:
+            await self.jobs.ask({stream: id_before(end) for stream, end in self._below.items()}, is_urgent)
+
+    async def trim(self) -> int:
+        """Trim as far as that is allowed by now; returns how many entries went."""
+        removed = 0
+        async with self._changing:
+            for stream, wanted in list(self._below.items()):
+                allowed = await asyncio.to_thread(self._allowed, stream)
+                first = wanted if allowed is None else min(wanted, allowed, key=id_order)
+                broker, key = self.context.broker, stream.key(self.context.keys)
+                if allowed is not None and first != START:
+                    note = partial(note_trim, stream_folder(self.context.run_dir, stream), first)
+                    await until_stored(self.context, partial(asyncio.to_thread, note))
+                removed += await trim_before(broker, key, first)
+                if first == wanted or not await read_raw(broker, key, last=id_before(wanted), count=1):
+                    del self._below[stream]
+        if removed:
+            log.debug("streams trimmed", entries=removed)
+        return removed
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something may go that is not archived yet."""
+        return bool(self._below)
+
+    async def close(self) -> None:
+        """Ask for nothing any more."""
+        await self.jobs.close()
+
+    def _allowed(self, stream: StreamName) -> str | None:
+        """Entries below this id are archived; None where nothing has to be."""
+        if not self.archives:
+            return None
+        try:
+            last_id = Manifest.load(stream_folder(self.context.run_dir, stream)).last_id
+        except ArchiveError as error:
+            log.error("nothing is trimmed: the archive's manifest is damaged", problem=str(error))
+            return START
+        return START if last_id == START else id_after(last_id)
+
+
+class Checkpointer:
+    """Takes the state of the trainer's parts between two steps."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        store: CheckpointStore,
+        policy: Policy,
+        thread: PolicyThread,
+        scheduler: Scheduler,
+        intake: Intake,
+        recorder: Recorder,
+        version: int,
+        trimmer: Trimmer,
+    ) -> None:
+        """`version` is that of the checkpoint which was restored, 0 where there was none."""
+        self.context, self.store = context, store
+        self.policy, self.thread = policy, thread
+        self.scheduler, self.intake, self.recorder = scheduler, intake, recorder
+        self.trimmer = trimmer
+        # Those above the restored one are not whole; the store removes them when it saves.
+        known = [state for state in store.states() if state.version <= version]
+        self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
+        self._changing = asyncio.Lock()
+
+    async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
+        """Write the checkpoint of `version`, then let go of what no kept checkpoint needs.
+
+        `dropped` is what the next commit will have to tell.
+        """
+        state = TrainerState(
+            version=version,
+            positions=self.intake.positions(),
+            scheduler=self.scheduler.state(),
+            intake={
+                "high_water": self.intake.high_water(),
+                "trails": {
+                    stream: [list(rung) for rung in rungs] for stream, rungs in self.intake.trails().items()
+                },
+                "dropped": [list(item) for item in dropped],
+            },
+            data={"fingerprint": self.scheduler.prompts.fingerprint},
+            counters={"trajectories": self.intake.num_trajectories},
+        )
+        async with self._changing:
+            await self._save(state)
+
+    async def keep_newest_only(self) -> None:
+        """Give up all checkpoints but the newest whole one, and let go of what only they needed."""
+        async with self._changing:
+            if not self._kept:
+                return
+            newest = self._kept[-1]
+            if len(self._kept) > 1:
+                if not await asyncio.to_thread(self.store.keep_only, newest.version):
+                    return
+                self._kept = deque([newest], self._kept.maxlen)
+                log.warning("gave up older checkpoints to make room in Redis", kept=newest.version)
+            await self._trim(newest, is_urgent=True)
+
+    async def _save(self, state: TrainerState) -> None:
+        with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
+            await until_stored(self.context, partial(asyncio.to_thread, self.recorder.sync))
+            write = partial(self.thread.call, self.store.save, state, self.policy.save_state)
+            await until_stored(self.context, write)
+        self._kept.clear()
+        self._kept.extend(self.store.kept)
+        if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
+            await self._trim(self._kept[0])
+
+    async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
+        """Remove entries below the positions of the oldest checkpoint that could be restored."""
+        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
+        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
+        keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
+        below = {
+            StreamName.TRAJECTORIES: oldest.positions[TRAJECTORIES],
+            StreamName.SCORES: oldest.positions[SCORES],
+            StreamName.PROMPTS: entry_id_of(first_ticket),
+            StreamName.WEIGHTS: entry_id_of(keep_from),
+        }
+        await self.trimmer.let_go(below, is_urgent)

@@ -1,0 +1,39 @@
+"""Waits out a disk that is full or read-only, and says so; nothing is announced meanwhile."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+
+from common.files import StorageError
+from common.process.service import ServiceContext
+from services.trainer.batch.batch_assembler import StoppedError
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+T = TypeVar("T")
+
+
+async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]]) -> T:
+    """Call `write` until the disk takes it; writes must leave nothing half-written behind.
+
+    Raises:
+        StorageError: waiting cannot cure it.
+        StoppedError: the disk has not taken it, and the service must stop.
+    """
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await write()
+        except StorageError as error:
+            if not error.can_clear:
+                raise
+            log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
+            with context.activity.during("wait:disk", str(error)):
+                await context.unless_stopping(asyncio.sleep(pause_s))
+            if context.stopping.is_set():
+                raise StoppedError from error
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,131 @@
+"""Makes room in Redis before it is full, so that nobody waits for memory that trimming could free.
+
+Guarantees: between two steps, beyond `CHECKPOINT_SHARE` of maxmemory, a checkpoint is taken and the streams
+are trimmed to it. Beyond `FULL_SHARE`, at any time, older checkpoints are given up and the streams trimmed to
+the newest one. What remains is needed; if that is too much, the log says what to change. Nothing is dropped,
+unless someone lets Redis evict keys: that is said within seconds.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from common.process.service import ServiceContext
+from common.telemetry import metrics
+from services.trainer.durable.checkpointing import Checkpointer
+
+log = structlog.get_logger(__name__)
+
+CHECKPOINT_SHARE = 0.7
+"""Of maxmemory. A commit frees what its step has trained, so the rest has to hold what one step adds."""
+FULL_SHARE = 0.9
+"""Of maxmemory: writers are about to be refused."""
+LOOK_EVERY_S = 2.0
+SAY_EVERY_S = 30.0
+NO_EVICTION = "noeviction"
+HOLDS_WHAT_IS_NEEDED = (
+    "Redis is full and holds only what is still needed; writers wait and nothing is lost. Raise its "
+    "maxmemory (CONFIG SET maxmemory), or resume with a lower trainer.groups_per_step or "
+    "trainer.max_staleness, or with streams.trim on"
+)
+WAITS_FOR_ARCHIVE = (
+    "Redis is full, and what could be trimmed is not archived yet; writers wait and nothing is lost. If this "
+    "does not pass by itself, look into the log of the jobs worker, free some room on the disk of the run's "
+    "folder, or resume with streams.archive.enabled: false"
+)
+
+
+EVICTS = (
+    "Redis may delete entries that this run needs: its maxmemory-policy was changed. Set it back now (CONFIG "
+    "SET maxmemory-policy noeviction, and in redis.conf)"
+)
+HAS_EVICTED = (
+    "Redis has deleted keys to make room: entries of this run may be lost. Set maxmemory-policy noeviction; "
+    "if the run does not go on by itself, stop it and resume it, or restore Redis from its backup"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What Redis uses of what it may use."""
+
+    used_bytes: int
+    max_bytes: int
+    policy: str = NO_EVICTION
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1, or a little more; 0 where there is no limit."""
+        return self.used_bytes / self.max_bytes if self.max_bytes else 0.0
+
+
+class MemoryWatch:
+    """Looks at Redis's memory after each step, and every two seconds beside that."""
+
+    def __init__(self, context: ServiceContext, checkpointer: Checkpointer) -> None:
+        self.context, self.checkpointer = context, checkpointer
+        self._said_at = self._said_eviction_at = float("-inf")
+        self._num_evicted: int | None = None
+
+    async def after_step(self, save: Callable[[], Awaitable[None]]) -> bool:
+        """Checkpoint with `save` and trim, where memory runs low; returns whether that was needed."""
+        use = await self._use()
+        if use.share < CHECKPOINT_SHARE or not self.context.config.streams.trim:
+            return False
+        log.warning(
+            "Redis runs low on memory: checkpointing and trimming ahead of time", used=f"{use.share:.0%}"
+        )
+        await save()
+        await self.checkpointer.keep_newest_only()
+        return True
+
+    async def watch(self) -> None:
+        """Free what can be freed while others wait for memory; for ever."""
+        while True:
+            use = await self._use()
+            await self._watch_evictions(use.policy)
+            if use.share > FULL_SHARE:
+                await self._make_room()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _watch_evictions(self, policy: str) -> None:
+        """Say that keys go, or may go: nothing that holds for this run holds then."""
+        total = int((await self.context.broker.info("stats")).get("evicted_keys", 0))
+        before, self._num_evicted = self._num_evicted, total
+        # The counter begins anew with a server. Keys that went before this process came are not told of.
+        evicted = total if before is None or total < before else total - before
+        metrics.REDIS_MAY_EVICT.set(policy != NO_EVICTION)
+        if before is not None and evicted:
+            metrics.REDIS_EVICTED_KEYS.inc(evicted)
+            log.error(HAS_EVICTED, keys=evicted, policy=policy)
+        elif policy != NO_EVICTION and time.monotonic() - self._said_eviction_at > SAY_EVERY_S:
+            self._said_eviction_at = time.monotonic()
+            log.error(EVICTS, policy=policy)
+
+    async def _make_room(self) -> None:
+        if self.context.config.streams.trim:
+            await self.checkpointer.keep_newest_only()
+        use = await self._use()
+        if (
+            use.policy == NO_EVICTION
+            and use.share > FULL_SHARE
+            and time.monotonic() - self._said_at > SAY_EVERY_S
+        ):
+            self._said_at = time.monotonic()
+            is_waiting = self.checkpointer.trimmer.is_waiting
+            log.error(
+                WAITS_FOR_ARCHIVE if is_waiting else HOLDS_WHAT_IS_NEEDED,
+                used_bytes=use.used_bytes,
+                maxmemory_bytes=use.max_bytes,
+            )
+
+    async def _use(self) -> MemoryUse:
+        """As Redis itself counts it: buffers of the AOF and of replicas are beside the limit."""
+        info = await self.context.broker.info("memory")
+        counted = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
+        use = MemoryUse(counted, int(info["maxmemory"]), info.get("maxmemory_policy", NO_EVICTION))
+        metrics.REDIS_MEMORY_SHARE.set(use.share)
+        return use

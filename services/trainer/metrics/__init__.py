@@ -1,0 +1,1 @@
+"""What a step measured: records, Prometheus, trackers, warnings."""

@@ -1,0 +1,148 @@
+"""The numbers of one step, under the names that users of TRL and verl know.
+
+Means over tokens are means over the whole step, never means of means.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.wire.messages import Score, Trajectory
+from services.trainer.algorithm.losses.totals import loss_metrics
+from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.step import StepResult
+
+BYTES_OF_A_TOKEN = 4
+"""Of an id, and of a logprob."""
+ENTRY_BYTES = 500
+"""Of a trajectory and its score besides ids, logprobs and text: field names, times, Redis's own."""
+
+
+def stage_metrics(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], queued: Sequence[float] = ()
+) -> dict[str, float]:
+    """Times and sizes of one step; `scores` may be fewer than `trajectories`.
+
+    `queued` says how long trajectories waited for their rewards, by one clock; a step that is replayed from
+    records alone has none of that.
+    """
+    if not trajectories or not scores:
+        return {}
+    latencies = np.array([score.latency_s for score in scores])
+    generations = np.array([max(0.0, t.finished_at - t.started_at) for t in trajectories])
+    waiting = {"stages/reward_queue_s": float(np.mean(queued))} if queued else {}
+    return waiting | {
+        "stages/generation_s": float(generations.mean()),
+        "stages/generation_p95_s": float(np.quantile(generations, 0.95)),
+        "stages/rollout_workers": float(len({trajectory.worker for trajectory in trajectories})),
+        "stages/rollout_busy_s": _busy_s((t.worker, t.started_at, t.finished_at) for t in trajectories),
+        "stages/score_s": float(latencies.mean()),
+        "stages/score_p95_s": float(np.quantile(latencies, 0.95)),
+        "stages/scores": float(len(scores)),
+        "stages/reward_workers": float(len({score.worker for score in scores})),
+        "stages/reward_busy_s": _busy_s((s.worker, s.scored_at - s.latency_s, s.scored_at) for s in scores),
+        "stages/record_bytes": float(np.mean([record_bytes(trajectory) for trajectory in trajectories])),
+    }
+
+
+def record_bytes(trajectory: Trajectory) -> int:
+    """What Redis holds for one trajectory and its score, about."""
+    ids = BYTES_OF_A_TOKEN * (len(trajectory.prompt_ids) + 2 * trajectory.num_tokens)
+    text = len(trajectory.text.encode()) + len(trajectory.prompt_text.encode())
+    return ids + text + ENTRY_BYTES
+
+
+def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
+    """Seconds in which each worker had at least one of its intervals going, summed over the workers."""
+    by_worker: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for worker, begun, ended in intervals:
+        by_worker[worker].append((begun, ended))
+    total_s = 0.0
+    for spans in by_worker.values():
+        covered_until = -np.inf
+        for begun, ended in sorted(spans):
+            total_s += max(0.0, ended - max(begun, covered_until))
+            covered_until = max(covered_until, ended)
+    return float(total_s)
+
+
+OLDEST_BUCKET = 8
+"""The last bucket of the staleness histogram: so many steps or more."""
+
+
+def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: float) -> dict[str, float]:
+    """All metrics of a step; every value is a finite number except where the policy's own is not."""
+    trajectories = [t for group in result.groups if group.source for t in group.source.trajectories.values()]
+    scores = [s for group in result.groups if group.source for s in group.source.scores.values()]
+    queued = [s for group in result.groups if group.source for s in group.source.queued_s.values()]
+    lengths = np.array([t.num_tokens for t in trajectories])
+    staleness = np.concatenate([step - t.token_versions() for t in trajectories])
+    metrics = {
+        **_reward_metrics(result.groups),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
+        "completion_tokens": float(lengths.sum()),
+        "step_tokens": float(sum(len(t.prompt_ids) + t.num_tokens for t in trajectories)),
+        "staleness/max": float(staleness.max()) if staleness.size else 0.0,
+        "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
+        **staleness_shares(staleness),
+        "groups_dropped": float(num_dropped),
+        "groups_dropped_ratio": num_dropped / (num_dropped + len(result.groups)),
+        "step_time_s": step_time_s,
+        **stage_metrics(trajectories, scores, queued),
+    }
+    return metrics | _policy_metrics(result)
+
+
+def staleness_shares(staleness: NDArray[np.int64]) -> dict[str, float]:
+    """A histogram: `staleness/share_<n>`, the share of trained tokens n steps old; what is older than the
+    last bucket is in that. Buckets up to the oldest token are there, also empty ones. A token of a version
+    after its step, which no step trains on, would count as new."""
+    counts = np.bincount(np.clip(staleness, 0, OLDEST_BUCKET)) if staleness.size else ()
+    return {f"staleness/share_{age}": float(count / staleness.size) for age, count in enumerate(counts)}
+
+
+def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
+    rewards = np.concatenate([group.rewards for group in groups])
+    stds = np.array([np.std(group.rewards, ddof=1) if len(group.rewards) > 1 else 0.0 for group in groups])
+    scores = [score for group in groups if group.source for score in group.source.scores.values()]
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": _std(rewards),
+        "reward_group_std": float(stds.mean()),
+        "frac_reward_zero_std": float(np.mean([len(set(group.rewards)) == 1 for group in groups])),
+        "scores/failed_ratio": float(np.mean([score.value is None for score in scores])),
+        "scores/latency_s": float(np.mean([score.latency_s for score in scores])),
+        **_component_metrics(scores),
+    }
+
+
+def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """`rewards/<name>/mean` and `/std` of each component, over the samples that it applied to."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.components.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+    means = {f"rewards/{name}/mean": float(np.mean(items)) for name, items in values.items()}
+    return means | {f"rewards/{name}/std": _std(items) for name, items in values.items()}
+
+
+def _policy_metrics(result: StepResult) -> dict[str, float]:
+    sums, updates = result.sums, result.updates
+    return loss_metrics(sums) | {
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "learning_rate": updates[-1].lr,
+        "update_skipped": float(np.mean([update.skipped for update in updates])),
+        "mini_batches": float(len(result.mini_batches)),
+        "micro_batches": float(sum(len(mini.micro_batches) for mini in result.mini_batches)),
+    }
+
+
+def _std(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Unbiased standard deviation, as TRL logs it; 0 of fewer than two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0

@@ -1,0 +1,198 @@
+"""LoRA adapters in the policy's model (arXiv 2106.09685), with PEFT's layers.
+
+Guarantees: nothing but adapters is trained, in float32; the base stays what it was loaded as, so the
+reference model of KL penalties is the same model with its adapters off; what engines get is the base with the
+adapters added to its weights, computed in float32 and rounded once. The first adapters depend on the run's
+seed alone and change nothing: a run that is started again without a checkpoint starts from the same bytes.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from common.config.trainer import LoraConfig
+from common.errors import ConfigError
+from services.trainer.policy.forward import TileScores, TokenScorer, output_head
+from services.trainer.policy.packing import Tile
+from services.trainer.weights.encode import digest_parameters, model_tensors
+
+ADAPTER_FOLDER = "adapter"
+"""Beside a version's merged weights: its adapters alone, in PEFT's format."""
+
+_NAME = "default"
+"""PEFT's name of the adapter, where a model could have several."""
+
+
+class Adapters:
+    """The adapters of one model. Make it before the model is compiled and before its optimizer."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: LoraConfig, compute_dtype: torch.dtype, seed: int
+    ) -> None:
+        self._model, self._config = model, config
+        targets = _find_targets(model, config)
+        base_digest = digest_parameters(model_tensors(model).items())
+        self._peft_config = _inject(model, config, targets, seed)
+        self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+        scale = config.alpha / (math.sqrt(config.rank) if config.rank_stabilized else config.rank)
+        self.identity = f"{base_digest} with adapters of rank {config.rank} times {scale:g}"
+        """What the adapters belong to; those of a checkpoint fit no other."""
+        self._halve_base(compute_dtype)
+
+    def _halve_base(self, compute_dtype: torch.dtype) -> None:
+        """Keep frozen matrices in the dtype that autocast would bring them to in every forward pass.
+
+        The result is the same, with half the memory. An output head that is also the embedding stays.
+        """
+        if compute_dtype != torch.bfloat16:
+            return
+        embedding = self._model.get_input_embeddings().weight
+        linears = [module for module in self._model.modules() if isinstance(module, nn.Linear)]
+        for weight in [linear.weight for linear in linears if linear.weight is not embedding]:
+            if not weight.requires_grad:
+                weight.data = weight.data.to(compute_dtype)
+
+    @property
+    def mark(self) -> Tensor:
+        """The identity as bytes, which a version's digest covers beside the adapters' own."""
+        return torch.frombuffer(bytearray(self.identity.encode()), dtype=torch.uint8)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within the block the model is its base."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
+    @torch.no_grad()
+    def merged(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights of an ordinary model that computes the same, by the base's names."""
+        tensors = {}
+        for name, tensor in model_tensors(self._model).items():
+            path, _, kind = name.rpartition(".base_layer.")
+            layer = self._layers.get(path)
+            if layer is not None:
+                if kind == "weight":
+                    delta = layer.get_delta_weight(_NAME)
+                    tensor = (tensor.to(delta.dtype) + delta).to(dtype)
+                tensors[f"{path}.{kind}"] = tensor
+            elif not _is_adapter_weight(name):
+                tensors[name] = tensor
+        return tensors
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that `PeftModel.from_pretrained` and engines load beside the base."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": parameter.detach().contiguous()
+            for name, parameter in self._model.named_parameters()
+            if _is_adapter_weight(name)
+        }
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self._peft_config.save_pretrained(str(folder))
+
+
+class BaseReference:
+    """The reference model: the policy's with its adapters off. Has the methods of `ReferenceModel`."""
+
+    def __init__(self, model: PreTrainedModel, adapters: Adapters, compute_dtype: torch.dtype) -> None:
+        self.scorer: TokenScorer = _BaseScorer(model, compute_dtype, adapters)
+
+    def is_due(self, num_steps: int) -> bool:
+        """Never: the base does not move."""
+        return False
+
+    def update(self, model: PreTrainedModel) -> None:
+        """Nothing to do."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing to keep."""
+        return {}
+
+
+class _BaseScorer(TokenScorer):
+    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype, adapters: Adapters) -> None:
+        super().__init__(model, compute_dtype)
+        self._adapters = adapters
+
+    def score(
+        self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
+    ) -> TileScores:
+        with self._adapters.off():
+            return super().score(
+                tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
+            )
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def _is_adapter_weight(name: str) -> bool:
+    return f".lora_A.{_NAME}." in name or f".lora_B.{_NAME}." in name
+
+
+def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Last parts of the names of the layers that get an adapter.
+
+    Raises:
+        ConfigError: a name fits no linear layer, or the layer shares its weights with the embedding.
+    """
+    head = output_head(model)
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
+    known = sorted({name.rpartition(".")[2] for name in linears})
+    if config.target_modules == "all-linear":
+        return sorted({name.rpartition(".")[2] for name, module in linears.items() if module is not head})
+    targets = list(config.target_modules)
+    for target in targets:
+        found = [module for name, module in linears.items() if f".{name}".endswith(f".{target}")]
+        if not found:
+            raise ConfigError(
+                f"trainer.lora.target_modules: the model has no linear layer {target!r}; it has "
+                f"{', '.join(known)}, or take all-linear"
+            )
+        if any(module.weight is model.get_input_embeddings().weight for module in found):
+            raise ConfigError(
+                f"trainer.lora.target_modules: {target} shares its weights with the embedding, which an "
+                "adapter on one of the two would tear apart; leave it out"
+            )
+    return targets
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed: int) -> Any:
+    """Put PEFT's layers around the targets and freeze everything else; returns PEFT's own config."""
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(
+            "trainer.lora needs the package peft, which is not installed: pip install 'tidemill[lora]'"
+        ) from None
+    peft_config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.config.name_or_path,
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.rank_stabilized,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
+    return peft_config

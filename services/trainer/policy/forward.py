@@ -1,0 +1,177 @@
+"""Logprobs and entropies of tokens under a causal language model, without whole logits in memory.
+
+Guarantees: logprobs are those of softmax(logits / temperature), computed in at least float32, the same
+distribution the engine samples from; at most `LOGITS_ELEMENTS` logits of a forward pass exist at once,
+also in the backward pass (each chunk is recomputed there), as long as the model ends in a plain
+`base -> lm_head`. Models that do more (scaled or soft-capped logits) are found by a probe and go through
+their own forward, with whole logits.
+
+Shape legend: B rows, T columns, N scored tokens, C tokens of a chunk, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from services.trainer.policy.packing import Tile
+
+LOGITS_ELEMENTS = 1 << 26
+"""Logits in one chunk: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
+
+
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """The module that turns hidden states into logits, where the model has one."""
+    head = model.get_output_embeddings()
+    return head if isinstance(head, nn.Module) else None
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether the model's logits are exactly `lm_head(base_model(...).last_hidden_state)`.
+
+    Replaces the head's output by marked values for one pass: a model that scales or caps its logits
+    gives them back changed, whatever its configuration calls that; a model that scales hidden states
+    hands the head something else than its base returns.
+    """
+    head, base = output_head(model), model.base_model
+    if head is None or base is model:
+        return False
+    marked: list[Tensor] = []
+    seen: list[Tensor] = []
+
+    def mark(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append(inputs[0])
+        marked.append(torch.linspace(-60.0, 60.0, output.numel()).view(output.shape).to(output))
+        return marked[-1]
+
+    # Not token 0: padding often has an embedding of zeros, on which a scale would not show.
+    ids_BT = torch.arange(1, 5, device=model.device)[None] % model.config.get_text_config().vocab_size
+    hook = head.register_forward_hook(mark)
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids_BT, use_cache=False).logits
+            hidden = getattr(base(input_ids=ids_BT, use_cache=False), "last_hidden_state", None)
+    finally:
+        hook.remove()
+    if len(seen) != 1 or hidden is None or hidden.shape != seen[0].shape or logits.shape != marked[0].shape:
+        return False
+    return torch.equal(logits.to(marked[0].dtype), marked[0]) and torch.allclose(
+        hidden, seen[0], rtol=1e-3, atol=1e-3
+    )
+
+
+def score_logits(
+    logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets (with gradient) and entropies (only if asked), of softmax(logits /
+    temperature).
+
+    Shapes [C], float32 (float64 where the logits are). Entropies are at least 0, at most log V.
+    """
+    logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+    if temperature != 1.0:
+        logits_CV = logits_CV / temperature
+    logprobs_CV = F.log_softmax(logits_CV, dim=-1)
+    targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    if entropy_gradient:
+        # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
+        bounded_CV = logprobs_CV.clamp(min=torch.finfo(logprobs_CV.dtype).min)
+        return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1)
+    with torch.no_grad():
+        # `torch.special.entr` would take twice as long: it computes logarithms again. 0 * -inf counts as 0.
+        terms_CV = logprobs_CV.exp().mul_(logprobs_CV).nan_to_num_(nan=0.0)
+        entropies_C = terms_CV.sum(-1).neg()
+    return targets, entropies_C
+
+
+def score_hidden(
+    hidden_NH: Tensor,
+    head: nn.Module,
+    targets_N: Tensor,
+    temperature: float,
+    max_elements: int = LOGITS_ELEMENTS,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once.
+
+    Up to that size there is one chunk and nothing is recomputed. Beyond it the backward pass computes
+    every chunk's logits again, which costs one more product with the head.
+    """
+
+    def score_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        return score_logits(head(hidden_CH), targets_C, temperature, entropy_gradient)
+
+    vocabulary = cast(Tensor, head.weight).shape[0]
+    chunk = max(1, max_elements // vocabulary)
+    if len(targets_N) <= chunk:
+        return score_chunk(hidden_NH, targets_N)
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = score_chunk
+    if torch.is_grad_enabled():
+        score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
+    chunks = zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+    parts = [score(hidden_CH, targets_C) for hidden_CH, targets_C in chunks]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class TileScores:
+    """Of a tile's N scored tokens; `hidden_NH`, if asked for, are the last hidden states that predict
+    them."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    hidden_NH: Tensor | None = None
+
+
+class TokenScorer:
+    """Scores the tokens of tiles with one model, whose weights may change between calls."""
+
+    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+        self._model = model
+        self._device = model.device
+        self._compute_dtype = compute_dtype
+        with self._autocast():
+            # Under autocast, because flash attention takes no float32.
+            self.is_chunked = has_plain_head(model)
+        """False where the model needs whole logits."""
+
+    def score(
+        self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
+    ) -> TileScores:
+        """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
+        entropies."""
+        sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
+        kwargs: dict[str, Any] = {
+            name: value.to(self._device) if isinstance(value, Tensor) else value
+            for name, value in tile.model_kwargs.items()
+        }
+        # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
+        kwargs |= {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
+        hidden_NH: Tensor | None = None
+        with self._autocast():
+            if not self.is_chunked:
+                output = self._model(**kwargs, output_hidden_states=keep_hidden)
+                if keep_hidden:
+                    hidden_NH = output.hidden_states[-1].flatten(0, 1)[sources_N]
+                logits_NV = output.logits.flatten(0, 1)[sources_N]
+                return TileScores(
+                    *score_logits(logits_NV, targets_N, temperature, entropy_gradient), hidden_NH
+                )
+            hidden_NH = self._model.base_model(**kwargs).last_hidden_state.flatten(0, 1)[sources_N]
+            head = output_head(self._model)
+            assert head is not None and hidden_NH is not None, "a chunked model has a head"
+            scores = score_hidden(hidden_NH, head, targets_N, temperature, entropy_gradient=entropy_gradient)
+            return TileScores(*scores, hidden_NH if keep_hidden else None)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Master weights are float32; matrix products run in the configured dtype."""
+        if self._compute_dtype in (torch.float32, torch.float64):
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._compute_dtype)

@@ -1,0 +1,1 @@
+"""One policy over several ranks, sharded with FSDP2."""

@@ -1,0 +1,41 @@
+"""`python -m services.trainer.policy.fsdp.rank_main`: a rank that trains its share of what rank 0 hands out.
+
+It needs no Redis: the config and every call to the policy come from the leader. Signals are the leader's
+business as well: it drains, and then tells its followers to end.
+"""
+
+import signal
+import sys
+
+from common.config import RunConfig
+from common.errors import TidemillError
+from common.telemetry.logs import configure_logs
+from services.trainer.policy.fsdp.ranks import Ranks, join_ranks
+from services.trainer.policy.fsdp.sharded_policy import follow
+
+
+def run_follower(ranks: Ranks) -> None:
+    """Load this rank's share of the policy, and follow until the leader ends."""
+    from services.trainer.policy.fsdp.rank_policy import load_rank_policy
+
+    config = RunConfig.model_validate_json(ranks.broadcast())
+    follow(load_rank_policy(config, ranks), ranks)
+    ranks.close()
+
+
+def main() -> int:
+    """Run one follower to its end; returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ranks = join_ranks()
+    configure_logs("trainer", f"trainer-rank-{ranks.rank}")
+    try:
+        run_follower(ranks)
+    except TidemillError as error:
+        print(f"tidemill trainer, rank {ranks.rank}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The processes that train one model together: who they are, and how they exchange bytes.
+
+Started by torchrun (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`), or by rank 0 itself on
+its own machine (`trainer.num_ranks`). Rank 0 leads. Bytes travel over gloo, in a group of its own that waits
+for months: between two steps the leader may have nothing to say for hours. A rank that dies breaks the
+connection, and the others end with an error. Nothing is pickled.
+"""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from common.config.trainer import TrainerConfig
+from common.errors import ConfigError, TidemillError
+from common.process.programs import run_own
+
+PATIENCE = timedelta(days=365)
+FOLLOWER = "services.trainer.policy.fsdp.rank_main"
+
+
+class RankLostError(TidemillError):
+    """Another rank has ended in the middle of the run."""
+
+
+class Ranks:
+    """This process among those that train together."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is rank 0, which owns streams and commits."""
+        return self.rank == 0
+
+    def broadcast(self, payload: bytes = b"") -> bytes:
+        """The leader's bytes, on every rank.
+
+        Raises:
+            RankLostError: another rank has ended.
+        """
+        with _losses_told():
+            return self._broadcast(payload)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of ranks, on every rank.
+
+        Raises:
+            RankLostError: another rank has ended.
+        """
+        with _losses_told():
+            return self._gather(payload)
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+    def _broadcast(self, payload: bytes) -> bytes:
+        length = torch.tensor([len(payload)])
+        dist.broadcast(length, 0, group=self._control)
+        data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
+        if len(data):
+            dist.broadcast(data, 0, group=self._control)
+        return data.numpy().tobytes()
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(payload)]), group=self._control)
+        sizes = [int(length) for length in lengths]
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(payload)] = _tensor_of(payload)
+        parts = [torch.empty_like(own) for _ in sizes]
+        if len(own):
+            dist.all_gather(parts, own, group=self._control)
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+@contextmanager
+def _losses_told() -> Iterator[None]:
+    """Torch raises a RuntimeError with the addresses of sockets where a peer is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RankLostError(
+            f"another rank of the trainer has ended, its log says why ({reason}). "
+            "Start the trainer again: it goes on from its last checkpoint"
+        ) from error
+
+
+def _tensor_of(payload: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
+
+
+def join_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """Meet the other ranks, as torchrun's variables say.
+
+    Raises:
+        ConfigError: there are more ranks on this machine than GPUs.
+    """
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        local = int(environment.get("LOCAL_RANK", rank))
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {local} of this machine has no GPU: torch sees {torch.cuda.device_count()}. "
+                "Lower trainer.num_ranks, or start fewer processes"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    return Ranks(rank, size, device)
+
+
+def lead_ranks(config: TrainerConfig) -> Ranks | None:
+    """The ranks that rank 0 leads; None where it trains alone.
+
+    Without torchrun it starts the followers itself; they end when it does.
+
+    Raises:
+        ConfigError: torchrun started another number of ranks than `trainer.num_ranks`.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    if started > 1 and started != config.num_ranks:
+        raise ConfigError(
+            f"torchrun started {started} ranks, trainer.num_ranks is {config.num_ranks}; make them equal"
+        )
+    if config.num_ranks == 1:
+        return None
+    if started > 1:
+        return join_ranks()
+    with_address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(config.num_ranks),
+    }
+    for rank in range(1, config.num_ranks):
+        variables = os.environ | with_address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        subprocess.Popen(run_own(FOLLOWER), env=variables)
+    return join_ranks(with_address | {"RANK": "0", "LOCAL_RANK": "0"})
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,50 @@
+"""The reference model: the policy as it was, which KL penalties compare with.
+
+Guarantees: a frozen reference is the model that the run started with, also after a restart; an updated one is
+part of the checkpoint, and moves only in `update`. Neither takes part in training or in exported weights.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.config.algorithm import ReferenceConfig
+from services.trainer.policy.forward import TokenScorer
+from services.trainer.weights.encode import model_tensors
+
+PREFIX = "reference."
+"""Of its weights' names, in a checkpoint."""
+
+_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
+"""None keeps that of the policy's master weights."""
+
+
+class ReferenceModel:
+    """A copy of the policy's model. Make it before the first update and before a checkpoint is loaded."""
+
+    def __init__(self, model: PreTrainedModel, config: ReferenceConfig, compute_dtype: torch.dtype) -> None:
+        self._config = config
+        self._model = copy.deepcopy(model).requires_grad_(False).eval()
+        if (dtype := _DTYPES[config.dtype]) is not None:
+            self._model.to(dtype)
+        self.scorer = TokenScorer(self._model, compute_dtype)
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether the reference is to follow the policy after so many steps."""
+        return self._config.model == "updated" and num_steps % self._config.every == 0
+
+    @torch.no_grad()
+    def update(self, model: PreTrainedModel) -> None:
+        """Move every weight by `mixup` of its distance to the policy's: 1 copies it."""
+        current = model_tensors(model)
+        for name, tensor in model_tensors(self._model).items():
+            if tensor.is_floating_point() and self._config.mixup < 1.0:
+                tensor.lerp_(current[name].to(tensor.dtype), self._config.mixup)
+            else:
+                tensor.copy_(current[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the weights of an updated reference; views."""
+        return model_tensors(self._model) if self._config.model == "updated" else {}

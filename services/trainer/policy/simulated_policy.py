@@ -1,0 +1,126 @@
+"""A policy of delays: trains nothing, takes as long as it is told, and remembers what it was given.
+
+Its digest is a hash chain over the keys and advantages of every micro-batch, in order: two runs have one
+digest exactly when they trained the same trajectories in the same micro-batches. So exactly-once can be
+tested without a model.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.config.run import RunConfig
+from common.errors import ConfigError
+from common.wire.arrays import Float32
+from services.trainer.algorithm.losses.tokens import denominator
+from services.trainer.groups.micro_batches import MicroBatch
+from services.trainer.groups.samples import PreparedTokens, Sample
+from services.trainer.policy.policy import MicroBatchMetrics, PolicyState, UpdateResult
+from services.trainer.weights.encode import WEIGHTS_FILE
+
+
+class SimulatedPolicy:
+    """Implements `Policy` with the delays of `trainer.simulated`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._trainer = config.trainer
+        self._max_completion_tokens = config.rollout.sampling.max_tokens
+        self._needs_reference = config.trainer.algorithm.needs_reference
+        self._num_updates = 0
+        self._chain = xxhash.xxh3_128(b"simulated").digest()
+        self._pending: list[bytes] = []
+
+    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+        """Take `group_s` for each `group_size` samples."""
+        time.sleep(self._trainer.simulated.group_s * len(batch.samples) / self._trainer.group_size)
+        for sample in batch.samples:
+            self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
+            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # of each token, or one
+        self._pending.append(b"|")
+        normalisation = self._trainer.algorithm.normalisation
+        num_sequences, num_trained = len(batch.samples), batch.num_trained
+        return MicroBatchMetrics(
+            sequences=num_sequences,
+            tokens=num_trained,
+            denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
+            weight_sum=float(num_trained),
+            weight_max=1.0 if num_trained else 0.0,
+        )
+
+    def update(self, denominator: float) -> UpdateResult:
+        """Take `update_s`, and fold what was accumulated into the digest."""
+        time.sleep(self._trainer.simulated.update_s)
+        self._num_updates += 1
+        self._chain = xxhash.xxh3_128(b"".join([self._chain, *self._pending])).digest()
+        self.zero()
+        return UpdateResult(grad_norm=1.0, lr=self._trainer.optimizer.lr)
+
+    def zero(self) -> None:
+        """Forget the micro-batches since the last update."""
+        self._pending.clear()
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
+        """The rollout's own logprobs: a simulated trainer agrees with every engine."""
+        return [sample.rollout_logprobs for sample in samples]
+
+    def prepare(self, samples: Sequence[Sample]) -> list[PreparedTokens]:
+        """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
+        time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
+        has_values = self._trainer.algorithm.value.head
+        return [
+            PreparedTokens(
+                proximal_logprobs=sample.rollout_logprobs if self._trainer.needs_proximal else None,
+                reference_logprobs=sample.rollout_logprobs if self._needs_reference else None,
+                values=np.zeros_like(sample.rollout_logprobs) if has_values else None,
+            )
+            for sample in samples
+        ]
+
+    def hold_weights(self) -> None:
+        """There are none."""
+
+    def release_weights(self) -> None:
+        """There are none."""
+
+    def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
+        """One tensor with the digest and the number of updates, to tell versions apart."""
+        values = [self._num_updates, *self._chain]
+        yield "simulated", torch.tensor(values, dtype=torch.int64)
+
+    def save_weights(self, folder: Path) -> list[Path]:
+        """Write a file of about 200 bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / WEIGHTS_FILE
+        save_file(dict(self.named_parameters_for_export()), path, metadata={"format": "pt"})
+        return [path]
+
+    def state(self) -> PolicyState:
+        """The chain and the number of updates."""
+        tensors = dict(self.named_parameters_for_export())
+        return PolicyState(tensors, {"policy": "simulated", "updates": self._num_updates})
+
+    def save_state(self, folder: Path) -> None:
+        """Write `state()` into a folder."""
+        self.state().write(folder)
+
+    def load_state(self, source: PolicyState | Path) -> None:
+        """Continue the chain of a checkpoint."""
+        state = source if isinstance(source, PolicyState) else PolicyState.read(source)
+        if state.values.get("policy") != "simulated" or "simulated" not in state.tensors:
+            raise ConfigError(
+                f"the checkpoint is of policy {state.values.get('policy')!r}, trainer.policy is simulated; "
+                "resume with the policy the run was started with"
+            )
+        updates, *chain = state.tensors["simulated"].tolist()
+        self._num_updates, self._chain = updates, bytes(chain)
+        self.zero()
+
+    def digest(self) -> str:
+        """The end of the chain, 32 hexadecimal digits."""
+        return self._chain.hex()

@@ -1,0 +1,365 @@
+"""The policy of real runs: a Hugging Face causal language model with AdamW.
+
+What is trained, all weights or LoRA adapters, and its optimizer are float32; the forward pass runs in the
+configured dtype. Guarantees, on the same hardware and number of threads: replaying micro-batches from a
+checkpoint gives the same bytes, and `digest` shows it (on GPUs with `trainer.deterministic`). Memory of a
+forward pass is bounded by tiles, whatever the size of the micro-batch.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.config.run import RunConfig
+from common.config.trainer import TrainerConfig
+from common.errors import ConfigError
+from common.wire.arrays import Float32
+from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
+from services.trainer.algorithm.losses.registry import find_loss
+from services.trainer.algorithm.losses.tokens import denominator, tile_tokens
+from services.trainer.algorithm.losses.totals import total_metrics
+from services.trainer.groups.micro_batches import MicroBatch
+from services.trainer.groups.samples import PreparedTokens, Sample
+from services.trainer.policy.acceleration import accelerate_model, pick_layout, recompute_layers
+from services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
+from services.trainer.policy.forward import TokenScorer
+from services.trainer.policy.model_loading import compute_dtype, load_model, pick_device
+from services.trainer.policy.optimizer import (
+    build_optimizer,
+    finish_gradients,
+    learning_rate,
+    load_optimizer_tensors,
+    optimizer_tensors,
+)
+from services.trainer.policy.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
+from services.trainer.policy.policy import MicroBatchMetrics, PolicyState, UpdateResult
+from services.trainer.policy.reference import PREFIX as REFERENCE
+from services.trainer.policy.reference import ReferenceModel
+from services.trainer.policy.value_head import ValueHead
+from services.trainer.weights.encode import (
+    digest_parameters,
+    export_tensors,
+    model_tensors,
+    save_model,
+)
+
+
+def load_policy(config: RunConfig) -> "TransformersPolicy":
+    """Load `model.path` and prepare it for training.
+
+    Raises:
+        ConfigError: the model or the device cannot be used.
+    """
+    model, options = policy_parts(config, pick_device(config.trainer.device))
+    return TransformersPolicy(model, config.trainer, **options)
+
+
+def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model on its device, and what else a policy is made of, as keyword arguments.
+
+    Raises:
+        ConfigError: the model cannot be used.
+    """
+    trainer = config.trainer
+    if trainer.num_threads:
+        torch.set_num_threads(trainer.num_threads)
+    if trainer.deterministic:
+        # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
+    model, dtype = load_model(config.model, device), compute_dtype(config.model)
+    adapters = Adapters(model, trainer.lora, dtype, config.seed) if trainer.lora else None
+    accelerate_model(model, trainer)
+    sampling = config.rollout.sampling
+    return model, {
+        "dtype": dtype,
+        "temperature": sampling.temperature,
+        "max_completion_tokens": sampling.max_tokens,
+        "adapters": adapters,
+    }
+
+
+class TransformersPolicy:
+    """Implements `Policy` for one model on one device."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        *,
+        dtype: torch.dtype,
+        temperature: float,
+        max_completion_tokens: int,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self._model, self._adapters = model, adapters
+        self._config = config
+        self._dtype = dtype
+        self._temperature = temperature
+        self._max_completion_tokens = max_completion_tokens
+        algorithm = config.algorithm
+        self._surrogate = find_loss(algorithm)
+        self._reference = self._make_reference() if algorithm.needs_reference else None
+        self._scorer = self._make_scorer(model)
+        self._value_head = ValueHead(model, algorithm.value.detach) if algorithm.value.head else None
+        head_parameters = self._value_head.named() if self._value_head else []
+        trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        self._parameters = [*trained, *head_parameters]
+        head_lr = algorithm.value.lr or config.optimizer.lr
+        own_rates = {name: head_lr for name, _ in head_parameters}
+        self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
+        self._num_updates = 0
+        self._held: dict[str, Tensor] | None = None
+        self.layout = pick_layout(model, self._scorer, config.packing, model.device)
+        self._tile_tokens = config.micro_batch_tokens
+        """Of one forward pass."""
+        if model.device.type == "cpu":
+            self._tile_tokens = min(CPU_TILE_TOKENS, config.micro_batch_tokens)
+        if config.gradient_checkpointing:
+            recompute_layers(model)
+
+    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
+        return TokenScorer(model, self._dtype)
+
+    def _make_reference(self) -> ReferenceModel | BaseReference:
+        if self._adapters is not None:
+            return BaseReference(self._model, self._adapters, self._dtype)
+        return ReferenceModel(self._model, self._config.algorithm.reference, self._dtype)
+
+    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+        """Forward and backward, tile by tile; one synchronisation with the device at the end."""
+        return self._accumulate(batch, self._tiles_of(batch))
+
+    def _tiles_of(self, batch: MicroBatch) -> list[Tile]:
+        rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
+        return make_tiles(rows, self.layout, self._tile_tokens)
+
+    def _accumulate(self, batch: MicroBatch, tiles: Sequence[Tile]) -> MicroBatchMetrics:
+        normalisation = self._config.algorithm.normalisation
+        num_sequences, num_trained = len(batch.samples), batch.num_trained
+        metrics = MicroBatchMetrics(
+            sequences=num_sequences,
+            tokens=num_trained,
+            denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
+        )
+        return metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
+
+    def _train_tile(self, tile: Tile, batch: MicroBatch) -> LossTerms:
+        """Add one tile's gradient; return its terms, still on the device."""
+        algorithm, head = self._config.algorithm, self._value_head
+        scores = self._scorer.score(
+            tile,
+            self._temperature,
+            entropy_gradient=algorithm.entropy_coefficient > 0.0,
+            keep_hidden=head is not None,
+        )
+        values_N = head(scores.hidden_NH) if head is not None else None
+        tokens = tile_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
+        terms = policy_loss(tokens, algorithm, self._surrogate)
+        terms.loss.backward()
+        return terms
+
+    def update(self, denominator: float) -> UpdateResult:
+        """One AdamW step, or none where the gradients are not finite or there is nothing to divide by.
+
+        At the end of a step the reference model follows, where that is due.
+        """
+        result = self._update(denominator)
+        num_steps, within = divmod(self._num_updates, self._config.mini_batches)
+        if self._reference is not None and not within and self._reference.is_due(num_steps):
+            self._reference.update(self._model)
+        return result
+
+    def _update(self, denominator: float) -> UpdateResult:
+        lr = learning_rate(
+            self._config.optimizer, self._num_updates, self._config.steps, self._config.mini_batches
+        )
+        # Counted also where it is skipped: the rate follows the steps of the run.
+        self._num_updates += 1
+        # Masked sequences count in some denominators, so the denominator alone does not tell.
+        if not denominator > 0.0 or all(p.grad is None for _, p in self._parameters):
+            self.zero()
+            return UpdateResult(0.0, lr, skipped=True, reason="no sequence of the step has a trained token")
+        norm = finish_gradients(self._parameters, denominator, self._config.optimizer.max_grad_norm)
+        if not math.isfinite(norm):
+            self.zero()
+            return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group["lr_share"]
+        self._optimizer.step()
+        self.zero()
+        return UpdateResult(norm, lr)
+
+    def zero(self) -> None:
+        """Discard accumulated gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def hold_weights(self) -> None:
+        """Copy what is trained, in master precision on its device."""
+        self._held = {name: tensor.clone() for name, tensor in self._weights().items()}
+
+    def release_weights(self) -> None:
+        """Free the copy."""
+        self._held = None
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Everything that updates change: of the model, and of the value head; views."""
+        if self._adapters is not None:
+            return {name: parameter.detach() for name, parameter in self._parameters}
+        head = self._value_head.named() if self._value_head else []
+        return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
+
+    def prepare(self, samples: Sequence[Sample]) -> list[PreparedTokens]:
+        """Logprobs and values under the held weights, logprobs under the reference, as the config needs
+        them."""
+        nothing: list[Float32 | None] = [None] * len(samples)
+        proximal, values, reference = nothing, nothing, nothing
+        if self._config.needs_proximal or self._value_head is not None:
+            with self._held_weights():
+                logprobs, values = self._score_all(samples, self._scorer, self._temperature, self._value_head)
+            proximal = logprobs if self._config.needs_proximal else nothing
+        if self._reference is not None:
+            reference, _ = self._score_all(samples, self._reference.scorer, self._temperature)
+        return [PreparedTokens(*items) for items in zip(proximal, reference, values, strict=True)]
+
+    @contextmanager
+    @torch.no_grad()
+    def _held_weights(self) -> Iterator[None]:
+        """The held weights, where there are any, take the place of the current ones."""
+        if self._held is None:
+            yield
+            return
+        current = self._weights()
+        saved = {name: tensor.clone() for name, tensor in current.items()}
+        for name, tensor in current.items():
+            tensor.copy_(self._held[name])
+        try:
+            yield
+        finally:
+            for name, tensor in current.items():
+                tensor.copy_(saved[name])
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
+        """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
+        scored, _ = self._score_all(samples, self._scorer, temperature)
+        return [logprobs.astype(np.float32) for logprobs in scored if logprobs is not None]
+
+    @torch.no_grad()
+    def _score_all(
+        self,
+        samples: Sequence[Sample],
+        scorer: TokenScorer,
+        temperature: float,
+        head: ValueHead | None = None,
+    ) -> tuple[list[Float32 | None], list[Float32 | None]]:
+        """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample.
+
+        float32; float64 for a model of that precision, so that comparisons of gradients are not rounded.
+        """
+        rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
+        empty: list[Float32 | None] = [np.zeros(0, dtype=np.float32) for _ in samples]
+        logprobs, values = list(empty), list(empty)
+        for tile in make_tiles(rows, self.layout, self._tile_tokens):
+            scores = scorer.score(tile, temperature, keep_hidden=head is not None)
+            counts = [len(row.targets) for row in tile.rows]
+            _place(scores.logprobs_N, counts, tile.samples, logprobs)
+            if head is not None:
+                _place(head(scores.hidden_NH), counts, tile.samples, values)
+        return logprobs, values if head else [None] * len(samples)
+
+    def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
+        merged."""
+        return export_tensors(self._model, self._dtype, self._merged())
+
+    def save_weights(self, folder: Path) -> list[Path]:
+        """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
+        if self._adapters:
+            self._adapters.save(folder / ADAPTER_FOLDER)
+        return save_model(self._model, self._dtype, folder, self._merged())
+
+    def _merged(self) -> dict[str, Tensor] | None:
+        return self._adapters.merged(self._dtype) if self._adapters else None
+
+    def state(self) -> PolicyState:
+        """Master weights, moments, random state; and the number of updates, which fixes the rate."""
+        tensors = self._saved_weights()
+        moments = optimizer_tensors(self._optimizer, self._parameters)
+        tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if self._model.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
+        values = {"policy": "transformers", "updates": self._num_updates}
+        return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        """The weights of a checkpoint: what is trained, and an updated reference; views."""
+        head = dict(self._value_head.named()) if self._value_head else {}
+        tensors = {
+            name if name in head else f"model.{name}": tensor for name, tensor in self._weights().items()
+        }
+        reference = self._reference.tensors() if self._reference else {}
+        return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
+
+    def save_state(self, folder: Path) -> None:
+        """Write `state()` into a folder."""
+        self.state().write(folder)
+
+    @torch.no_grad()
+    def load_state(self, source: PolicyState | Path) -> None:
+        """Copy a state into this policy; the weights are checked before anything is changed."""
+        state = source if isinstance(source, PolicyState) else PolicyState.read(source)
+        own = self._saved_weights()
+        others = ("optimizer.", "rng.")
+        given = {name: value for name, value in state.tensors.items() if not name.startswith(others)}
+        wrong = sorted(
+            name
+            for name in own.keys() | given.keys()
+            if name not in own or name not in given or own[name].shape != given[name].shape
+        )
+        if wrong or state.values.get("policy") != "transformers":
+            policy = state.values.get("policy")
+            raise ConfigError(
+                f"the checkpoint is of policy {policy!r} and {len(wrong)} of its weights do not fit the "
+                f"model ({', '.join(wrong[:3])}); resume with the model, the adapters, the value head and "
+                "the reference the run was started with"
+            )
+        base = self._adapters.identity if self._adapters else None
+        if state.values.get("base") != base:
+            raise ConfigError(
+                f"the checkpoint's adapters belong to the model {state.values.get('base')}, and this is "
+                f"{base}; resume with the model.path and trainer.lora the run was started with"
+            )
+        load_optimizer_tensors(self._optimizer, self._parameters, _strip(state.tensors, "optimizer."))
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+        self._num_updates = int(state.values["updates"])
+        torch.set_rng_state(state.tensors["rng.cpu"].cpu())
+        if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)
+        self.zero()
+
+    def digest(self) -> str:
+        """Over the float32 master weights: stricter than over what engines load."""
+        base = [("base", self._adapters.mark)] if self._adapters else []
+        return digest_parameters([*self._parameters, *base])
+
+
+def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _place(values_N: Tensor, counts: list[int], samples: list[int], results: list[Float32 | None]) -> None:
+    """Cut a tile's values into those of its rows, and put each at its sample's place."""
+    wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+    for i, piece in zip(samples, wide_N.cpu().split(counts), strict=True):
+        results[i] = piece.numpy()

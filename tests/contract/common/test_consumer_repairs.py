@@ -1,0 +1,122 @@
+"""Streams as queues: what cannot be decoded is buried, and what has vanished is made again."""
+
+import pytest
+
+from common import streams
+from common.errors import LeaseLostError
+from common.redis.broker import Broker
+from common.streams import Delivery, Entry, Garbled
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.messages import DeadLetter
+from tests.support.consumers import (
+    fall_silent,
+    fetched,
+    make_consumer,
+    make_letter,
+    make_rollout,
+    make_score,
+    make_ticket,
+    pending,
+    publish,
+    scored,
+)
+from tests.support.trajectories import make_trajectory
+
+
+async def test_an_entry_that_cannot_be_decoded_is_buried_with_its_bytes(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    payload = b"\x80\x04\x95pickled"
+    await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", payload)
+    consumer = make_consumer(broker, keys)
+    good, garbled = await consumer.fetch(10, 0)
+    assert isinstance(good, Delivery)
+    assert isinstance(garbled, Garbled)
+    assert await consumer.bury(garbled, make_letter(garbled))
+    (entry,) = await streams.read_range(broker, keys.dead, DeadLetter)
+    assert isinstance(entry, Entry)
+    assert entry.message.fields == {"v": b"1.0", "p": payload}
+    assert entry.message.entry_id == garbled.entry_id
+    assert await pending(broker, keys) == [good.entry_id]
+    assert not await consumer.bury(garbled, make_letter(garbled))
+    assert await streams.length(broker, keys.dead) == 1
+
+
+async def test_an_entry_of_a_newer_major_schema_is_not_lost_either(broker: Broker, keys: Keys) -> None:
+    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await broker.execute("XADD", keys.trajectories(), "*", "v", "2.0", "p", b"\x80")
+    consumer = make_consumer(broker, keys)
+    (garbled,) = await consumer.fetch(10, 0)
+    assert isinstance(garbled, Garbled)
+    assert "update the older side" in garbled.error
+
+
+async def test_an_entry_above_the_size_limit_is_not_decoded(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    consumer = make_consumer(broker, keys)
+    consumer.max_bytes = 50
+    (garbled,) = await consumer.fetch(10, 0)
+    assert isinstance(garbled, Garbled)
+    assert "exceed the limit of 50" in garbled.error
+
+
+async def test_a_garbled_entry_of_a_dead_consumer_is_buried_by_the_next_only(
+    broker: Broker, keys: Keys
+) -> None:
+    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", b"torn")
+    dead, rival = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "rival")
+    (found,) = await dead.fetch(10, 0)
+    assert isinstance(found, Garbled)
+    await fall_silent(broker, keys, "dead", [found.entry_id])
+    (taken,) = await rival.fetch(10, 0)
+    assert isinstance(taken, Garbled)
+    assert not await dead.bury(found, make_letter(found, "dead"))
+    assert await rival.bury(taken, make_letter(taken, "rival"))
+    assert await streams.length(broker, keys.dead) == 1
+
+
+async def test_entries_trimmed_while_they_were_held_do_not_stay_pending(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 4)
+    await fetched(make_consumer(broker, keys, "dead"), 4)
+    await fall_silent(broker, keys, "dead", ids)
+    await streams.trim_before(broker, keys.trajectories(), ids[3])
+    (left,) = await make_consumer(broker, keys, "rival").fetch(10, 0)
+    assert left.entry_id == ids[3]
+    assert await pending(broker, keys) == ids[3:]
+
+
+async def test_a_group_that_vanished_is_created_again(broker: Broker, keys: Keys) -> None:
+    ids = await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys)
+    async with consumer:
+        held = await fetched(consumer, 1)
+        await broker.execute("XGROUP", "DESTROY", keys.trajectories(), REWARD_GROUP)
+        await consumer.renew()
+        assert held[0].lost.is_set()
+        assert await consumer.complete([(held[0], make_score(0))], keys.scores()) == [False]
+        await consumer.hand_back(held)
+        await consumer.leave()
+        assert await consumer.fetch(10, 0) == []
+        again = await fetched(consumer, 2)
+        assert [delivery.entry_id for delivery in again] == ids
+    assert await scored(broker, keys) == []
+
+
+async def test_a_stream_that_vanished_is_created_again(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 1)
+    rollout, consumer = make_rollout(broker, keys), make_consumer(broker, keys)
+    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket())])
+    (ticket,) = await rollout.fetch(1, 0)
+    assert isinstance(ticket, Delivery)
+    (held,) = await fetched(consumer, 1)
+    await broker.execute("DEL", keys.trajectories(), keys.prompts())
+    assert await consumer.complete([(held, make_score(0))], keys.scores()) == [False]
+    with pytest.raises(LeaseLostError):
+        await rollout.publish_sample(
+            ticket, keys.trajectories(), keys.progress(0), make_trajectory(group_size=4)
+        )
+    await rollout.leave()
+    assert await consumer.fetch(1, 0) == []
+    await publish(broker, keys, 1)
+    await fetched(consumer, 1)

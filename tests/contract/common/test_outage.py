@@ -1,0 +1,168 @@
+"""What one outage, or one mistake of an operator, must not do to a run."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import OutageError, UnreachableError
+from common.files import LockedError, locked
+from common.redis import broker as broker_module
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.streams import Consumer, append, ensure_group
+from common.wire.keys import REWARD_GROUP, Keys
+from common.wire.messages import Trajectory
+from tests.support.runs import REPO
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+
+LEASE_S = 0.4
+
+
+def make_consumer(broker: Broker, keys: Keys, name: str) -> Consumer[Trajectory]:
+    return Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, name, Trajectory, lease_s=LEASE_S, dead_key=keys.dead
+    )
+
+
+def test_two_servers_never_write_the_same_data(tmp_path: Path) -> None:
+    first = EmbeddedRedis(tmp_path / "redis")
+    first.start()
+    try:
+        with pytest.raises(LockedError, match="another Redis serves"):
+            EmbeddedRedis(tmp_path / "redis").start()
+    finally:
+        first.stop()
+    again = EmbeddedRedis(tmp_path / "redis")
+    again.start()
+    again.stop()
+
+
+def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    server.kill()
+    server.start()
+    server.stop()
+
+
+def test_a_lock_is_free_again_after_its_holder_failed(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), locked(tmp_path / "lock", "taken"):
+        with pytest.raises(LockedError, match="taken"), locked(tmp_path / "lock", "taken"):
+            raise AssertionError("two held it")
+        raise ZeroDivisionError
+    with locked(tmp_path / "lock", "taken"):
+        pass
+
+
+async def test_a_worker_may_be_told_to_wait_for_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    with pytest.raises(UnreachableError):
+        await Broker.connect(server.url)
+    monkeypatch.setenv("TIDEMILL_REDIS_WAIT_S", "60")
+    connecting = asyncio.create_task(Broker.connect(server.url))
+    await asyncio.to_thread(server.start)
+    try:
+        broker = await connecting
+        await broker.close()
+    finally:
+        server.stop()
+
+
+async def test_who_must_stop_does_not_wait_for_a_server_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    broker = await Broker.connect(server.url)
+    server.kill()
+    try:
+        reading = asyncio.create_task(broker.execute("GET", "x"))
+        await wait_until(lambda: broker.waited_s > 0)
+        assert not reading.done()
+        monkeypatch.setattr(broker_module, "STOP_PATIENCE_S", 0.1)
+        broker.is_stopping = True
+        with pytest.raises(OutageError, match="asked to stop"):
+            await reading
+    finally:
+        await broker.close()
+        server.stop()
+
+
+async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker: Broker, keys: Keys) -> None:
+    """All leases look expired then: each worker first gets one lease to renew its own."""
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
+    held = await healthy.fetch(3, 0)
+    ids = [delivery.entry_id for delivery in held]
+    args = ("IDLE", int(5000 * LEASE_S), "JUSTID")
+    await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, "healthy", 0, *ids, *args)
+    broker.waited_s += 1.0
+    assert await rival.fetch(3, 0) == []
+    assert await healthy.fetch(3, 0) == []
+    assert set(healthy.held) == set(ids)
+
+
+async def test_a_consumer_whose_renewal_died_says_so(broker: Broker, keys: Keys) -> None:
+    consumer = make_consumer(broker, keys, "a")
+
+    async def fail() -> None:
+        raise PermissionError("no XCLAIM for this user")
+
+    async with consumer:
+        assert consumer._renewal is not None
+        consumer._renewal.cancel()
+        consumer._renewal = asyncio.create_task(fail())
+        await asyncio.wait({consumer._renewal})
+        with pytest.raises(PermissionError, match="no XCLAIM"):
+            await consumer.fetch(1, 0)
+        consumer._renewal = None
+
+
+def test_a_process_that_may_open_no_more_files_says_that_and_not_that_redis_is_away(tmp_path: Path) -> None:
+    """With the limit, and how to raise it: at the start, and when it happens later."""
+    script = (
+        "import asyncio, resource, sys\n"
+        "from common.redis.broker import Broker\n"
+        "async def main():\n"
+        "    broker = await Broker.connect()\n"
+        "    held = []\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "    try:\n"
+        "        while True: held.append(open('/dev/null'))\n"
+        "    except OSError: pass\n"
+        "    await broker.redis.connection_pool.disconnect()\n"
+        "    try:\n"
+        "        while True: held.append(open('/dev/null'))\n"
+        "    except OSError: pass\n"
+        "    work = asyncio.ensure_future(broker.execute('PING'))\n"
+        "    await asyncio.wait({work}, timeout=2)\n"
+        "    for file in held[:8]: file.close()\n"
+        "    print(await work)\n"
+        "    held += [open('/dev/null') for _ in range(3)]\n"
+        "    while True:\n"
+        "        try: held.append(open('/dev/null'))\n"
+        "        except OSError: break\n"
+        "    await Broker.connect()\n"
+        "asyncio.run(main())\n"
+    )
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    try:
+        environment = {**os.environ, "TIDEMILL_REDIS_URL": server.url, "TIDEMILL_REDIS_WAIT_S": "60"}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+    finally:
+        server.stop()
+    said = done.stdout + done.stderr
+    assert "b'PONG'" in said, "it goes on when there is room again"
+    assert "no connection to Redis can be opened" in said and "64 files" in said and "ulimit -n" in said
+    assert "waiting for Redis" not in said
+    assert done.returncode == 1 and "BrokerError: no connection to Redis at" in said

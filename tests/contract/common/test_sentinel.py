@@ -1,0 +1,95 @@
+"""The address of Sentinels leads to the master, and to the next one when it dies."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import BrokerError, UnreachableError
+from common.redis.broker import Broker
+from common.streams import Consumer, append, length
+from common.wire.keys import REWARD_GROUP, Keys
+from common.wire.messages import Trajectory
+from tests.support.servers import SentinelPair, newest_server
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+
+SECRET = "correct-horse"
+
+pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[SentinelPair]:
+    with SentinelPair(tmp_path) as pair:
+        yield pair
+
+
+async def test_commands_and_scripts_follow_the_master(pair: SentinelPair, keys: Keys) -> None:
+    broker = await Broker.connect(pair.url)
+    await append(broker, keys.trajectories(), make_trajectory(1))
+    consumer = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "w", Trajectory, lease_s=60, dead_key=keys.dead
+    )
+    async with consumer:
+        held = await consumer.fetch(1, 0.1)
+        await wait_until(pair.is_replicated)
+        pair.master.kill()
+        # The new master does not know the script yet.
+        assert await consumer.complete([(delivery, make_trajectory(2)) for delivery in held], keys.scores())
+    assert await length(broker, keys.scores()) == 1
+    assert (await broker.info("replication"))["role"] == "master"
+    assert (await broker.info("server"))["tcp_port"] == str(pair.replica.port)
+    await broker.close()
+
+
+async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(
+    pair: SentinelPair, keys: Keys
+) -> None:
+    """The old master goes on as a replica: writes and blocking reads must not stay with it."""
+    broker = await Broker.connect(pair.url)
+    consumer = Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, "w", Trajectory, lease_s=60, dead_key=keys.dead
+    )
+    async with consumer:
+        waiting = asyncio.create_task(consumer.fetch(1, 5.0))
+        await wait_until(pair.is_replicated)
+        await wait_until(pair.fails_over, 60)
+
+        async def has_moved() -> bool:
+            return (await broker.info("server"))["tcp_port"] == str(pair.replica.port)
+
+        await wait_until(has_moved, 60)
+        await append(broker, keys.trajectories(), make_trajectory(1))
+        while not (fetched := await waiting):
+            waiting = asyncio.create_task(consumer.fetch(1, 5.0))
+        assert len(fetched) == 1
+    await broker.close()
+
+
+async def test_what_the_sentinels_cannot_tell_is_said_without_the_password(
+    pair: SentinelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", SECRET)
+    monkeypatch.setenv("TIDEMILL_SENTINEL_PASSWORD", SECRET)
+    hosts = f"127.0.0.1:{pair.sentinel.port}"
+    for url in (f"redis+sentinel://{hosts}/another", "redis+sentinel://127.0.0.1:1/mymaster"):
+        with pytest.raises(UnreachableError, match="No master found") as caught:
+            await Broker.connect(url)
+        assert SECRET not in str(caught.value)
+    for wrong in (f"redis+sentinel://a:{SECRET}@{hosts}", "redis+sentinel://a:b:c/mymaster"):
+        with pytest.raises(BrokerError, match=r"Expected .*redis\+sentinel://host:26379") as refused:
+            await Broker.connect(wrong)
+        assert SECRET not in str(refused.value)
+
+
+async def test_a_sentinel_that_is_gone_is_passed_over(pair: SentinelPair) -> None:
+    broker = await Broker.connect(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{pair.sentinel.port}/mymaster")
+    assert await broker.execute("PING") == b"PONG"
+    await broker.close()
+
+
+async def test_a_replica_is_refused(pair: SentinelPair) -> None:
+    with pytest.raises(BrokerError, match=r"is a replica of 127\.0\.0\.1.*redis\+sentinel"):
+        await Broker.connect(pair.replica.url)

@@ -1,0 +1,105 @@
+"""Services that start in any order, late, or on their own."""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from structlog.testing import capture_logs
+
+from common.errors import ConfigError
+from common.process import service
+from common.run.state import (
+    FINISHED,
+    has_finished,
+    publish_config,
+    read_config,
+    register_config,
+    update_state,
+)
+from tests.support.trajectories import make_config
+from tests.support.waiting import wait_until
+
+CONFIG = make_config(trainer={"steps": 3})
+
+
+def options(**values: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"config": None, "run": "r", "set": []} | values)
+
+
+async def find(role: str, broker: Any, keys: Any, **values: Any) -> Any:
+    return await asyncio.wait_for(service._find_config(role, broker, keys, options(**values)), 20)
+
+
+async def test_a_worker_waits_for_its_run_and_says_so(broker, keys, monkeypatch):
+    monkeypatch.setattr(service, "FIRST_RUN_PAUSE_S", 0.05)
+    with capture_logs() as lines:
+        finding = asyncio.ensure_future(find("rollout", broker, keys))
+        await wait_until(lambda: lines)
+        await publish_config(broker, keys, CONFIG)
+        assert await finding == CONFIG
+    assert lines[0]["event"] == "waiting for the run to appear"
+    assert "has no run" in lines[0]["reason"]
+
+
+@pytest.mark.parametrize(("role", "wait_s"), [("rollout", "0"), ("trainer", None)])
+async def test_nobody_waits_for_ever(broker, keys, monkeypatch, role, wait_s):
+    if wait_s is not None:
+        monkeypatch.setenv(service.RUN_WAIT_VARIABLE, wait_s)
+    with pytest.raises(ConfigError, match="has no run"):
+        await find(role, broker, keys)
+
+
+class TestRegistering:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(CONFIG.model_dump(mode="json")))
+        return path
+
+    async def test_a_trainer_makes_the_run_known(self, broker, keys, file):
+        config = await find("trainer", broker, keys, config=file)
+        assert config.run_id == keys.run_id
+        assert await read_config(broker, keys) == config
+
+    async def test_a_trainer_that_is_started_again_finds_its_own_run(self, broker, keys, file):
+        first = await find("trainer", broker, keys, config=file)
+        assert await find("trainer", broker, keys, config=file) == first
+
+    async def test_another_config_is_refused_by_field(self, broker, keys, file):
+        await publish_config(broker, keys, make_config(trainer={"steps": 9}))
+        with pytest.raises(ConfigError, match=r"another config: trainer\.steps: 9 -> 3"):
+            await find("trainer", broker, keys, config=file)
+
+    async def test_of_two_at_once_one_registers(self, broker, keys):
+        other = make_config(trainer={"steps": 4})
+        results = await asyncio.gather(
+            *(register_config(broker, keys, config) for config in (CONFIG, other)), return_exceptions=True
+        )
+        assert sorted(isinstance(result, ConfigError) for result in results) == [False, True]
+
+
+async def test_a_run_is_finished_when_it_has_done_its_steps_and_said_so(broker, keys):
+    assert not await has_finished(broker, keys, 3)
+    await update_state(broker, keys, status="running", version=3)
+    assert not await has_finished(broker, keys, 3)
+    await update_state(broker, keys, status=FINISHED)
+    assert await has_finished(broker, keys, 3)
+    assert not await has_finished(broker, keys, 4), "the run goes on with more steps"
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+async def test_a_worker_that_comes_too_late_has_nothing_to_do(broker, keys, redis_server, monkeypatch, role):
+    await publish_config(broker, keys, CONFIG)
+    await update_state(broker, keys, status=FINISHED, version=3)
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+
+    def load() -> Any:
+        raise AssertionError("nothing heavy is imported")
+
+    late = argparse.Namespace(run=keys.run_id, name="late", set=[], config=None, metrics_port=0)
+    with capture_logs() as lines:
+        assert await service._serve(role, late, load, lambda _: 0) == 0
+    assert lines[-1]["event"] == "the run is finished: nothing is left to do"

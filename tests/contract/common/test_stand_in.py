@@ -1,0 +1,49 @@
+"""Leases while the event loop of their holder stands still."""
+
+import time
+
+from common.process.heartbeats import Heartbeat
+from common.process.stand_in import StandIn
+from common.redis.broker import Broker
+from common.redis.client import make_client
+from common.redis.embedded import EmbeddedRedis
+from common.streams import Consumer, append
+from common.wire.keys import REWARD_GROUP, Keys
+from common.wire.messages import Trajectory
+from tests.support.consumers import make_consumer
+from tests.support.trajectories import make_trajectory
+
+LEASE_S = 2.0
+
+
+def hold_up_the_loop() -> None:
+    time.sleep(3 * LEASE_S)  # what users' code does where it should await
+
+
+async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(
+    broker: Broker, keys: Keys, redis_server: EmbeddedRedis
+) -> None:
+    stand_in = StandIn(lambda: Broker(make_client(redis_server.url)))
+    mine = Consumer(
+        broker,
+        keys.trajectories(),
+        REWARD_GROUP,
+        "mine",
+        Trajectory,
+        lease_s=LEASE_S,
+        dead_key=keys.dead,
+        stand_in=stand_in,
+    )
+    stand_in.start()
+    async with mine:
+        await append(broker, keys.trajectories(), make_trajectory(1))
+        (held,) = await mine.fetch(1, 1.0)
+        hold_up_the_loop()
+        other = make_consumer(broker, keys, "other", LEASE_S)
+        assert await other.fetch(1, 0.0) == []  # long after the lease would have ended
+        assert await mine.complete([(held, None)], keys.scores()) == [True]  # type: ignore[list-item]
+    beat = Heartbeat("w", "reward")
+    stand_in.report(beat)
+    stand_in.stop()
+    assert "the event loop was blocked" in beat.detail
+    assert "hold_up_the_loop (test_stand_in.py, line" in beat.detail

@@ -1,0 +1,80 @@
+"""TLS: the server proves who it is, and what is wrong is said without a password."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import BrokerError
+from common.redis.broker import Broker
+from common.streams import append, length
+from common.wire.keys import Keys
+from tests.support.servers import RedisServer, has_tls, make_certificate, tls_options
+from tests.support.trajectories import make_trajectory
+
+SECRET = "correct-horse"
+
+pytestmark = pytest.mark.skipif(not has_tls(), reason="no TLS in this redis-server, or no openssl")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    folder = tmp_path_factory.mktemp("tls")
+    options = tls_options(*make_certificate(folder))
+    with RedisServer(folder / "redis", "--requirepass", SECRET, *options) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", SECRET)
+
+
+def authority_of(server: RedisServer) -> Path:
+    return server.folder.parent / "redis.crt"
+
+
+async def test_streams_work_over_tls(
+    server: RedisServer, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_CA", str(authority_of(server)))
+    broker = await Broker.connect(server.url)
+    await append(broker, keys.trajectories(), make_trajectory(1))
+    assert await length(broker, keys.trajectories()) == 1
+    await broker.close()
+
+
+async def refusal(url: str) -> str:
+    with pytest.raises(BrokerError) as caught:
+        await Broker.connect(url)
+    assert SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+async def test_a_server_that_no_known_authority_vouches_for_is_refused(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = await refusal(server.url)
+    assert "cannot be trusted" in said
+    assert "TIDEMILL_REDIS_CA" in said
+    stranger, _ = make_certificate(tmp_path)
+    monkeypatch.setenv("TIDEMILL_REDIS_CA", str(stranger))
+    assert "cannot be trusted" in await refusal(server.url)
+
+
+async def test_a_certificate_for_another_host_is_refused(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_CA", str(authority_of(server)))
+    assert "cannot be trusted" in await refusal(f"rediss://localhost:{server.port}")
+
+
+async def test_an_authority_file_that_is_not_there_is_named(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_CA", "/nowhere/ca.pem")
+    assert "TIDEMILL_REDIS_CA is /nowhere/ca.pem: no such file" in await refusal(server.url)
+
+
+async def test_a_plain_client_is_not_served(server: RedisServer) -> None:
+    assert "cannot reach Redis" in await refusal(f"redis://127.0.0.1:{server.port}")

@@ -1,0 +1,76 @@
+"""Recorded trajectories enter a sandbox once, in order, not before their time, and not more than may wait."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from common.history import ALL, History
+from common.redis.broker import Broker
+from common.streams import Entry, append, id_order, read_range
+from common.wire.keys import Keys
+from common.wire.messages import Score, ScoreStatus, Trajectory
+from services.console.rescore.emission import Emission, Flow, Pace
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+
+SPACING_MS = 100
+
+
+class Recorded(History):
+    """A history of trajectories that were published at known times."""
+
+    def __init__(self, trajectories: list[Trajectory]) -> None:
+        super().__init__("recorded", None, None)
+        self._trajectories = trajectories
+
+    async def scan(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        for number, trajectory in enumerate(self._trajectories):
+            yield Entry(f"{1_000_000 + SPACING_MS * number}-0", trajectory)
+
+
+async def emitted(broker: Broker, keys: Keys) -> list[Entry[Trajectory]]:
+    entries = await read_range(broker, keys.trajectories(), Trajectory)
+    return [entry for entry in entries if isinstance(entry, Entry)]
+
+
+async def score(broker: Broker, keys: Keys, *tickets: int) -> None:
+    scores = [Score(ticket=ticket, index=0, status=ScoreStatus.OK, value=1.0) for ticket in tickets]
+    await append(broker, keys.scores(), *scores)
+
+
+def nothing(_: Flow) -> None:
+    pass
+
+
+@pytest.mark.parametrize("speed", [1.0, 4.0])
+async def test_trajectories_keep_their_distances_at_any_speed(
+    broker: Broker, keys: Keys, speed: float
+) -> None:
+    history = Recorded([make_trajectory(ticket) for ticket in range(4)])
+    emission = Emission(broker, keys, history, ALL, pace=Pace(speed))
+    await score(broker, keys, 0, 1, 2, 3)  # before they are asked for, which must not be taken for an answer
+    running = asyncio.create_task(emission.run(nothing))
+    await wait_until(lambda: emission.flow.is_complete)
+    await score(broker, keys, 0, 1, 2, 3)
+    flow = await running
+    times_ms = [id_order(entry.entry_id)[0] for entry in await emitted(broker, keys)]
+    # From the start, which the first one may miss, and less what clocks round away.
+    assert times_ms[-1] - 1000 * flow.started_at >= 3 * SPACING_MS / speed - 2
+    assert (flow.emitted, flow.scored) == (4, 4)
+
+
+async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(
+    broker: Broker, keys: Keys
+) -> None:
+    history = Recorded([make_trajectory(ticket % 600) for ticket in range(900)])
+    emission = Emission(broker, keys, history, ALL, pace=Pace(None, max_backlog=256))
+    running = asyncio.create_task(emission.run(nothing))
+    await wait_until(lambda: emission.flow.emitted == 256)
+    await asyncio.sleep(0.1)
+    assert emission.flow.emitted == 256
+    for first in (0, 256, 512):
+        await score(broker, keys, *range(first, min(first + 256, 600)))
+    flow = await running
+    assert (flow.emitted, flow.scored, flow.max_backlog) == (600, 600, 256)

@@ -1,0 +1,179 @@
+"""What the exporter tells of a run, and where it sends Prometheus, on real servers of each kind."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+
+from common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat
+from common.redis.broker import Broker
+from common.run.replicas import ReplicaRegistry
+from common.run.state import publish_config, update_state
+from common.streams import Consumer, append, append_numbered
+from common.telemetry import metrics
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.messages import Commit, DeadLetter, Ticket, Trajectory
+from services.console.exporter import exporter
+from services.console.exporter.reading import Reading, RunReader, set_gauges
+from tests.support.letters import make_ticket
+from tests.support.trajectories import make_config, make_trajectory
+
+
+@pytest.fixture
+def reader(broker: Broker, keys: Keys) -> RunReader:
+    return RunReader(broker, keys)
+
+
+@pytest.fixture(autouse=True)
+def clean_gauges() -> Iterator[None]:
+    yield
+    set_gauges(Reading())
+
+
+def value(name: str, **labels: str) -> float | None:
+    return metrics.RUN.get_sample_value(name, labels)
+
+
+def consumer(broker: Broker, keys: Keys, stream: str) -> Consumer:
+    key, group, kind = {
+        "prompts": (keys.prompts(), ROLLOUT_GROUP, Ticket),
+        "trajectories": (keys.trajectories(), REWARD_GROUP, Trajectory),
+    }[stream]
+    return Consumer(broker, key, group, "c", kind, lease_s=30, dead_key=keys.dead)
+
+
+async def test_a_run_that_redis_does_not_know_is_starting(reader):
+    set_gauges(await reader.read())
+    assert value("tidemill_run_status", status="starting") == 1
+    assert value("tidemill_stream_lag", stream="prompts", group="rollout") == 0
+    assert value("tidemill_workers", role="trainer", state="alive") == 0
+    assert value("tidemill_redis_up") == 1
+
+
+async def test_what_waits_and_what_is_held_is_counted_on_every_server(broker, keys, reader):
+    made_at = time.time() - 100
+    trajectories = [make_trajectory(0, index, finished_at=made_at + index) for index in range(4)]
+    await append(broker, keys.trajectories(), *trajectories)
+    set_gauges(await reader.read())
+    where = {"stream": "trajectories", "group": "reward"}
+    assert value("tidemill_stream_lag", **where) == 4
+    async with consumer(broker, keys, "trajectories") as reward:
+        held = await reward.fetch(3, 0)
+        await reward.complete([(held[0], None)], keys.scores())
+        set_gauges(await reader.read())
+    assert value("tidemill_stream_length", stream="trajectories") == 4
+    assert value("tidemill_stream_lag", **where) == 1
+    assert value("tidemill_stream_pending", **where) == 2
+    assert value("tidemill_stream_consumers", **where) == 1
+    assert value("tidemill_stream_oldest_age_seconds", **where, state="waiting") == pytest.approx(97, abs=30)
+    held_age_s = value("tidemill_stream_oldest_age_seconds", **where, state="held")
+    assert held_age_s == pytest.approx(99, abs=30)
+    assert held_age_s > value("tidemill_stream_oldest_age_seconds", **where, state="waiting")
+
+
+async def test_an_empty_backlog_has_no_age(broker, keys, reader):
+    await append(broker, keys.trajectories(), make_trajectory(0, 0, finished_at=time.time() - 50))
+    async with consumer(broker, keys, "trajectories") as reward:
+        (held,) = await reward.fetch(1, 0)
+        await reward.complete([(held, None)], keys.scores())
+    set_gauges(await reader.read())
+    for state in ("waiting", "held"):
+        where = {"stream": "trajectories", "group": "reward", "state": state}
+        assert value("tidemill_stream_oldest_age_seconds", **where) == 0
+
+
+async def test_tickets_have_an_age_though_their_ids_are_numbers(broker, keys, reader):
+    ticket = make_ticket(0).model_copy(update={"issued_at": time.time() - 60})
+    await append_numbered(broker, keys.prompts(), [(0, ticket)])
+    set_gauges(await reader.read())
+    where = {"stream": "prompts", "group": "rollout", "state": "waiting"}
+    assert value("tidemill_stream_oldest_age_seconds", **where) == pytest.approx(60, abs=30)
+
+
+async def test_progress_is_that_of_commits_and_state(broker, keys, reader):
+    await publish_config(broker, keys, make_config(trainer={"steps": 9, "max_staleness": 2}))
+    await update_state(broker, keys, status="running", version=1)
+    commit = Commit(step=1, version=2, groups=(), mini_batches=(), metrics={}, digest="", finished_at=123.0)
+    await append_numbered(broker, keys.commits, [(1, commit)])
+    await append(broker, keys.dead, DeadLetter(origin="prompts", entry_id="1-0", fields={}, error="e"))
+    set_gauges(await reader.read())
+    assert value("tidemill_run_version") == 2
+    assert value("tidemill_run_steps") == 9
+    assert value("tidemill_run_max_staleness") == 2
+    assert value("tidemill_last_commit_timestamp_seconds") == 123.0
+    assert value("tidemill_run_status", status="running") == 1
+    assert value("tidemill_run_status", status="starting") == 0
+    assert value("tidemill_stream_length", stream="dead") == 1
+
+
+async def beat(broker: Broker, keys: Keys, name: str, role: str, age_s: float = 0.0, **fields) -> None:
+    heartbeat = Heartbeat(name, role, address="10.0.0.7", **fields)
+    await publish_heartbeat(broker, keys, heartbeat)
+    if age_s:
+        heartbeat.at = time.time() - age_s
+        await broker.execute("HSET", keys.workers(role), name, json.dumps(asdict(heartbeat)))
+
+
+async def test_workers_are_told_by_role_and_silent_ones_apart(broker, keys, reader):
+    shares = {"generate": 0.7, "wait:weights": 0.3}
+    await beat(broker, keys, "rollout-0", "rollout", version=4, shares=shares, started_at=55.0)
+    await beat(broker, keys, "rollout-1", "rollout", age_s=GONE_AFTER_S + 5, version=3)
+    set_gauges(await reader.read())
+    assert value("tidemill_workers", role="rollout", state="alive") == 1
+    assert value("tidemill_workers", role="rollout", state="silent") == 1
+    assert value("tidemill_worker_version", worker="rollout-0") == 4
+    assert value("tidemill_worker_version", worker="rollout-1") is None
+    assert value("tidemill_worker_start_timestamp_seconds", role="rollout", worker="rollout-0") == 55.0
+    who = {"role": "rollout", "worker": "rollout-0"}
+    assert value("tidemill_worker_idle_share", **who, cause="weights") == pytest.approx(0.3)
+    assert value("tidemill_worker_idle_share", **who, cause="generate") is None
+
+
+async def test_a_worker_that_left_is_told_no_more(broker, keys, reader):
+    await beat(broker, keys, "rollout-0", "rollout", version=4)
+    set_gauges(await reader.read())
+    await broker.execute("HDEL", keys.workers("rollout"), "rollout-0")
+    set_gauges(await reader.read())
+    assert value("tidemill_worker_version", worker="rollout-0") is None
+    assert value("tidemill_workers", role="rollout", state="alive") == 0
+
+
+async def test_jobs_are_counted_by_queue_and_state(broker, keys, reader, redis_server):
+    from rq import Queue
+    from rq.serializers import JSONSerializer
+
+    from common.redis.client import make_blocking_client
+
+    queue = Queue(
+        keys.sandbox_queue, connection=make_blocking_client(redis_server.url), serializer=JSONSerializer
+    )
+    queue.enqueue("time.time")
+    queue.enqueue("time.time")
+    set_gauges(await reader.read())
+    assert value("tidemill_job_queue_length", queue="sandbox", state="queued") == 2
+    assert value("tidemill_job_queue_length", queue="jobs", state="queued") == 0
+    assert value("tidemill_job_queue_length", queue="sandbox", state="failed") == 0
+
+
+async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporter(broker, keys, reader):
+    await beat(broker, keys, "rollout-0", "rollout", port=4711)
+    await beat(broker, keys, "reward-0", "reward", port=4712, age_s=GONE_AFTER_S + 5)
+    await beat(broker, keys, "odd", "reward", port=0)
+    reading = await reader.read()
+    found = json.loads(exporter.as_json(keys.run_id, reading, "head:9109"))
+    run = {"run_id": keys.run_id}
+    assert found == [
+        {"targets": ["head:9109"], "labels": run | {"service": "exporter"}},
+        {"targets": ["10.0.0.7:4711"], "labels": run | {"service": "rollout", "worker": "rollout-0"}},
+    ]
+
+
+async def test_servers_that_registered_for_a_reward_are_targets(broker, keys, reader):
+    await ReplicaRegistry(broker, keys, "judge", 10.0).announce("http://10.0.0.9:8000/v1")
+    rewards = {"judge": {"judge": {"template": "x", "model": "m"}}}
+    await publish_config(broker, keys, make_config(reward={"rewards": rewards}))
+    found = json.loads(exporter.as_json(keys.run_id, await reader.read(), ""))
+    labels = {"run_id": keys.run_id, "service": "reward-server", "worker": "judge"}
+    assert found == [{"targets": ["10.0.0.9:8000"], "labels": labels}]

@@ -1,0 +1,229 @@
+"""`tidemill diff`: the first step at which two runs differ, and what in it causes the rest."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import RunConfig
+from common.history import GroupCursor, History
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.streams import append, append_numbered, trim_before
+from common.wire.keys import Keys
+from common.wire.messages import Commit, SamplingParams, Score, Ticket, Trajectory
+from services.console.compare.differences import Aspect
+from services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
+from tests.support.training import make_score, trainer_config
+from tests.support.trajectories import make_trajectory
+
+STEPS, GROUPS, SIZE = 5, 2, 2
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    """One kind of server is enough: what is tested reads through the history."""
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run wrote; a test replaces single messages."""
+
+    tickets: dict[int, Ticket]
+    trajectories: dict[tuple[int, int], Trajectory]
+    scores: dict[tuple[int, int], Score]
+    commits: dict[int, Commit]
+
+    def changed(self, part: str, key: Any, **fields: Any) -> "Run":
+        messages = dict(getattr(self, part))
+        messages[key] = messages[key].model_copy(update=fields)
+        return replace(self, **{part: messages})
+
+
+def make_run() -> Run:
+    numbers = range(STEPS * GROUPS)
+    keys = [(ticket, index) for ticket in numbers for index in range(SIZE)]
+    tickets = {
+        n: Ticket(
+            ticket=n,
+            step=n // GROUPS,
+            min_version=n // GROUPS,
+            group_size=SIZE,
+            sampling=SamplingParams(max_tokens=8),
+            row=n,
+            prompt_ids=np.array([3, n], np.int32),
+            issued_at=float(n),
+        )
+        for n in numbers
+    }
+    trajectories = {
+        key: make_trajectory(*key, step=key[0] // GROUPS, group_size=SIZE, spans=((key[0] // GROUPS, 0),))
+        for key in keys
+    }
+    scores = {key: make_score(*key, float(key[1]), scored_at=0.0) for key in keys}
+    return Run(tickets, trajectories, scores, {step: make_commit(step) for step in range(STEPS)})
+
+
+def make_commit(step: int) -> Commit:
+    groups = tuple(range(step * GROUPS, (step + 1) * GROUPS))
+    return Commit(
+        step=step,
+        version=step + 1,
+        mini_batches=((tuple((t, i) for t in groups for i in range(SIZE)),),),
+        groups=groups,
+        advantages={str(ticket): [-1.0, 1.0] for ticket in groups},
+        metrics={"loss": 0.5, "learning_rate": 1e-3, "time/train_s": step * 1.5, "step_time_s": 1.0},
+        digest=f"{step:032x}",
+    )
+
+
+@pytest.fixture
+def publish(broker: Broker) -> Callable[..., Any]:
+    async def publish(run: Run, config: RunConfig | None = None, name: str = "") -> DiffedRun:
+        keys = Keys(name or f"diff-{uuid.uuid4().hex[:12]}")
+        await append_numbered(broker, keys.prompts(), sorted(run.tickets.items()))
+        await append(broker, keys.trajectories(), *run.trajectories.values())
+        await append(broker, keys.scores(), *run.scores.values())
+        await append_numbered(broker, keys.commits, sorted(run.commits.items()))
+        history = History(keys.run_id, None, broker)
+        return DiffedRun(history, config or trainer_config(steps=STEPS))
+
+    return publish
+
+
+@pytest.fixture
+def diff(publish: Any) -> Callable[..., Any]:
+    """The difference between a run and a changed one."""
+
+    async def diff(changed: Run, tolerance: float = 1e-3) -> RunDiff:
+        return await diff_runs(await publish(make_run()), await publish(changed), tolerance)
+
+    return diff
+
+
+async def test_the_same_run_twice_has_no_difference(diff):
+    result = await diff(make_run())
+    assert result.is_equal and result.num_steps == STEPS and not result.longer
+
+
+async def test_clocks_are_no_difference(diff):
+    assert (await diff(make_run().changed("commits", 2, started_at=7.0, metrics=clocked(2)))).is_equal
+
+
+def clocked(step: int) -> dict[str, float]:
+    return make_commit(step).metrics | {"time/train_s": 99.0, "step_time_s": 98.0}
+
+
+async def test_another_prompt_is_the_first_cause(diff):
+    run = make_run().changed("tickets", 4, row=17)
+    result = await diff(run.changed("scores", (4, 0), value=9.0))
+    assert [item.aspect for item in result.differences] == [Aspect.PROMPTS, Aspect.REWARDS]
+    assert (result.cause.step, result.cause.ticket, result.cause.what) == (2, 4, "row")
+    assert (result.cause.a, result.cause.b) == (4, 17)
+
+
+async def test_another_version_is_named_with_both_spans(diff):
+    result = await diff(make_run().changed("trajectories", (5, 1), spans=((1, 0), (2, 1))))
+    cause = result.cause
+    assert (cause.aspect, cause.step, cause.ticket, cause.index) == (Aspect.VERSIONS, 2, 5, 1)
+    assert (cause.a, cause.b) == ([[2, 0]], [[1, 0], [2, 1]])
+
+
+async def test_other_tokens_are_named_from_the_first_on(diff):
+    ids = np.array([0, 1, 9], np.int32)
+    result = await diff(make_run().changed("trajectories", (3, 0), completion_ids=ids, text="other"))
+    assert result.cause.aspect is Aspect.TOKENS and result.cause.what == "from token 2 on"
+    assert (result.cause.a["ids"], result.cause.b["ids"]) == ([2], [9])
+
+
+async def test_a_flipped_reward_is_the_cause_and_its_advantage_follows(diff):
+    run = make_run().changed("scores", (6, 1), value=-1.0)
+    run = run.changed("commits", 3, advantages={"6": [1.0, -1.0], "7": [-1.0, 1.0]}, digest="f" * 32)
+    result = await diff(run.changed("commits", 4, digest="e" * 32))
+    assert result.num_steps == 4, "nothing is read behind the first step that differs"
+    aspects = [item.aspect for item in result.differences]
+    assert aspects == [Aspect.REWARDS, Aspect.ADVANTAGES, Aspect.WEIGHTS]
+    cause = result.cause
+    assert (cause.step, cause.ticket, cause.index, cause.a, cause.b) == (3, 6, 1, 1.0, -1.0)
+    assert result.differences[1].num_places == 2
+
+
+async def test_a_group_that_was_replaced_is_named_with_the_reason(diff):
+    run = make_run().changed("commits", 1, dropped=((2, -1, "zero_variance"),))
+    result = await diff(run)
+    assert (result.cause.aspect, result.cause.ticket) == (Aspect.GROUPS, 2)
+    assert (result.cause.a, result.cause.b) == (None, [2, -1, "zero_variance"])
+
+
+async def test_groups_in_another_order_are_noted_and_passed_over(diff):
+    keys = tuple((ticket, index) for ticket in (1, 0) for index in range(SIZE))
+    run = make_run().changed("commits", 0, mini_batches=((keys,),), groups=(1, 0), digest="f" * 32)
+    result = await diff(run)
+    assert result.cause is None and not result.is_equal and result.num_steps == STEPS
+    assert [item.aspect for item in result.earlier] == [Aspect.COMPOSITION, Aspect.WEIGHTS]
+
+
+async def test_the_same_samples_in_other_updates_are_a_difference(diff):
+    split = (((0, 0), (0, 1)),), (((1, 0), (1, 1)),)
+    result = await diff(make_run().changed("commits", 0, mini_batches=split))
+    assert result.cause.aspect is Aspect.COMPOSITION
+
+
+@pytest.mark.parametrize(("apart", "is_real"), [(1e-6, False), (0.1, True)])
+async def test_numbers_differ_by_more_than_the_tolerance_or_by_rounding(diff, apart, is_real):
+    logprobs = np.full(3, -0.5 - apart, np.float32)
+    run = make_run().changed("trajectories", (2, 0), logprobs=logprobs)
+    result = await diff(run.changed("commits", 1, metrics=make_commit(1).metrics | {"loss": 0.5 + apart}))
+    if is_real:
+        assert [item.aspect for item in result.differences] == [Aspect.LOGPROBS, Aspect.METRICS]
+        assert result.cause.step == 1
+    else:
+        assert result.cause is None
+        assert [item.aspect for item in result.earlier] == [Aspect.LOGPROBS, Aspect.METRICS]
+        exact = await diff(run, tolerance=0.0)
+        assert exact.cause.aspect is Aspect.LOGPROBS
+
+
+async def test_a_change_of_the_config_is_listed(publish):
+    other = trainer_config(steps=STEPS, optimizer={"lr": 1e-3})
+    result = await diff_runs(await publish(make_run()), await publish(make_run(), other), 1e-3)
+    assert [(c["field"], c["b"]) for c in result.config] == [("trainer.optimizer.lr", 1e-3)]
+    assert result.is_equal
+
+
+async def test_the_longer_run_is_named(publish):
+    short = make_run()
+    del short.commits[STEPS - 1]
+    result = await diff_runs(await publish(short), await publish(make_run()), 1e-3)
+    assert (result.num_steps, result.longer) == (STEPS - 1, "b")
+
+
+async def test_where_records_are_trimmed_commits_are_compared(publish, broker):
+    one, other = await publish(make_run()), await publish(make_run().changed("commits", 1, digest="f" * 32))
+    key = other.history.keys.trajectories()
+    newest = (await broker.execute("XRANGE", key, "-", "+"))[-4][0].decode()
+    await trim_before(broker, key, newest)
+    result = await diff_runs(one, other, 1e-3)
+    assert result.num_steps == STEPS and result.unread_steps == [0, 1, 2, 3]
+    assert [item.aspect for item in result.earlier] == [Aspect.WEIGHTS]
+
+
+async def test_no_more_is_held_than_was_outstanding(publish, monkeypatch):
+    take, most = GroupCursor._take, 0
+
+    def count(self: GroupCursor, message: Any) -> int:
+        nonlocal most
+        ticket = take(self, message)
+        most = max(most, len(self.open))
+        return ticket
+
+    monkeypatch.setattr(GroupCursor, "_take", count)
+    result = await diff_runs(await publish(make_run()), await publish(make_run()), 1e-3)
+    assert result.num_steps == STEPS and most == GROUPS

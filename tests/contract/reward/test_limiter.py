@@ -1,0 +1,219 @@
+"""Limits on remote rewards hold over all workers together, against a real Redis."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from common.config.reward_kinds import LimitsConfig
+from common.redis.broker import Broker
+from common.wire.keys import Keys
+from common.wire.messages import Lane
+from services.reward.remote.limiter import Limiter
+from tests.support.waiting import wait_until
+
+MakeLimiter = Callable[..., Limiter]
+
+
+@pytest.fixture
+async def make(broker: Broker, keys: Keys) -> AsyncIterator[MakeLimiter]:
+    """Limiters of several workers of one run."""
+    made: list[Limiter] = []
+
+    def make(**limits: Any) -> Limiter:
+        made.append(Limiter(broker, keys, "judge", LimitsConfig(**limits)))
+        return made[-1]
+
+    yield make
+    for limiter in made:
+        await limiter.close()
+
+
+class Holder:
+    """Requests that are held until the test lets them go."""
+
+    def __init__(self) -> None:
+        self.num_held, self.gate = 0, asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self, limiter: Limiter, count: int, lane: Lane = Lane.TRAIN, tokens: int = 0) -> None:
+        self.tasks += [asyncio.create_task(self._hold(limiter, lane, tokens)) for _ in range(count)]
+
+    async def _hold(self, limiter: Limiter, lane: Lane, tokens: int) -> None:
+        async with limiter.permit(lane, tokens):
+            self.num_held += 1
+            try:
+                await self.gate.wait()
+            finally:
+                self.num_held -= 1
+
+    async def cancel(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_workers_together_stay_within_the_concurrency(make: MakeLimiter) -> None:
+    workers = [make(concurrency=10, evaluation_share=0.0) for _ in range(3)]
+    running, peak, done = 0, 0, 0
+
+    async def request(limiter: Limiter) -> None:
+        nonlocal running, peak, done
+        async with limiter.permit(Lane.TRAIN, 0):
+            running += 1
+            peak = max(peak, running)
+            await asyncio.sleep(0.002)
+            running -= 1
+            done += 1
+
+    await asyncio.gather(*(request(worker) for worker in workers for _ in range(60)))
+    assert (peak, done) == (10, 180)
+
+
+async def test_evaluation_has_places_that_training_cannot_take(make: MakeLimiter) -> None:
+    trainer, evaluator = make(concurrency=5, evaluation_share=0.2), make(concurrency=5, evaluation_share=0.2)
+    training, evaluation = Holder(), Holder()
+    training.start(trainer, 20)
+    await wait_until(lambda: training.num_held == 4)
+    evaluation.start(evaluator, 1, Lane.EVAL)
+    await wait_until(lambda: evaluation.num_held == 1)
+    assert training.num_held == 4
+    await training.cancel()
+    await evaluation.cancel()
+
+
+async def test_what_becomes_free_goes_to_waiting_evaluation_first(make: MakeLimiter) -> None:
+    trainer, evaluator = make(concurrency=2, evaluation_share=0.0), make(concurrency=2, evaluation_share=0.0)
+    first, training, evaluation = Holder(), Holder(), Holder()
+    first.start(trainer, 2)
+    await wait_until(lambda: first.num_held == 2)
+    training.start(trainer, 50)
+    evaluation.start(evaluator, 2, Lane.EVAL)
+    await wait_until(lambda: _has(evaluator, "eval_until"))  # it asked, and has to wait
+    first.gate.set()
+    await wait_until(lambda: evaluation.num_held == 2)
+    assert training.num_held == 0
+    evaluation.gate.set()
+    await wait_until(lambda: training.num_held == 2)
+    await training.cancel()
+
+
+async def test_a_dead_workers_places_are_free_when_its_lease_ends(
+    make: MakeLimiter, broker: Broker, keys: Keys
+) -> None:
+    crashed, survivor = (make(concurrency=2, evaluation_share=0.0, lease_s=0.7) for _ in range(2))
+    lost, held = Holder(), Holder()
+    lost.start(crashed, 2)
+    await wait_until(lambda: lost.num_held == 2)
+    first_end = await _lease_end(broker, keys)
+    await wait_until(lambda: _is_after(broker, keys, first_end))  # as long as it lives, it renews
+    held.start(survivor, 2)
+    assert crashed._loop is not None
+    crashed._loop.cancel()  # as if the process had been killed: no word to anybody
+    await wait_until(lambda: held.num_held == 2)
+    await lost.cancel()
+    await held.cancel()
+
+
+async def test_requests_per_minute_are_those_of_all_workers(make: MakeLimiter) -> None:
+    # 6000 a minute are 100 a second, of which 50 may come at once.
+    workers = [make(requests_per_minute=6000, burst_s=0.5, evaluation_share=0.0) for _ in range(3)]
+    started = time.monotonic()
+    await asyncio.gather(*(_one(worker) for worker in workers for _ in range(50)))
+    # 150 requests: the burst of 50, and a second for the other 100. Load makes it longer, never shorter.
+    assert time.monotonic() - started > 0.95
+
+
+async def test_tokens_are_drawn_by_estimate_and_put_right_after_the_answer(
+    make: MakeLimiter, broker: Broker, keys: Keys
+) -> None:
+    limiter = make(tokens_per_minute=6000, burst_s=60, evaluation_share=0.0)
+    async with limiter.permit(Lane.TRAIN, 1000) as permit:
+        assert await _level(broker, keys) == pytest.approx(5000, abs=1)
+        permit.used_tokens = 3000
+    await wait_until(lambda: _is_near(broker, keys, 3000))
+    async with limiter.permit(Lane.TRAIN, 1000) as permit:
+        permit.used_tokens = 0  # it never got there
+    await wait_until(lambda: _is_near(broker, keys, 3000))
+
+
+async def test_a_request_larger_than_the_burst_passes_once_the_bucket_is_full(make: MakeLimiter) -> None:
+    limiter = make(tokens_per_minute=60_000, burst_s=0.2)
+    for _ in range(2):
+        async with asyncio.timeout(20), limiter.permit(Lane.TRAIN, 500):
+            pass
+
+
+async def test_training_leaves_tokens_to_evaluation(make: MakeLimiter) -> None:
+    limiter = make(tokens_per_minute=1000, burst_s=60, evaluation_share=0.5)
+    training, evaluation = Holder(), Holder()
+    training.start(limiter, 10, tokens=100)
+    await wait_until(lambda: training.num_held == 5)
+    evaluation.start(limiter, 4, Lane.EVAL, tokens=100)
+    await wait_until(lambda: evaluation.num_held == 4)
+    assert training.num_held == 5
+    await training.cancel()
+    await evaluation.cancel()
+
+
+async def test_who_gives_up_waiting_takes_no_place(make: MakeLimiter, broker: Broker) -> None:
+    limiter = make(concurrency=1, evaluation_share=0.0)
+    first, given_up, last = Holder(), Holder(), Holder()
+    first.start(limiter, 1)
+    await wait_until(lambda: first.num_held == 1)
+    given_up.start(limiter, 5)
+    last.start(limiter, 1)
+    await asyncio.sleep(0)
+    await given_up.cancel()
+    first.gate.set()
+    await wait_until(lambda: last.num_held == 1)
+    await last.cancel()
+
+
+async def test_asking_twice_for_the_same_request_draws_once(broker: Broker, keys: Keys) -> None:
+    # A command whose answer was lost is repeated.
+    names = [keys.limits("judge"), keys.requests("judge")]
+    for _ in range(2):
+        reply = await broker.script("limit_acquire", names, ["train", 5000, 1, 60, 0, 1000, 0, "a", 0])
+        assert reply == [1, 0]
+    assert await broker.execute("ZCARD", names[1]) == 1
+    for _ in range(2):
+        await broker.script("limit_settle", names, ["a", 0])
+    assert await broker.execute("ZCARD", names[1]) == 0
+
+
+async def test_without_limits_redis_is_not_asked(make: MakeLimiter, broker: Broker, keys: Keys) -> None:
+    limiter = make()
+    async with limiter.permit(Lane.TRAIN, 10):
+        assert await broker.execute("EXISTS", keys.limits("judge"), keys.requests("judge")) == 0
+
+
+async def _one(limiter: Limiter) -> None:
+    async with limiter.permit(Lane.TRAIN, 1):
+        pass
+
+
+async def _has(limiter: Limiter, name: str) -> bool:
+    return bool(await limiter._broker.execute("HEXISTS", limiter._keys[0], name))
+
+
+async def _lease_end(broker: Broker, keys: Keys) -> float:
+    _, end = await broker.execute("ZRANGE", keys.requests("judge"), 0, 0, "WITHSCORES")
+    return float(end)
+
+
+async def _is_after(broker: Broker, keys: Keys, end: float) -> bool:
+    return await _lease_end(broker, keys) > end
+
+
+async def _level(broker: Broker, keys: Keys) -> float:
+    return float(await broker.execute("HGET", keys.limits("judge"), "tokens"))
+
+
+async def _is_near(broker: Broker, keys: Keys, tokens: float) -> bool:
+    with contextlib.suppress(TypeError):
+        return abs(await _level(broker, keys) - tokens) < 300  # it fills by 100 a second
+    return False

@@ -1,0 +1,165 @@
+"""Every file of examples/rewards, run by a real worker, or where it asks a server, against a real server."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config import NamedRewardConfig, load_config
+from common.redis.broker import Broker
+from common.streams import append
+from common.wire.keys import Keys
+from services.reward.functions.sample import Sample
+from services.reward.results.outcome import AttemptError
+from services.reward.rewards.dependencies import RewardServices
+from services.reward.rewards.reward import make_reward
+from tests.support.reward_worker import scores, worker
+from tests.support.trajectories import make_config, make_trajectory
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "rewards"
+CHAT = {"prompt": [{"role": "user", "content": "1/2 + 1/2?"}], "solution": "$1$"}
+THOUGHT = "<think>halves</think> <answer>1</answer>"
+
+
+@pytest.mark.parametrize(
+    ("reward", "texts", "extra", "values"),
+    [
+        (
+            {"function": "plain.py:compute_score", "kwargs": {"target_words": 4}},
+            ["a b c d", "a b"],
+            {},
+            [1.0, 0.5],
+        ),
+        ({"function": "components.py:compute_score"}, [THOUGHT, "1"], {}, [1.0, 0.0]),
+        ({"function": "trl_format.py:format_reward"}, [THOUGHT, "1"], CHAT, [1.0, 0.0]),
+        ({"function": "trl_accuracy.py:accuracy_reward"}, [r"\boxed{1}", r"\boxed{2}"], CHAT, [1.0, 0.0]),
+        ({"function": "trl_async.py:brevity_reward"}, ["x", "y"], {}, [0.25, 0.25]),
+        (
+            {"function": "reward_class.py:RewardAgent", "kwargs": {"target_words": 4}},
+            ["a b c", "a b"],
+            {},
+            [1.0, 2 / 3],
+        ),
+        (
+            {
+                "function": "trl_accuracy.py:accuracy_reward",
+                "group": "group_ranking.py:rank_by_score_then_length",
+            },
+            [r"\boxed{1} it is", r"\boxed{2}", r"\boxed{1}"],
+            CHAT,
+            [0.5, 0.0, 1.0],
+        ),
+    ],
+    ids=["plain", "components", "trl_format", "trl_accuracy", "trl_async", "reward_class", "group_ranking"],
+)
+async def test_functions(
+    broker: Broker,
+    keys: Keys,
+    reward: dict[str, Any],
+    texts: list[str],
+    extra: dict[str, Any],
+    values: list[float],
+) -> None:
+    paths = {name: f"{EXAMPLES}/{reward[name]}" for name in ("function", "group") if name in reward}
+    async with worker(broker, keys, **(reward | paths)):
+        await append(broker, keys.trajectories(), *_group(texts, extra))
+        made = await scores(broker, keys, len(texts))
+    assert [score.error for score in made] == [""] * len(texts)
+    assert [score.value for score in made] == pytest.approx(values)
+
+
+async def test_the_hybrid_reward_of_the_yaml_file(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+    tree = yaml.safe_load((EXAMPLES / "hybrid.yaml").read_text())
+    config = tmp_path / "run.yaml"  # as a part of a whole run's config, beside the functions
+    config.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"train": "t"}, **tree}))
+    for name in ("trl_accuracy.py", "trl_async.py", "components.py"):
+        (tmp_path / name).write_text((EXAMPLES / name).read_text())
+    section = load_config(config).reward.model_dump(mode="json")
+    texts = ["<answer>$1$</answer>", "<answer>$2$</answer>", "$1$"]
+    async with worker(broker, keys, **(section | {"processes": 1})):
+        trajectories = [
+            t.model_copy(update={"ground_truth": "$1$"}) for t in _group(texts, {"solution": "$1$"})
+        ]
+        await append(broker, keys.trajectories(), *trajectories)
+        made = await scores(broker, keys, 3)
+    assert [score.error for score in made] == [""] * 3
+    assert [score.value for score in made] == [1.0, 0.0, 0.5]
+    assert made[0].components["before_group"] == pytest.approx(1.0 + 0.2 + 0.1 * 0.25)
+    assert {"correct", "format", "short"} <= made[0].components.keys()
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Answers like a chat server, and like the server of `remote.py`; says nothing useful about `odd`."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/score":
+            answer: dict[str, Any] = {"score": 0.75}
+        else:
+            question = request["messages"][0]["content"]
+            text = "no idea" if "odd" in question else "I say 8."
+            answer = {"choices": [{"message": {"content": text}}]}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Address of a server that scores."""
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    httpd.server_close()
+
+
+async def test_a_judge_over_http_through_the_routers_address(broker: Broker, keys: Keys, server: str) -> None:
+    services = RewardServices(make_config(), broker, keys, "w1")
+    asked: list[str] = []
+
+    async def router_address(name: str) -> str:
+        asked.append(name)
+        return server
+
+    services.router_address = router_address
+    config = NamedRewardConfig(function=f"{EXAMPLES}/judge_by_router.py:compute_score", router="judge")
+    reward = make_reward("mine", config, services)
+    sample = Sample((0, 0), False, "", "2", "2", {"question": "1+1?"})
+    outcome = await reward.score(sample)
+    assert (outcome.value, outcome.detail, asked) == (0.8, {"verdict": "I say 8."}, ["judge"])
+    with pytest.raises(AttemptError, match="no number in the verdict"):
+        await reward.score(Sample((0, 1), False, "", "odd", "2", {}))
+    await reward.close()
+    await services.close()
+
+
+async def test_a_score_over_http(
+    broker: Broker, keys: Keys, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REWARD_SERVER_URL", f"http://{server}")
+    async with worker(broker, keys, function=f"{EXAMPLES}/remote.py:compute_score"):
+        await append(broker, keys.trajectories(), make_trajectory(0))
+        (made,) = await scores(broker, keys, 1)
+    assert made.value == 0.75
+
+
+def test_every_example_is_run_here() -> None:
+    named = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in named] == []
+
+
+def _group(texts: list[str], extra: dict[str, Any]) -> list[Any]:
+    return [
+        make_trajectory(0, index, text=text, group_size=len(texts), extra=extra)
+        for index, text in enumerate(texts)
+    ]

@@ -1,0 +1,347 @@
+"""The reward worker against a real Redis: one score for each trajectory, whatever is in the stream."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import RunConfig
+from common.process.activity import Activity
+from common.process.heartbeats import Heartbeat
+from common.process.service import ServiceContext
+from common.redis.broker import Broker
+from common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
+from common.wire.keys import REWARD_GROUP, Keys
+from common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory
+from services.reward.functions.sample import Sample
+from services.reward.groups.group_functions import PostProcessing
+from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.scorer import Scorer
+from services.reward.worker import RewardLane, serve
+from services.reward.worker_metrics import Tally
+from tests.support.rewards import scorer_of
+from tests.support.trajectories import make_config, make_trajectory
+from tests.support.waiting import wait_until
+
+
+class GatedReward:
+    """A reward whose samples wait until the test lets them go."""
+
+    def __init__(self) -> None:
+        self.started: Counter[tuple[int, int]] = Counter()
+        self.cancelled: Counter[tuple[int, int]] = Counter()
+        self.gate = asyncio.Event()
+
+    async def score(self, sample: Sample) -> Outcome:
+        self.started[sample.key] += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled[sample.key] += 1
+            raise
+        if sample.solution_str == "fail":
+            raise AttemptError("as the test wants", is_final=True)
+        return Outcome(float(sample.key[0]))
+
+    async def close(self) -> None: ...
+
+
+def make_context(broker: Broker, keys: Keys, config: RunConfig, name: str = "w1") -> ServiceContext:
+    return ServiceContext("reward", name, keys, config, broker, Path(), Activity("reward"))
+
+
+@contextlib.asynccontextmanager
+async def running(main: Awaitable[None], context: ServiceContext) -> AsyncIterator["asyncio.Task[None]"]:
+    """Run a worker for the length of a block, then stop it in good order."""
+    task = asyncio.ensure_future(main)
+    try:
+        yield task
+        context.stopping.set()
+        await asyncio.wait_for(task, 20)
+    finally:
+        task.cancel()
+
+
+async def scores(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> list[Score]:
+    return [
+        entry.message
+        for entry in await read_range(broker, keys.scores(lane), Score)
+        if isinstance(entry, Entry)
+    ]
+
+
+async def letters(broker: Broker, keys: Keys) -> list[DeadLetter]:
+    return [
+        entry.message for entry in await read_range(broker, keys.dead, DeadLetter) if isinstance(entry, Entry)
+    ]
+
+
+async def num_pending(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> int:
+    status = await group_status(broker, keys.trajectories(lane), REWARD_GROUP)
+    return -1 if status is None else status.pending
+
+
+@pytest.fixture
+def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
+    """Start one lane of a worker with a reward of the test's own."""
+
+    def start(scored_by: Any, name: str = "w1", lane: Lane = Lane.TRAIN, **sections: Any) -> Any:
+        config = make_config(**sections)
+        context = make_context(broker, keys, config, name)
+        scorer = scorer_of(scored_by, config.reward, name)
+        worker = RewardLane(
+            context,
+            lane,
+            scorer,
+            Tally(context.activity),
+            config.reward.max_in_flight,
+            PostProcessing(config.reward, scorer.reward),
+        )
+        return running(worker.run(), context)
+
+    return start
+
+
+async def test_every_trajectory_of_both_lanes_gets_exactly_one_score(broker: Broker, keys: Keys) -> None:
+    wanted = [(ticket, index) for ticket in range(25) for index in range(4)]
+    texts = {key: f"#### {(key[0] + key[1]) % 2}" for key in wanted}
+    trajectories = [make_trajectory(*key, text=texts[key]) for key in wanted]
+    for lane in Lane:
+        await append(broker, keys.trajectories(lane), *trajectories)
+    context = make_context(broker, keys, make_config(reward={"function": "gsm8k", "max_in_flight": 16}))
+    async with running(serve(context), context):
+        for lane in Lane:
+            await wait_until(lambda lane=lane: _has(broker, keys, len(wanted), lane))
+    for lane in Lane:
+        made = await scores(broker, keys, lane)
+        assert sorted(score.key for score in made) == wanted
+        assert {score.key: score.value for score in made} == {k: float(k[0] + k[1] & 1) for k in wanted}
+        assert {(score.status, score.worker, score.attempts) for score in made} == {(ScoreStatus.OK, "w1", 1)}
+        assert await num_pending(broker, keys, lane) == 0
+
+
+async def test_a_heartbeat_counts_what_became_of_the_trajectories(broker: Broker, keys: Keys) -> None:
+    trajectories = [make_trajectory(0), make_trajectory(1, ground_truth="not a number")]
+    await append(broker, keys.trajectories(), *trajectories)
+    context = make_context(broker, keys, make_config(reward={"function": "gsm8k"}))
+    async with running(serve(context), context):
+        await wait_until(lambda: _has(broker, keys, 2))
+        await wait_until(lambda: context.activity.state == "wait:trajectories")
+        beat = Heartbeat("w1", "reward")
+        for report in context.reporters:
+            report(beat)
+    assert {name: beat.counts[name] for name in ("in_flight", "scored", "failed", "timeout")} == {
+        "in_flight": 0,
+        "scored": 2,
+        "failed": 1,
+        "timeout": 0,
+    }
+    assert beat.counts["per_s"] > 0
+    failed = next(score for score in await scores(broker, keys) if score.ticket == 1)
+    assert (failed.status, failed.value) == (ScoreStatus.FAILED, None)
+    assert "ground truth" in failed.error
+
+
+async def test_entries_that_cannot_be_decoded_are_buried_and_the_rest_goes_on(
+    broker: Broker, keys: Keys, start: Any
+) -> None:
+    stream, reward = keys.trajectories(), GatedReward()
+    reward.gate.set()
+    garbage = {b"v": b"1.0", b"p": b"\xc1 not msgpack"}
+    await broker.execute("XADD", stream, "*", *[part for pair in garbage.items() for part in pair])
+    await append(broker, stream, make_trajectory(1))
+    await broker.execute("XADD", stream, "*", "nothing", "known")
+    await broker.execute("XADD", stream, "*", "v", "9.0", "p", "x")
+    await append(broker, stream, make_trajectory(2))
+    async with start(reward):
+        await wait_until(lambda: _has(broker, keys, 2))
+        await wait_until(lambda: _count(letters(broker, keys), 3))
+    buried = await letters(broker, keys)
+    assert [score.key for score in await scores(broker, keys)] == [(1, 0), (2, 0)]
+    assert {letter.origin for letter in buried} == {"trajectories"}
+    assert buried[0].fields == {"v": garbage[b"v"], "p": garbage[b"p"]}
+    assert "not msgpack" in buried[0].error
+    assert "schema 9.0" in buried[2].error
+    assert await num_pending(broker, keys) == 0
+
+
+async def test_a_trajectory_that_killed_too_many_workers_is_buried(
+    broker: Broker, keys: Keys, start: Any
+) -> None:
+    await append(broker, keys.trajectories(), make_trajectory(1), make_trajectory(2))
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    for attempt in range(2):  # workers that die with the first trajectory in hand, long ago
+        command = ("XREADGROUP", "GROUP", REWARD_GROUP, f"dead{attempt}", "COUNT", 1, "STREAMS")
+        if attempt == 0:
+            await broker.execute(*command, keys.trajectories(), ">")
+        first = (await read_range(broker, keys.trajectories(), Trajectory))[0].entry_id
+        options = ("IDLE", 3_600_000, "RETRYCOUNT", attempt + 1)
+        await broker.execute(
+            "XCLAIM", keys.trajectories(), REWARD_GROUP, f"dead{attempt}", 0, first, *options
+        )
+    reward = GatedReward()
+    reward.gate.set()
+    async with start(reward, streams={"max_attempts": 2}):
+        await wait_until(lambda: _has(broker, keys, 1))
+        (letter,) = await wait_until(lambda: letters(broker, keys))
+    assert [score.key for score in await scores(broker, keys)] == [(2, 0)]
+    assert (letter.ticket, letter.index, letter.attempts) == (1, 0, 2)
+    assert "delivered 2 times" in letter.error
+    assert await num_pending(broker, keys) == 0
+
+
+async def test_a_worker_that_lost_its_lease_stops_and_publishes_nothing(
+    broker: Broker, keys: Keys, start: Any
+) -> None:
+    reward = GatedReward()
+    await append(broker, keys.trajectories(), make_trajectory(1))
+    async with start(reward, streams={"lease_s": 0.3}):
+        await wait_until(lambda: reward.started[1, 0])
+        await _steal_all(broker, keys)
+        await wait_until(lambda: reward.cancelled[1, 0])
+        reward.gate.set()
+    assert await scores(broker, keys) == []
+    assert await num_pending(broker, keys) == 1  # the thief's
+
+
+async def test_a_lease_lost_just_before_publishing_publishes_nothing(
+    broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward, counted = GatedReward(), []
+    monkeypatch.setattr(Tally, "published", lambda _, lane, score: counted.append(score.key))
+    await append(broker, keys.trajectories(), make_trajectory(1))
+    async with start(reward, streams={"lease_s": 60.0}, reward={"max_in_flight": 1}):
+        await wait_until(lambda: reward.started[1, 0])
+        await _steal_all(broker, keys)  # no renewal is due that could notice
+        reward.gate.set()
+        await append(broker, keys.trajectories(), make_trajectory(2))
+        await wait_until(lambda: _has(broker, keys, 1))  # and the slot is free again
+    assert [score.key for score in await scores(broker, keys)] == counted == [(2, 0)]
+
+
+async def test_no_more_is_fetched_than_there_are_free_slots(broker: Broker, keys: Keys, start: Any) -> None:
+    reward = GatedReward()
+    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(10)])
+    async with start(reward, reward={"max_in_flight": 3}):
+        await wait_until(lambda: len(reward.started) == 3)
+        assert await num_pending(broker, keys) == 3
+        other = GatedReward()
+        other.gate.set()
+        async with start(other, name="w2"):  # what the first has no slots for is free for a second
+            await wait_until(lambda: len(other.started) == 7)
+        reward.gate.set()
+        await wait_until(lambda: _has(broker, keys, 10))
+    assert not set(reward.started) & set(other.started)
+
+
+async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: Broker, keys: Keys) -> None:
+    held, config = GatedReward(), make_config(reward={"max_in_flight": 2})
+    context = make_context(broker, keys, config)
+    tally = Tally(context.activity)
+
+    class TrainingHangs(GatedReward):
+        async def score(self, sample: Sample) -> Outcome:
+            return Outcome(1.0) if sample.is_evaluation else await held.score(sample)
+
+    scorer = scorer_of(TrainingHangs(), config.reward)
+    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
+    lanes = [
+        RewardLane(
+            context,
+            lane,
+            scorer,
+            tally,
+            config.reward.max_in_flight,
+            PostProcessing(config.reward, scorer.reward),
+        ).run()
+        for lane in Lane
+    ]
+    async with running(asyncio.gather(*lanes), context):  # type: ignore[arg-type]
+        await wait_until(lambda: len(held.started) == 2)
+        await append(broker, keys.trajectories(Lane.EVAL), *[make_trajectory(ticket) for ticket in range(5)])
+        await wait_until(lambda: _has(broker, keys, 5, Lane.EVAL))
+        assert await scores(broker, keys) == []
+        held.gate.set()
+
+
+async def test_scores_that_finish_together_are_published_in_few_calls(
+    broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    complete = Consumer.complete
+
+    async def count(self: Any, results: Any, out_key: str) -> list[bool]:
+        batches.append(len(results))
+        return await complete(self, results, out_key)
+
+    monkeypatch.setattr(Consumer, "complete", count)
+    reward = GatedReward()
+    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(50)])
+    async with start(reward):
+        await wait_until(lambda: len(reward.started) == 50)
+        reward.gate.set()
+        await wait_until(lambda: _has(broker, keys, 50))
+    assert sum(batches) == 50
+    assert len(batches) <= 3
+
+
+async def test_stopping_hands_back_what_does_not_finish_in_time(
+    broker: Broker, keys: Keys, start: Any
+) -> None:
+    stuck, trajectories = GatedReward(), [make_trajectory(ticket) for ticket in range(3)]
+    await append(broker, keys.trajectories(), *trajectories)
+    async with start(stuck, reward={"drain_s": 0.05}, streams={"lease_s": 1.0}):
+        await wait_until(lambda: len(stuck.started) == 3)
+    assert stuck.cancelled.total() == 3
+    next_worker = GatedReward()
+    next_worker.gate.set()
+    async with start(next_worker, name="w2", streams={"lease_s": 1.0, "max_attempts": 1}):
+        await wait_until(lambda: _has(broker, keys, 3))  # at once, and the hand-back was no failed attempt
+    assert await letters(broker, keys) == []
+
+
+async def test_stopping_finishes_what_does_and_leaves_the_group(
+    broker: Broker, keys: Keys, start: Any
+) -> None:
+    reward = GatedReward()
+    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(3)])
+    async with start(reward) as worker:
+        await wait_until(lambda: len(reward.started) == 3)
+        asyncio.get_running_loop().call_later(0.1, reward.gate.set)
+    assert worker.done()
+    assert len(await scores(broker, keys)) == 3
+    status = await group_status(broker, keys.trajectories(), REWARD_GROUP)
+    assert status is not None
+    assert (status.pending, status.consumers) == (0, 0)
+
+
+async def test_an_error_nobody_expected_ends_the_worker_instead_of_one_lane(
+    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Scorer, "score", broken)
+    await append(broker, keys.trajectories(), make_trajectory(1))
+    context = make_context(broker, keys, make_config(reward={"function": "gsm8k"}))
+    with pytest.raises(ExceptionGroup):
+        await asyncio.wait_for(serve(context), 20)
+
+
+async def _has(broker: Broker, keys: Keys, count: int, lane: Lane = Lane.TRAIN) -> bool:
+    return len(await scores(broker, keys, lane)) >= count
+
+
+async def _count(listing: Awaitable[list[Any]], count: int) -> bool:
+    return len(await listing) >= count
+
+
+async def _steal_all(broker: Broker, keys: Keys) -> None:
+    """Have another worker take over whatever is pending, as after a lease that ran out."""
+    reply = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 100)
+    ids = [row[0] for row in reply]
+    await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, "thief", 0, *ids, "JUSTID")

@@ -1,0 +1,233 @@
+"""Groups between real streams and an engine that the test controls: nothing twice, nothing too early."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import LeaseLostError
+from common.redis.broker import Broker
+from common.streams import group_status
+from common.wire.keys import ROLLOUT_GROUP, Keys
+from common.wire.messages import DeadLetter, Lane, Trajectory
+from services.rollout.worker import RolloutWorker
+from tests.support.rollout_worker import (
+    SIZE,
+    Worker,
+    announce_version,
+    has_samples,
+    issue,
+    samples_of,
+    started,
+    take_over,
+)
+from tests.support.training import messages
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def make(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
+    """Start a worker, its follower included, for the length of a block."""
+    return lambda name="w1", **config: started(broker, keys, tmp_path, name, **config)
+
+
+@pytest.fixture
+def announce(broker: Broker, keys: Keys, tmp_path: Path) -> Callable[..., Any]:
+    return lambda version, term=1: announce_version(broker, keys, tmp_path, version, term)
+
+
+class TestOneWorker:
+    async def test_a_group_is_published_whole_and_its_ticket_acknowledged(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make() as worker:
+            delivery = await worker.fetch()
+            await worker.generator.generate(delivery)
+        samples = await samples_of(broker, keys)
+        ticket = delivery.message
+        assert sorted(sample.index for sample in samples) == [0, 1, 2, 3]
+        for sample in samples:
+            assert (sample.step, sample.group_size, sample.worker) == (0, SIZE, "w1")
+            assert sample.spans == ((0, 0),)
+            assert sample.prompt_ids.tolist() == ticket.prompt_ids.tolist()
+            assert sample.ground_truth == ticket.ground_truth
+        assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
+        assert await broker.execute("EXISTS", keys.progress(0)) == 0
+
+    async def test_each_sample_is_published_when_it_is_finished(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make() as worker:
+            worker.engine.held = {1}
+            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            await wait_until(lambda: has_samples(broker, keys, 3))
+            assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 1
+            worker.engine.released.set()
+            await task
+        assert [sample.index for sample in await samples_of(broker, keys)][-1] == 1
+
+    async def test_nothing_starts_before_the_engine_holds_the_min_version(self, make, broker, keys, announce):
+        await issue(broker, keys, version=2)  # tickets of steps 0 to 3: the last is for min_version 2
+        async with make() as worker:
+            deliveries = [await worker.fetch() for _ in range(8)]
+            assert deliveries[-1].message.min_version == 2
+            task = asyncio.ensure_future(worker.generator.generate(deliveries[-1]))
+            await announce(1)
+            await wait_until(lambda: worker.engine.version == 1)
+            assert worker.engine.asked == []
+            await announce(2)
+            await task
+        samples = await samples_of(broker, keys, deliveries[-1].message.ticket)
+        assert {sample.min_version for sample in samples} == {2}
+        assert len(samples) == SIZE
+
+
+class TestTakeover:
+    async def test_only_the_missing_indices_are_generated(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make("w1") as first, make("w2") as second:
+            first.engine.held = {1, 3}
+            delivery = await first.fetch()
+            task = asyncio.ensure_future(first.generator.generate(delivery))
+            await wait_until(lambda: has_samples(broker, keys, 2))
+            taken = await take_over(broker, keys, delivery, second)
+            await second.generator.generate(taken)
+            assert sorted(second.engine.asked) == [1, 3]
+            first.engine.released.set()
+            with pytest.raises(ExceptionGroup) as lost:
+                await task
+        assert lost.group_contains(LeaseLostError)
+        samples = await samples_of(broker, keys)
+        assert sorted((sample.index, sample.worker) for sample in samples) == [
+            (0, "w1"), (1, "w2"), (2, "w1"), (3, "w2"),
+        ]  # fmt: skip
+        assert await broker.execute("EXISTS", keys.progress(0)) == 0
+
+    async def test_the_rest_of_a_group_is_no_older_than_its_start(self, make, broker, keys, announce):
+        await issue(broker, keys)
+        await broker.execute("HSET", keys.progress(0), "version", 2, "0", "")
+        async with make() as worker:
+            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            await announce(1)
+            await wait_until(lambda: worker.engine.version == 1)
+            assert worker.engine.asked == []
+            await announce(2)
+            await task
+        samples = await samples_of(broker, keys)
+        assert [(s.index, s.min_version) for s in sorted(samples, key=lambda s: s.index)] == [
+            (1, 2), (2, 2), (3, 2),
+        ]  # fmt: skip
+
+    async def test_the_version_of_the_start_is_known_before_the_first_token(
+        self, make, broker, keys, announce
+    ):
+        await issue(broker, keys)
+        await announce(3)
+        async with make() as worker:
+            await wait_until(lambda: worker.engine.version == 3)
+            worker.engine.held = set(range(SIZE))
+            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            await wait_until(lambda: worker.engine.asked)
+            assert await broker.execute("HGET", keys.progress(0), "version") == b"3"
+            worker.engine.released.set()
+            await task
+
+    async def test_a_worker_that_comes_late_does_not_make_the_start_look_newer(
+        self, make, broker, keys, monkeypatch
+    ):
+        """It read the progress, fell asleep, and lost the group to one that started at version 0."""
+        await issue(broker, keys)
+        async with make() as worker:
+            worker.engine.held = set(range(SIZE))
+
+            async def reach(version: int) -> int:
+                await broker.execute("HSETNX", keys.progress(0), "version", 0)
+                return 5
+
+            monkeypatch.setattr(worker.follower, "reach", reach)
+            task = asyncio.ensure_future(worker.generator.generate(await worker.fetch()))
+            await wait_until(lambda: worker.engine.asked)
+            assert await broker.execute("HGET", keys.progress(0), "version") == b"0"
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class TestWorkerLoop:
+    @contextlib.asynccontextmanager
+    async def running(self, worker: Worker) -> AsyncIterator[RolloutWorker]:
+        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower)
+        task = asyncio.ensure_future(loop.run())
+        try:
+            yield loop
+            worker.context.stopping.set()
+            await asyncio.wait_for(task, 20)
+        finally:
+            task.cancel()
+
+    async def test_a_group_that_the_engine_refuses_is_buried_and_leaves_nothing(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make() as worker:
+            worker.engine.refused = {2}
+            async with self.running(worker):
+                await wait_until(lambda: _has_length(broker, keys.dead, 4))
+        letters = await messages(broker, keys.dead, DeadLetter)
+        assert sorted(letter.ticket for letter in letters) == [0, 1, 2, 3]
+        assert {(letter.origin, letter.error, letter.attempts) for letter in letters} == {
+            ("prompts", "ValueError: the prompt is too long", 1)
+        }
+        assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
+        for ticket in range(4):
+            assert await broker.execute("EXISTS", keys.progress(ticket)) == 0
+
+    async def test_a_ticket_delivered_too_often_is_buried_unopened(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make(streams__max_attempts=1) as worker:
+            delivery = await worker.fetch()
+            args = (keys.prompts(), ROLLOUT_GROUP, "gone", 0, delivery.entry_id, "IDLE", 10**6)
+            await broker.execute("XCLAIM", *args)
+            async with self.running(worker):
+                await wait_until(lambda: _has_length(broker, keys.dead, 1))
+                await wait_until(lambda: has_samples(broker, keys, 3 * SIZE, None))
+        (letter,) = await messages(broker, keys.dead, DeadLetter)
+        assert (letter.ticket, letter.fields) == (0, {k.decode(): v for k, v in delivery.fields.items()})
+        assert "given up after" in letter.error
+
+    async def test_what_arrives_while_stopping_is_handed_back_at_once(self, make, broker, keys, monkeypatch):
+        """A read that was broken off by the stop would leave its tickets pending for a whole lease."""
+        await issue(broker, keys)
+        execute = broker.execute
+        async with make("w1") as first, make("w2") as second:
+
+            async def stop_while_reading(*command: Any) -> Any:
+                reply = await execute(*command)
+                if command[0] == "XREADGROUP" and reply:
+                    first.context.stopping.set()
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+                return reply
+
+            monkeypatch.setattr(broker, "execute", stop_while_reading)
+            async with self.running(first):
+                await first.context.stopping.wait()
+            monkeypatch.undo()
+            assert first.engine.asked == []
+            (taken,) = await second.consumer.fetch(10, 0.0)
+            assert taken.message.ticket == 0
+
+    async def test_running_groups_are_finished_before_the_worker_leaves(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make() as worker:
+            worker.engine.held = {0}
+            async with self.running(worker) as loop:
+                await wait_until(lambda: len(loop.groups) == 4)
+                await wait_until(lambda: has_samples(broker, keys, 4 * (SIZE - 1), None))
+                worker.context.stopping.set()
+                worker.engine.released.set()
+        assert len(await messages(broker, keys.trajectories(), Trajectory)) == 4 * SIZE
+        status = await group_status(broker, keys.prompts(), ROLLOUT_GROUP)
+        assert status.pending == 0
+
+
+async def _has_length(broker: Broker, key: str, count: int) -> bool:
+    return int(await broker.execute("XLEN", key)) == count

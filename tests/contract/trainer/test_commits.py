@@ -1,0 +1,132 @@
+"""A step is committed once: by us, as often as we ask; by two trainers, never."""
+
+import math
+
+import pytest
+
+from common.errors import TidemillError
+from common.redis.broker import Broker
+from common.streams import append_numbered, entry_id_of, last_id
+from common.wire.keys import Keys
+from common.wire.messages import Commit
+from services.trainer.durable.commits import (
+    LostTailError,
+    SecondTrainerError,
+    append_commit,
+    make_commit,
+    read_commits,
+)
+from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.groups.micro_batches import form_micro_batches
+from services.trainer.step import MiniBatch, StepResult
+from tests.support.models import make_samples
+from tests.support.training import commits_of
+
+
+def commit_of(step: int = 0, **fields: object) -> Commit:
+    values = {
+        "mini_batches": ((((0, 1), (0, 0)), ((1, 0),)),),
+        "groups": (1, 0),
+        "dropped": ((7, -1, "stale"), (1, 1, "failed_score")),
+        "advantages": {"0": [0.5, -0.5], "1": [0.1]},
+        "metrics": {"reward": 1 / 3, "loss": 2.0},
+        "digest": "ab" * 16,
+        "started_at": 12.5,
+    } | fields
+    return Commit(step=step, version=step + 1, **values)
+
+
+async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
+    broker: Broker, keys: Keys
+) -> None:
+    for step in range(3):
+        await append_commit(broker, keys, commit_of(step))
+    assert await last_id(broker, keys.commits) == entry_id_of(2)
+    assert await read_commits(broker, keys, 0) == [commit_of(0), commit_of(1), commit_of(2)]
+    assert await read_commits(broker, keys, 2) == [commit_of(2)]
+    assert await read_commits(broker, keys, 3) == []
+
+
+async def test_an_entry_that_has_no_id_of_a_step_is_passed_over(broker: Broker, keys: Keys) -> None:
+    """It never was a commit, so nothing is missing without it; a damaged commit is another matter."""
+    await append_commit(broker, keys, commit_of(0))
+    await broker.execute("XADD", keys.commits, "1-1", "v", b"1.0", "p", b"\xc1")
+    await append_commit(broker, keys, commit_of(1))
+    assert await read_commits(broker, keys, 0) == [commit_of(0), commit_of(1)]
+    await broker.execute("XADD", keys.commits, "3-0", "v", b"1.0", "p", b"\xc1")
+    with pytest.raises(TidemillError, match=r"commit 3-0 of run .* is unreadable"):
+        await read_commits(broker, keys, 0)
+
+
+async def test_our_own_commit_may_be_repeated_after_a_lost_connection(broker: Broker, keys: Keys) -> None:
+    for _ in range(2):
+        await append_commit(broker, keys, commit_of())
+    assert len(await commits_of(broker, keys)) == 1
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_a_metric_that_is_no_number_makes_no_second_trainer(
+    broker: Broker, keys: Keys, number: float
+) -> None:
+    """A skipped update has a gradient norm that is not finite, and NaN differs from itself."""
+    for _ in range(2):
+        await append_commit(broker, keys, commit_of(metrics={"grad_norm": number}))
+    assert len(await commits_of(broker, keys)) == 1
+
+
+@pytest.mark.parametrize(
+    "other", [{"digest": "cd" * 16}, {"groups": (0, 1)}, {"finished_at": 1.0}, {"metrics": {"loss": 2.5}}]
+)
+async def test_another_trainers_commit_ends_this_one(broker: Broker, keys: Keys, other: dict) -> None:
+    await append_commit(broker, keys, commit_of(**other))
+    with pytest.raises(SecondTrainerError, match=r"step 0 .* committed by another trainer.*One run has one"):
+        await append_commit(broker, keys, commit_of())
+    assert await commits_of(broker, keys) == [commit_of(**other)]
+
+
+async def test_a_trainer_that_fell_behind_cannot_commit_an_old_step(broker: Broker, keys: Keys) -> None:
+    for step in (0, 1):
+        await append_commit(broker, keys, commit_of(step))
+    with pytest.raises(SecondTrainerError):
+        await append_commit(broker, keys, commit_of(0, digest="cd" * 16))
+
+
+async def test_a_hole_between_commits_is_an_error(broker: Broker, keys: Keys) -> None:
+    await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in (0, 2)])
+    with pytest.raises(TidemillError, match="has a commit of step 2 where step 1 is due"):
+        await read_commits(broker, keys, 0)
+
+
+async def test_a_commit_is_not_appended_where_the_one_before_is_missing(broker: Broker, keys: Keys) -> None:
+    """There would be no place for it any more."""
+    await append_commit(broker, keys, commit_of(0))
+    with pytest.raises(LostTailError):
+        await append_commit(broker, keys, commit_of(2))
+    assert await read_commits(broker, keys, 0) == [commit_of(0)]
+
+
+async def test_a_commit_that_cannot_be_read_is_an_error(broker: Broker, keys: Keys) -> None:
+    await broker.execute("XADD", keys.commits, entry_id_of(0), "v", "9.0", "p", b"\x80")
+    with pytest.raises(TidemillError, match=r"commit 1-0 .* unreadable"):
+        await read_commits(broker, keys, 0)
+
+
+def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
+    samples = make_samples(6)  # tickets 0 (four samples) and 1 (two)
+    groups = [
+        TrainableGroup(1, samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
+        TrainableGroup(0, samples[:4], [1.0, 0.0, 0.0, 1.0]),
+    ]
+    batches = form_micro_batches(samples, 40)
+    result = StepResult(groups, [MiniBatch(batches[:1]), MiniBatch(batches[1:])])
+    commit = make_commit(4, result, [(9, -1, "stale")], {"reward": 0.5}, "ab" * 16, started_at=3.0)
+    assert (commit.step, commit.version, commit.groups) == (4, 5, (1, 0))
+    assert commit.dropped == ((9, -1, "stale"), (1, 2, "failed_score"))
+    first, second = commit.mini_batches
+    assert (*first, *second) == tuple(batch.keys for batch in batches)
+    assert len(first) == 1
+    assert sorted(commit.trained_keys) == [sample.key for sample in samples]
+    assert commit.advantages == {
+        "1": [s.advantage for s in samples[4:]],
+        "0": [s.advantage for s in samples[:4]],
+    }

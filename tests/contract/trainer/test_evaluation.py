@@ -1,0 +1,232 @@
+"""Evaluation over real streams: what it sums up, and that nothing makes it wait for ever."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.redis.broker import Broker
+from common.streams import append, ensure_group, entry_id_of
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.messages import DeadLetter, Lane, Ticket
+from services.trainer.batch.prompts import Prompt
+from services.trainer.durable.checkpointing import Trimmer
+from services.trainer.evaluation import EvaluationResult, Evaluator
+from tests.support.training import lose_tail, make_context, make_score, messages, trainer_config
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+
+EVAL = Lane.EVAL
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(np.array([3, i], np.int32), "", "test", str(i), {}, i) for i in range(count)]
+
+
+@pytest.fixture
+def make(broker: Broker, keys: Keys) -> Callable[..., Evaluator]:
+    """An evaluator of two samples a prompt, on sets `a` of two prompts and `b` of one."""
+
+    def make(a: int = 2, b: int = 1, **evaluation: Any) -> Evaluator:
+        config = trainer_config(evaluation={"samples": 2, "temperature": 0.7, **evaluation})
+        context = make_context(broker, keys, config)
+        return Evaluator(context, {"a": prompts(a), "b": prompts(b)}, Trimmer(context))
+
+    return make
+
+
+@pytest.fixture
+def publish(broker: Broker, keys: Keys) -> Callable[..., Any]:
+    """Answer samples of the evaluation lane: from (ticket, index) to the score, None for a failed one."""
+
+    async def publish(values: Mapping[tuple[int, int], float | None], **fields: Any) -> None:
+        for (ticket, index), value in values.items():
+            sample = make_trajectory(ticket, index, group_size=2, **fields)
+            await append(broker, keys.trajectories(EVAL), sample)
+            await append(broker, keys.scores(EVAL), make_score(ticket, index, value))
+
+    return publish
+
+
+async def evaluated(evaluator: Evaluator, version: int) -> dict[str, EvaluationResult]:
+    results = await asyncio.wait_for(evaluator.evaluate(version), 20)
+    assert {result.version for result in results} <= {version}
+    return {result.dataset: result for result in results}
+
+
+async def bury(
+    broker: Broker, keys: Keys, ticket: int, index: int = -1, origin: str = "prompts:eval"
+) -> None:
+    letter = DeadLetter(origin=origin, entry_id="1-0", error="refused", ticket=ticket, index=index)
+    await append(broker, keys.dead, letter)
+
+
+@pytest.mark.parametrize(
+    ("every", "at_start", "at_end", "due"),
+    [
+        (0, True, True, [0, 6]),
+        (0, False, True, [6]),
+        (2, True, True, [0, 2, 4, 6]),
+        (2, False, False, [2, 4]),
+        (4, True, False, [0, 4]),
+    ],
+)
+def test_which_versions_are_evaluated(make, every, at_start, at_end, due):
+    evaluator = make(every=every, at_start=at_start, at_end=at_end)
+    assert [version for version in range(7) if evaluator.is_due(version, 6)] == due
+
+
+def test_without_prompts_nothing_is_due(make):
+    assert not any(make(0, 0, every=1).is_due(version, 6) for version in range(7))
+
+
+class TestSums:
+    async def test_scores_accuracy_and_pass_at_k_are_those_of_each_set(self, make, publish):
+        # Version 4 has tickets 12, 13 (set a) and 14 (set b).
+        await publish({(12, 0): 1.0, (12, 1): 0.4, (13, 0): 0.0, (13, 1): 0.2}, finish="length")
+        await publish({(14, 0): 0.0, (14, 1): 0.0})
+        results = await evaluated(make(success_threshold=0.4), 4)
+        a, b = results["a"], results["b"]
+        assert a.score == pytest.approx((1.0 + 0.4 + 0.0 + 0.2) / 4)
+        assert (a.accuracy, a.pass_at_k) == (0.5, 0.5)
+        assert (a.mean_length, a.clipped_ratio) == (3.0, 1.0)
+        assert (a.num_samples, a.num_failed) == (4, 0)
+        assert (b.score, b.accuracy, b.pass_at_k, b.clipped_ratio, b.num_samples) == (0.0, 0.0, 0.0, 0.0, 2)
+
+    async def test_failed_samples_are_counted_and_are_no_zeros(self, make, publish):
+        await publish({(0, 0): 1.0, (0, 1): None, (1, 0): None, (1, 1): None, (2, 0): None, (2, 1): None})
+        results = await evaluated(make(), 0)
+        assert (results["a"].score, results["a"].num_samples, results["a"].num_failed) == (1.0, 1, 3)
+        assert results["a"].pass_at_k == 1.0
+        assert math.isnan(results["b"].score)
+        assert (results["b"].num_samples, results["b"].num_failed) == (0, 2)
+
+    async def test_components_have_means_over_the_samples_that_have_them(self, make, broker, keys):
+        for key, value in (
+            ((0, 0), 1.0),
+            ((0, 1), None),
+            ((1, 0), 0.0),
+            ((1, 1), 0.0),
+            ((2, 0), 0.0),
+            ((2, 1), 0.0),
+        ):
+            rule = 0.5 if key[0] == 0 else 1.0
+            score = make_score(*key, value).model_copy(update={"components": {"rule": rule, "judge": None}})
+            await append(broker, keys.trajectories(EVAL), make_trajectory(*key, group_size=2))
+            await append(broker, keys.scores(EVAL), score)
+        a = (await evaluated(make(), 0))["a"].metrics()
+        assert a["rewards/rule/mean"] == pytest.approx(
+            (0.5 + 1.0 + 1.0) / 3
+        )  # a failed sample has no part in it
+        assert not any("judge" in name for name in a)
+
+    async def test_dead_tickets_and_dead_samples_are_failed_samples(self, make, publish, broker, keys):
+        await publish({(0, 0): 1.0, (2, 0): 0.0, (2, 1): 1.0})
+        await bury(broker, keys, 0, 1, "trajectories:eval")
+        await bury(broker, keys, 1)
+        await bury(broker, keys, 2, origin="prompts")  # the training lane has a ticket 2 of its own
+        results = await evaluated(make(), 0)
+        assert (results["a"].num_samples, results["a"].num_failed) == (1, 3)
+        assert (results["b"].num_samples, results["b"].num_failed) == (2, 0)
+
+    async def test_other_versions_and_second_answers_do_not_count(self, make, publish):
+        await publish({(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0})
+        await publish({(3, 0): 0.0, (3, 1): 0.0, (4, 0): 0.0, (4, 1): 0.0, (5, 0): 0.5, (5, 1): 0.5})
+        await publish({(5, 0): 0.9})
+        results = await evaluated(make(), 1)
+        assert (results["a"].score, results["b"].score) == (0.0, 0.5)
+
+    async def test_tickets_are_those_of_the_version(self, make, publish, broker, keys):
+        await publish({(ticket, index): 1.0 for ticket in (6, 7, 8) for index in (0, 1)})
+        await evaluated(make(temperature=0.3), 2)
+        tickets = await messages(broker, keys.prompts(EVAL), Ticket)
+        assert [(t.ticket, t.step, t.min_version, t.group_size) for t in tickets] == [
+            (6, 2, 2, 2), (7, 2, 2, 2), (8, 2, 2, 2),
+        ]  # fmt: skip
+        assert {t.sampling.temperature for t in tickets} == {0.3}
+
+
+class TestInterrupted:
+    async def test_a_restarted_trainer_goes_on_where_the_evaluation_was(self, make, publish, broker, keys):
+        first = asyncio.ensure_future(make().evaluate(0))
+        await wait_until(lambda: _num_tickets(broker, keys))
+        await publish({(0, 0): 1.0, (0, 1): 1.0, (1, 0): 1.0})
+        await bury(broker, keys, 2)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.ensure_future(evaluated(make(), 0))
+        await publish({(1, 1): 0.0})
+        results = await second
+        assert (results["a"].score, results["a"].num_failed, results["b"].num_failed) == (0.75, 0, 2)
+        assert await _num_tickets(broker, keys) == 3
+
+    async def test_streams_are_kept_until_the_results_are_safe(self, make, publish, broker, keys):
+        values = {(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)}
+        await publish(values)
+        assert await evaluated(make(), 0)
+        assert (await evaluated(make(), 0))["a"].score == 1.0, "a crash before the record was written"
+        await make().trim(0)
+        for key in (keys.prompts(EVAL), keys.trajectories(EVAL), keys.scores(EVAL)):
+            assert await broker.execute("XLEN", key) == 0
+
+    async def test_trimming_leaves_the_next_evaluation_alone(self, make, broker, keys):
+        for version in (0, 1):
+            task = asyncio.ensure_future(make().evaluate(version))
+            await wait_until(lambda n=3 * (version + 1): _has_tickets(broker, keys, n))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await make().trim(0)
+        assert [t.ticket for t in await messages(broker, keys.prompts(EVAL), Ticket)] == [3, 4, 5]
+
+    async def test_what_was_trimmed_is_not_waited_for(self, make, publish):
+        await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
+        await evaluated(make(), 0)
+        await make().trim(0)
+        assert await evaluated(make(), 0) == {}
+
+
+class TestLosses:
+    @pytest.mark.parametrize("num_left", [0, 1])
+    async def test_tickets_that_redis_has_lost_are_issued_again(self, make, publish, broker, keys, num_left):
+        task = asyncio.ensure_future(evaluated(make(), 0))
+        await wait_until(lambda: _has_tickets(broker, keys, 3))
+        if num_left:
+            await lose_tail(broker, keys.prompts(EVAL), entry_id_of(num_left - 1))
+        else:
+            await broker.execute("DEL", keys.prompts(EVAL))
+        await wait_until(lambda: _has_tickets(broker, keys, 3))
+        await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
+        assert (await task)["a"].score == 1.0
+
+    async def test_a_sample_that_no_stream_can_bring_any_more_is_a_failed_one(
+        self, make, publish, broker, keys
+    ):
+        """Its trajectory was damaged on the way: buried, but no one can tell whose it was."""
+        for key, group in ((keys.prompts(EVAL), ROLLOUT_GROUP), (keys.trajectories(EVAL), REWARD_GROUP)):
+            await ensure_group(broker, key, group)
+        task = asyncio.ensure_future(evaluated(make(), 0))
+        await wait_until(lambda: _has_tickets(broker, keys, 3))
+        await publish({(0, 0): 1.0, (0, 1): 0.0, (1, 0): 1.0, (2, 0): 0.5, (2, 1): 0.5})
+        await _work_off(broker, keys.prompts(EVAL), ROLLOUT_GROUP)
+        assert not task.done()
+        await _work_off(broker, keys.trajectories(EVAL), REWARD_GROUP)
+        results = await task
+        assert (results["a"].num_samples, results["a"].num_failed) == (3, 1)
+        assert results["b"].num_failed == 0
+
+
+async def _work_off(broker: Broker, key: str, group: str) -> None:
+    reply = await broker.execute("XREADGROUP", "GROUP", group, "w", "COUNT", 100, "STREAMS", key, ">")
+    for entry_id, _ in reply[0][1]:
+        await broker.execute("XACK", key, group, entry_id)
+
+
+async def _num_tickets(broker: Broker, keys: Keys) -> int:
+    return int(await broker.execute("XLEN", keys.prompts(EVAL)))
+
+
+async def _has_tickets(broker: Broker, keys: Keys, count: int) -> bool:
+    return await _num_tickets(broker, keys) == count

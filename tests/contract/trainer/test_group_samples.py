@@ -1,0 +1,80 @@
+"""Samples of a group stream one by one; the last one acknowledges the ticket, whoever publishes it."""
+
+import asyncio
+import random
+
+import pytest
+
+from common import streams
+from common.errors import LeaseLostError
+from common.redis.broker import Broker
+from common.wire.keys import ROLLOUT_GROUP, Keys
+from tests.support.consumers import make_ticket, samples_of, take_ticket
+from tests.support.trajectories import make_trajectory
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
+    broker: Broker, keys: Keys, seed: int
+) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=16))])
+    consumer, delivery = await take_ticket(broker, keys)
+    order = random.Random(seed).sample(range(16), 16)
+
+    async def publish_one(index: int) -> bool:
+        sample = make_trajectory(0, index, group_size=16)
+        return await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+
+    complete = await asyncio.gather(*(publish_one(index) for index in order))
+    assert sum(complete) == 1
+    assert sorted(await samples_of(broker, keys)) == list(range(16))
+    assert await streams.pending_ids(broker, keys.prompts(), ROLLOUT_GROUP, "-", "+", 10) == []
+    assert await broker.execute("EXISTS", keys.progress(0)) == 0
+    assert consumer.held == {}
+
+
+async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
+    broker: Broker, keys: Keys
+) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    consumer, delivery = await take_ticket(broker, keys)
+    first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
+    for sample, is_last in ((first, False), (first, False), (second, True)):
+        result = await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+        assert result == is_last
+    assert await samples_of(broker, keys) == [0, 1]
+    with pytest.raises(LeaseLostError):
+        await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), second)
+    assert await samples_of(broker, keys) == [0, 1]
+
+
+async def test_the_version_of_a_group_in_flight_does_not_count_as_a_sample(
+    broker: Broker, keys: Keys
+) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=2))])
+    consumer, delivery = await take_ticket(broker, keys)
+    await broker.execute("HSET", keys.progress(0), "version", 3)
+    sample = make_trajectory(0, 0, group_size=2)
+    assert not await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+    sample = make_trajectory(0, 1, group_size=2)
+    assert await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+
+
+async def test_who_takes_over_a_half_done_group_adds_only_what_is_missing(broker: Broker, keys: Keys) -> None:
+    await streams.append_numbered(broker, keys.prompts(), [(0, make_ticket(group_size=4))])
+    slow, delivery = await take_ticket(broker, keys, "slow")
+    samples = [make_trajectory(0, index, group_size=4) for index in range(4)]
+    out = (keys.trajectories(), keys.progress(0))
+    for index in (2, 0):
+        await slow.publish_sample(delivery, *out, samples[index])
+    await slow.hand_back([delivery])
+    rival, taken = await take_ticket(broker, keys, "rival")
+    with pytest.raises(LeaseLostError, match="held by another worker"):
+        await slow.publish_sample(delivery, *out, samples[1])
+    assert sorted(await broker.execute("HKEYS", keys.progress(0))) == [b"0", b"2"]
+    assert [await rival.publish_sample(taken, *out, samples[index]) for index in (0, 1, 3)] == [
+        False,
+        False,
+        True,
+    ]
+    assert await samples_of(broker, keys) == [2, 0, 1, 3]

@@ -1,0 +1,189 @@
+"""After Redis lost its tail, or a worker its work, the streams hold again what they should."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.redis.broker import Broker
+from common.streams import Consumer, append, ensure_group, entry_id_of, last_id
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
+from services.trainer.batch.reconciler import Reconciler
+from services.trainer.batch.scheduler import Scheduler
+from services.trainer.batch.stream_join import Intake
+from services.trainer.durable.commit_journal import CommitJournal
+from services.trainer.durable.commits import append_commit, read_commits
+from tests.support.training import (
+    commits_of,
+    lose_tail,
+    make_parts,
+    make_score,
+    messages,
+    publish_group,
+    reading,
+    trainer_config,
+)
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+
+DIGEST = "0" * 32
+
+
+def commit_of(step: int) -> Commit:
+    return Commit(step=step, version=step + 1, mini_batches=(), groups=(step,), digest=DIGEST)
+
+
+def manifest_of(version: int) -> WeightManifest:
+    return WeightManifest(version=version, folder=f"v{version:08d}", files=(), digest=DIGEST)
+
+
+@pytest.fixture
+def parts(broker: Broker, keys: Keys, tmp_path: Path) -> tuple[Scheduler, Intake, Reconciler]:
+    scheduler, intake = make_parts(broker, keys, trainer_config(max_staleness=2))
+    return scheduler, intake, Reconciler(broker, keys, scheduler, CommitJournal(tmp_path))
+
+
+class TestLostTails:
+    async def test_nothing_is_appended_where_nothing_is_missing(self, parts, broker, keys):
+        scheduler, _, reconciler = parts
+        await scheduler.admit(0)
+        for step in range(3):
+            await append_commit(broker, keys, commit_of(step))
+            reconciler.journal.append(commit_of(step))
+        reconciler.manifest = manifest_of(3)
+        assert await reconciler.announce()
+        streams = (keys.prompts(), keys.commits, keys.weights)
+        before = [await broker.execute("XLEN", key) for key in streams]
+        await reconciler.restore_lost()
+        await reconciler.restore_commits()
+        assert [await broker.execute("XLEN", key) for key in streams] == before
+        assert not await reconciler.announce()
+
+    @pytest.mark.parametrize("num_left", [0, 1, 2])
+    async def test_the_tail_of_prompts_commits_and_weights_comes_back(self, parts, broker, keys, num_left):
+        scheduler, _, reconciler = parts
+        await scheduler.admit(0)
+        commits = [commit_of(step) for step in range(3)]
+        for commit in commits:
+            await append_commit(broker, keys, commit)
+            reconciler.journal.append(commit)
+        reconciler.manifest = manifest_of(3)
+        await reconciler.announce()
+        for key in (keys.prompts(), keys.commits, keys.weights):
+            if num_left:
+                await lose_tail(broker, key, entry_id_of(num_left - 1))
+            else:
+                await broker.execute("DEL", key)
+        await reconciler.restore_lost()
+        await reconciler.restore_commits()
+        assert [t.ticket for t in await messages(broker, keys.prompts(), Ticket)] == list(range(6))
+        assert await commits_of(broker, keys) == commits == await read_commits(broker, keys, 0)
+        assert [m.version for m in await messages(broker, keys.weights, WeightManifest)][-1] == 3
+
+    async def test_only_the_newest_version_is_announced_again(self, parts, broker, keys):
+        _, _, reconciler = parts
+        for version in (1, 2):
+            reconciler.manifest = manifest_of(version)
+            await reconciler.announce()
+        await broker.execute("DEL", keys.weights)
+        assert not await reconciler.is_announced(1)
+        await reconciler.restore_lost()
+        assert [m.version for m in await messages(broker, keys.weights, WeightManifest)] == [2]
+        assert await reconciler.is_announced(2)
+        assert not await reconciler.is_announced(3)
+
+    async def test_a_restarted_server_is_noticed_once(self, parts, broker, monkeypatch):
+        _, _, reconciler = parts
+        assert not await reconciler.has_restarted()
+        assert not await reconciler.has_restarted()
+        assert not reconciler.needs_checkpoint
+
+        async def info(section: str) -> dict[str, str]:
+            return {"run_id": "another"}
+
+        monkeypatch.setattr(broker, "info", info)
+        assert await reconciler.has_restarted()
+        assert reconciler.needs_checkpoint
+        assert not await reconciler.has_restarted()
+
+
+class TestAbandonedGroups:
+    @pytest.fixture
+    async def tickets(self, broker, keys) -> Any:
+        consumer = Consumer(
+            broker, keys.prompts(), ROLLOUT_GROUP, "w", Ticket, lease_s=60, dead_key=keys.dead
+        )
+        async with consumer:
+            yield consumer
+
+    @pytest.fixture
+    async def samples(self, broker, keys) -> Any:
+        key = keys.trajectories()
+        consumer = Consumer(broker, key, REWARD_GROUP, "r", Trajectory, lease_s=60, dead_key=keys.dead)
+        async with consumer:
+            yield consumer
+
+    async def test_a_group_is_not_abandoned_while_its_ticket_waits_or_is_held(self, parts, tickets):
+        scheduler, intake, reconciler = parts
+        assert await reconciler.find_abandoned(intake.groups.values()) == []
+        await scheduler.admit(0)
+        assert await reconciler.find_abandoned(intake.groups.values()) == []
+        await tickets.fetch(3, 1.0)
+        assert await reconciler.find_abandoned(intake.groups.values()) == []
+
+    async def test_without_any_rollout_worker_ever_nothing_is_abandoned(self, parts):
+        scheduler, intake, reconciler = parts
+        await scheduler.admit(0)
+        assert await reconciler.find_abandoned(intake.groups.values()) == []
+
+    async def test_a_ticket_that_was_acknowledged_without_its_trajectories_is_abandoned(
+        self, parts, tickets, broker, keys
+    ):
+        scheduler, intake, reconciler = parts
+        await scheduler.admit(0)
+        held = await tickets.fetch(2, 1.0)
+        await tickets.complete([(held[0], None)], keys.trajectories())
+        assert await reconciler.find_abandoned(intake.groups.values()) == [0]
+
+    async def test_a_group_waits_for_scores_while_one_of_its_trajectories_waits_or_is_held(
+        self, parts, tickets, samples, broker, keys
+    ):
+        scheduler, intake, reconciler = parts
+        await scheduler.admit(0)
+        await tickets.complete([(held, None) for held in await tickets.fetch(1, 1.0)], keys.trajectories())
+        await append(broker, keys.trajectories(), *(make_trajectory(0, i, group_size=2) for i in (0, 1)))
+        async with reading(intake):
+            await wait_until(lambda: len(intake.groups[0].trajectories) == 2)
+            assert await reconciler.find_abandoned([intake.groups[0]]) == []
+            first = (await samples.fetch(1, 1.0))[0]
+            await samples.complete([(first, make_score(0, 0))], keys.scores())
+            assert await reconciler.find_abandoned([intake.groups[0]]) == []
+            second = (await samples.fetch(1, 1.0))[0]
+            assert await reconciler.find_abandoned([intake.groups[0]]) == []
+            await samples.complete([(second, None)], keys.scores())
+            await wait_until(lambda: intake.groups[0].scores)
+            assert await reconciler.find_abandoned([intake.groups[0]]) == [0]
+
+    async def test_a_complete_group_is_never_abandoned(self, parts, tickets, broker, keys):
+        scheduler, intake, reconciler = parts
+        await scheduler.admit(0)
+        await tickets.complete([(held, None) for held in await tickets.fetch(9, 1.0)], keys.trajectories())
+        await publish_group(broker, keys, 3)
+        async with reading(intake):
+            await wait_until(lambda: intake.complete == [3])
+        assert await reconciler.find_abandoned(intake.groups.values()) == [0, 1, 2, 4, 5]
+
+
+async def test_started_versions_are_learnt_for_incomplete_groups_only(parts, broker, keys):
+    scheduler, intake, reconciler = parts
+    await scheduler.admit(0)
+    await ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
+    for ticket, version in ((1, 4), (2, 5)):
+        await broker.execute("HSET", keys.progress(ticket), "version", version)
+    await publish_group(broker, keys, 2)
+    async with reading(intake):
+        await wait_until(lambda: intake.complete == [2])
+    await reconciler.learn_started_versions(intake.groups.values())
+    assert [group.started_version for group in intake.groups.values()] == [-1, 4, -1, -1, -1, -1]
+    assert await last_id(broker, keys.prompts()) == entry_id_of(5)

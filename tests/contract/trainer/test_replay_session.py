@@ -1,0 +1,264 @@
+"""Steps are trained again from the records alone, and come out bit by bit, whatever the algorithm."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError, TidemillError
+from common.history import History
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.streams import append, entry_id_of, trim_before
+from common.wire import codec
+from common.wire.keys import Keys
+from common.wire.messages import Score, ScoreStatus
+from services.trainer.policy.loading import open_policy
+from services.trainer.policy.policy import PolicyThread
+from services.trainer.replay.comparison import compare_step
+from services.trainer.replay.request import changed_config, check_committed
+from services.trainer.replay.session import ReplayedStep, Session
+from services.trainer.replay.what_if import WhatIf
+from tests.support.training import answering, commits_of, make_score
+from tests.support.whole_trainer import run
+
+KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.01}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": {"preset": "grpo"}},
+    "several updates": {"algorithm": {"preset": "gspo"}, "mini_batches": 2},
+    "ppo with a value head": {"algorithm": {"preset": "ppo"}, "mini_batches": 2},
+    "advantages over the batch, with a reference": {"algorithm": {"preset": "reinforce_plus_plus", **KL}},
+    "a reference that follows": {
+        "algorithm": {
+            "reference": {"model": "updated", "every": 2},
+            "kl": {"place": "loss", "estimator": "k3", "coefficient": 0.01},
+        }
+    },
+    "lora": {"lora": {"rank": 2, "alpha": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    """One kind of server is enough: what is tested reads through the history."""
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+def reward(ticket: int, index: int) -> float | None:
+    """Differs from group to group, and one sample in seven has none."""
+    key = 5 * ticket + index
+    return None if key % 7 == 0 else float(key % 3)
+
+
+def session_of(context: Any) -> Session:
+    history = History(context.keys.run_id, context.run_dir, context.broker)
+    policy = open_policy(context.config)
+    return Session(history, context.config, context.run_dir, policy, PolicyThread(), lambda _: None)
+
+
+async def replayed(context: Any, *steps: int) -> list[dict[str, Any]]:
+    return [compare_step(step) async for step in session_of(context).steps(steps)]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+async def test_every_algorithm_replays_bit_by_bit(make, broker, keys, name):
+    context = make(policy="transformers", steps=4, group_size=4, checkpoint_every=2, **ALGORITHMS[name])
+    async with answering(broker, keys, reward):
+        await run(context)
+    results = await replayed(context, 0, 1, 3)  # from the starting model, on, and from a checkpoint
+    assert [result["step"] for result in results] == [0, 1, 3]
+    for result in results:
+        assert result["equal"], result
+        names = {row["name"] for row in result["metrics"]}
+        assert {"loss", "grad_norm", "reward", "entropy", "scores/failed_ratio"} <= names
+        assert not any(name.startswith("time/") or name == "step_time_s" for name in names)
+
+
+async def test_a_step_that_was_trained_on_other_records_differs(make, broker, keys):
+    """Here two rewards are other ones than those that the trainer saw."""
+    context = make(policy="transformers", steps=3, group_size=4, checkpoint_every=10)
+    async with answering(broker, keys, lambda ticket, index: float(index % 3)):
+        await run(context)
+    [was] = await replayed(context, 2)
+    assert was["equal"]
+    entries = await broker.execute("XRANGE", keys.scores(), "-", "+")
+    await broker.execute("DEL", keys.scores())
+    for entry_id, fields in entries:
+        await broker.execute("XADD", keys.scores(), entry_id, *fields)
+    assert (await replayed(context, 2))[0]["equal"], "the same records"
+    await broker.execute("DEL", keys.scores())
+    await append(broker, keys.scores(), *(make_score(t, i, 2.0 - i % 3) for t in range(6) for i in range(4)))
+    [result] = await replayed(context, 2)
+    assert not result["equal"] and not result["digest"]["equal"]
+    different = {row["name"] for row in result["metrics"] if not row["equal"]}
+    assert {"loss", "grad_norm"} <= different and "completions/mean_length" not in different
+    assert result["advantages"]["first"]["ticket"] in range(4, 6)
+
+
+async def test_the_first_score_of_a_key_counts_and_failures_are_left_out_again(make, broker, keys):
+    context = make(policy="transformers", steps=2, group_size=4)
+    async with answering(broker, keys, reward):
+        await run(context)
+    late = [Score(ticket=t, index=i, status=ScoreStatus.OK, value=9.0) for t in range(4) for i in range(4)]
+    await append(broker, keys.scores(), *late)
+    results = await replayed(context, 0, 1)
+    assert all(result["equal"] for result in results)
+    assert any(result["left_out"]["replayed"] for result in results), "some scores had failed"
+
+
+async def test_what_was_trimmed_is_said_to_be_missing(make, broker, keys):
+    context = make(steps=4, checkpoint_every=10)
+    async with answering(broker, keys):
+        await run(context)
+    newest = (await broker.execute("XREVRANGE", keys.trajectories(), "+", "-", "COUNT", 1))[0][0].decode()
+    await trim_before(broker, keys.trajectories(), newest)
+    with pytest.raises(TidemillError, match=r"step 0 cannot be trained again.*archive"):
+        await replayed(context, 2)
+
+
+async def test_a_step_that_the_run_never_made_is_refused(make, broker, keys):
+    context = make(steps=2)
+    async with answering(broker, keys):
+        await run(context)
+    with pytest.raises(ConfigError, match=r"no commit of step 7: its commits end with step 1"):
+        await check_committed(History(keys.run_id, None, broker), [1, 7])
+
+
+async def test_nothing_of_the_run_is_written(make, broker, keys):
+    context = make(policy="transformers", steps=3, checkpoint_every=2)
+    async with answering(broker, keys):
+        await run(context)
+
+    async def everything() -> tuple[dict[str, tuple[int, int]], dict[str, bytes]]:
+        files = {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in context.run_dir.rglob("*")}
+        names = sorted(await broker.execute("KEYS", f"*{keys.run_id}*"))
+        return files, {name: await broker.execute("DUMP", name) for name in names}
+
+    before = await everything()
+    await replayed(context, 0, 2)
+    assert await everything() == before
+
+
+async def what_if(context: Any, *overrides: str) -> tuple[ReplayedStep, dict[str, Any]]:
+    """Step 1 with a change."""
+    session = session_of(context)
+    change = WhatIf(context.config, changed_config(context.config, list(overrides)), session.thread)
+    async for step in session.steps([1], lambda _: change.remember(session.policy)):
+        return step, await change.train(step.commit, step.groups, session.policy)
+    raise AssertionError("no step came out")
+
+
+@pytest.fixture
+async def trained(make: Any, broker: Broker, keys: Keys) -> Any:
+    """Three steps of a run that has checkpoints of versions 2 and 3."""
+    context = make(policy="transformers", steps=3, group_size=4, checkpoint_every=2, optimizer={"lr": 1e-3})
+    async with answering(broker, keys, reward):
+        await run(context)
+    return context
+
+
+async def test_a_what_if_without_a_change_is_what_was_recorded(trained):
+    step, changed = await what_if(trained)
+    assert changed["digest"] == step.commit.digest
+    assert changed["distance"]["norm"] == 0.0 and changed["distance"]["cosine"] == pytest.approx(1.0)
+
+
+async def test_half_the_learning_rate_goes_half_the_way(trained):
+    step, changed = await what_if(trained, "trainer.optimizer.lr=0.0005")
+    distance = changed["distance"]
+    assert step.digest == step.commit.digest, "what was replayed without the change is as it was"
+    assert changed["metrics"]["loss"] == step.metrics["loss"], "the loss comes before the update"
+    assert distance["changed_update_norm"] == pytest.approx(distance["replayed_update_norm"] / 2, rel=1e-4)
+    assert distance["norm"] == pytest.approx(distance["replayed_update_norm"] / 2, rel=1e-4)
+
+
+async def test_another_advantage_is_computed_anew(trained):
+    step, changed = await what_if(trained, "trainer.algorithm.advantage=dr_grpo")
+    assert changed["metrics"]["loss"] != step.metrics["loss"]
+    assert changed["metrics"]["reward"] == step.metrics["reward"]
+    assert changed["digest"] != step.digest
+
+
+async def test_another_split_gives_the_same_gradient_up_to_rounding(trained):
+    step, changed = await what_if(trained, "trainer.micro_batch_tokens=16")
+    assert changed["metrics"]["micro_batches"] > step.metrics["micro_batches"]
+    assert changed["metrics"]["grad_norm"] == pytest.approx(step.metrics["grad_norm"], rel=1e-5)
+
+
+async def test_a_reference_can_be_added(trained):
+    _, changed = await what_if(trained, "trainer.algorithm.reference.model=frozen")
+    assert changed["metrics"]["kl"] > 0.0, "one step away from the starting model"
+
+
+async def test_groups_that_would_not_have_been_trained_are_named(make, broker, keys):
+    context = make(policy="transformers", steps=2, checkpoint_every=10)
+    async with answering(broker, keys, lambda ticket, index: float(index and ticket % 2)):
+        await run(context)
+    _, changed = await what_if(context, "trainer.algorithm.filter_zero_variance=true")
+    assert [(item["ticket"], item["reason"]) for item in changed["refused"]] == [(2, "zero_variance")]
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("rollout.sampling.temperature=0.5", "what was collected"),
+        ("trainer.group_size=3", "this many samples"),
+        ("trainer.lora={}", "other parameters"),
+        ("trainer.lr=0.1", "optimizer.lr"),
+    ],
+)
+async def test_a_change_of_what_was_collected_is_refused(make, override, reason):
+    with pytest.raises(ConfigError, match=reason):
+        changed_config(make(policy="transformers").config, [override])
+
+
+def test_paths_of_a_run_are_only_read(tmp_path: Path) -> None:
+    """A folder without checkpoints is left without a folder of checkpoints."""
+    from services.trainer.durable.checkpoint import read_checkpoint
+
+    assert read_checkpoint(tmp_path, 7) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_preset_replaces_the_whole_algorithm(trained):
+    """A preset fills in what is not given, and of a config of a run everything is."""
+    step, changed = await what_if(
+        trained, "trainer.algorithm.preset=dr_grpo", "trainer.algorithm.clip_low=0.1"
+    )
+    fields = {change["field"]: change["after"] for change in changed["changes"]}
+    assert fields["trainer.algorithm.advantage"] == "dr_grpo" and fields["trainer.algorithm.clip_low"] == 0.1
+    assert changed["metrics"]["loss"] != step.metrics["loss"]
+
+
+async def test_a_checkpoint_that_is_not_what_was_committed_is_named(trained, broker, keys):
+    """As after a crash, where the replay on other hardware did not come out bit by bit."""
+    commit = (await commits_of(broker, keys))[1]
+    entry_id = entry_id_of(1)
+    await broker.execute("XDEL", keys.commits, entry_id)
+    others = await broker.execute("XRANGE", keys.commits, "-", "+")
+    await broker.execute("DEL", keys.commits)
+    forged = codec.encode(commit.model_copy(update={"digest": "f" * 32}))
+    entries = sorted([*others, [entry_id.encode(), [part for pair in forged.items() for part in pair]]])
+    for number, fields in entries:
+        await broker.execute("XADD", keys.commits, number, *fields)
+    session = session_of(trained)
+    assert [step.commit.step async for step in session.steps([2])] == [2]
+    assert session.first_difference == 1
+
+
+async def test_more_updates_and_another_loss_can_be_tried(trained):
+    step, changed = await what_if(trained, "trainer.mini_batches=2", "trainer.algorithm.preset=gspo")
+    assert changed["metrics"]["mini_batches"] == 2.0 and changed["digest"] != step.digest
+
+
+async def test_delays_in_place_of_a_model_replay_as_well(make, broker, keys):
+    context = make(steps=3)
+    async with answering(broker, keys):
+        await run(context)
+    step, changed = await what_if(context, "trainer.algorithm.advantage=dr_grpo")
+    assert step.digest == step.commit.digest != changed["digest"]
+    assert changed["distance"] is None, "there are no weights"

@@ -1,0 +1,190 @@
+"""The trainer trims what is archived, and nothing else; it waits for no archiver."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from common.archive import stream_folder
+from common.archive.manifest import Manifest
+from common.history import History, StreamName
+from common.process.service import ServiceContext
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import publish_config
+from common.streams import length, memory_bytes, read_range
+from common.wire.keys import Keys
+from common.wire.messages import Commit
+from services.trainer.durable import archive_requests
+from services.trainer.durable.checkpointing import Trimmer
+from services.trainer.service import serve
+from tests.conftest import SERVERS
+from tests.support.archives import STREAM, fill, raw, scanned
+from tests.support.runs import REPO
+from tests.support.servers import RedisServer, newest_server, server_version, users_file
+from tests.support.training import answering, make_context, trainer_config
+from tests.support.waiting import wait_until
+
+ONE_SERVER = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
+
+
+@pytest.fixture
+async def context(
+    broker: Broker, keys: Keys, tmp_path: Path, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> ServiceContext:
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path))
+    config = trainer_config(streams__archive={"enabled": True, "segment_mb": 0.02})
+    await publish_config(broker, keys, config)
+    return make_context(broker, keys, config, tmp_path / keys.run_id)
+
+
+@contextmanager
+def jobs_worker(keys: Keys) -> Iterator[subprocess.Popen[bytes]]:
+    worker = subprocess.Popen([sys.executable, "-m", "services.jobs", keys.run_id], cwd=REPO, env=os.environ)
+    try:
+        yield worker
+    finally:
+        worker.terminate()
+        worker.wait(60)
+
+
+def archived(context: ServiceContext, stream: StreamName = STREAM) -> Manifest:
+    return Manifest.load(stream_folder(context.run_dir, stream))
+
+
+@ONE_SERVER
+async def test_a_worker_archives_and_then_the_entries_go(
+    context: ServiceContext, broker: Broker, keys: Keys
+) -> None:
+    await fill(broker, keys.trajectories(), range(60))
+    entries = await raw(broker, keys.trajectories())
+    trimmer = Trimmer(context)
+    with jobs_worker(keys):
+        await trimmer.let_go({STREAM: entries[100][0]}, is_urgent=True)
+        assert await length(broker, keys.trajectories()) == 180, "nothing goes before it is archived"
+        await wait_until(lambda: not trimmer.is_waiting, 60)
+    assert archived(context).last_id == entries[99][0]
+    assert [entry_id for entry_id, _ in await raw(broker, keys.trajectories())] == [
+        i for i, _ in entries[100:]
+    ]
+    found = await scanned(History(keys.run_id, context.run_dir, broker))
+    assert [record.entry_id for record in found] == [entry_id for entry_id, _ in entries]
+    await trimmer.close()
+
+
+@ONE_SERVER
+async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
+    context: ServiceContext,
+    broker: Broker,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(archive_requests, "URGENT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(archive_requests, "POLL_S", 0.05)
+    await fill(broker, keys.trajectories(), range(20))
+    entries = await raw(broker, keys.trajectories())
+    trimmer = Trimmer(context)
+    await trimmer.let_go({STREAM: entries[40][0]}, is_urgent=True)
+    await wait_until(lambda: not trimmer.is_waiting, 60)
+    assert (await raw(broker, keys.trajectories()))[0][0] == entries[40][0]
+    assert f"python -m services.jobs {keys.run_id}" in capfd.readouterr().out
+    assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0, "the request was taken back"
+    await trimmer.close()
+
+
+@ONE_SERVER
+async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
+    context: ServiceContext, broker: Broker, keys: Keys
+) -> None:
+    await fill(broker, keys.trajectories(), range(1))
+    (first, _), *_ = await raw(broker, keys.trajectories())
+    trimmer = Trimmer(context)
+    assert await memory_bytes(broker, keys.trajectories()) < 0.02 * 2**20
+    await trimmer.let_go({STREAM: f"{first}5"})
+    assert trimmer.is_waiting
+    assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0
+    assert await length(broker, keys.trajectories()) == 3
+
+
+@ONE_SERVER
+@pytest.mark.timeout(300)
+async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
+    make, broker: Broker, keys: Keys, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped half-way and resumed: the checkpoint needs nothing of what was trimmed."""
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+    monkeypatch.setattr(archive_requests, "POLL_S", 0.05)
+    seen: dict[str, dict[str, None]] = {}
+    num_archived = 0
+    slow = {"update_s": 0.05}  # a step is over before a job has begun otherwise
+    with jobs_worker(keys):
+        for _ in range(2):
+            context = make(
+                4000, trims=True, archives=True, checkpoint_every=2, keep_checkpoints=1, simulated=slow
+            )
+            await publish_config(broker, keys, context.config)
+            deadline = time.monotonic() + 120
+            async with answering(broker, keys):
+                running = asyncio.create_task(serve(context))
+                while not running.done():
+                    for stream in (StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.PROMPTS):
+                        for entry_id, _ in await raw(broker, stream.key(keys)):
+                            seen.setdefault(stream, {})[entry_id] = None
+                    if archived(context).entries > num_archived:
+                        context.stopping.set()
+                    assert time.monotonic() < deadline, "nothing more was archived"
+                    await asyncio.sleep(0.02)
+                await running
+            num_archived = archived(context).entries
+    commits = [entry.message.step for entry in await read_range(broker, keys.commits, Commit)]
+    assert commits == list(range(len(commits)))
+    history = History(keys.run_id, context.run_dir, broker)
+    for name, ids in seen.items():
+        found = [record.entry_id for record in await scanned(history, StreamName(name))]
+        assert set(ids) <= set(found) and len(found) == len(set(found)), name
+    assert await length(broker, keys.trajectories()) < len(seen[StreamName.TRAJECTORIES])
+
+
+@pytest.mark.skipif(
+    not newest_server() or server_version(newest_server()) < (7, 0),
+    reason="permissions on reading and writing a key need Redis 7",
+)
+async def test_trainer_and_archiver_need_no_more_than_their_users_may(
+    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    passwords = {user: f"{user}-s3cret" for user in ("admin", "trainer", "jobs", "rollout")}
+    with RedisServer(tmp_path / "redis", "--aclfile", str(users_file(tmp_path, passwords))) as server:
+
+        def log_in(user: str) -> None:
+            monkeypatch.setenv("TIDEMILL_REDIS_URL", server.url)
+            monkeypatch.setenv("TIDEMILL_REDIS_USERNAME", user)
+            monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", passwords[user])
+
+        log_in("admin")
+        admin = await Broker.connect()
+        await fill(admin, keys.trajectories(), range(60))
+        config = trainer_config(streams__archive={"enabled": True, "segment_mb": 0.02})
+        await publish_config(admin, keys, config)
+        entries = await raw(admin, keys.trajectories())
+        log_in("jobs")
+        with jobs_worker(keys):
+            log_in("trainer")
+            broker = await Broker.connect()
+            context = make_context(broker, keys, config, tmp_path / keys.run_id)
+            trimmer = Trimmer(context)
+            monkeypatch.setattr(archive_requests, "PATIENCE_S", 600.0)
+            await trimmer.let_go({STREAM: f"{entries[-1][0]}9"})
+            await wait_until(lambda: archived(context).entries > 0, 60)
+            await trimmer.close()
+        assert await trimmer.trim() > 0
+        assert "no worker archives" not in capfd.readouterr().out
+        await broker.close()
+        await admin.close()

@@ -1,0 +1,44 @@
+"""A run of hours does not grow: what a trainer holds after two thousand steps is what it held before."""
+
+import asyncio
+import gc
+
+import psutil
+import pytest
+
+from services.trainer.service import serve
+from services.trainer.trainer import Trainer
+from tests.conftest import SERVERS
+from tests.support.training import answering
+from tests.support.whole_trainer import GROUPS, SIZE
+
+WARM_UP, STEPS = 500, 2000
+MOST_OBJECTS_PER_STEP = 0.5
+"""One forgotten list, dict, message or task a step would be 1 or more."""
+MOST_BYTES = 16 << 20
+"""Of the whole process; 1,500 steps see 6,000 trajectories and write 1,500 versions."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
+async def test_memory_is_flat_over_two_thousand_steps(make, broker, keys, monkeypatch):
+    step, seen = Trainer._step, {}
+
+    async def measured(trainer: Trainer, number: int) -> None:
+        if number in (WARM_UP, STEPS - 1):
+            gc.collect()
+            seen[number] = (len(gc.get_objects()), psutil.Process().memory_info().rss)
+        await step(trainer, number)
+
+    monkeypatch.setattr(Trainer, "_step", measured)
+    context = make(STEPS, trims=True, checkpoint_every=50, mini_batches=GROUPS)
+    async with answering(broker, keys):
+        await asyncio.wait_for(serve(context), 590)
+    (objects, rss), (objects_later, rss_later) = seen[WARM_UP], seen[STEPS - 1]
+    num_steps = STEPS - 1 - WARM_UP
+    assert (objects_later - objects) / num_steps < MOST_OBJECTS_PER_STEP
+    assert rss_later - rss < MOST_BYTES
+    # The same holds for what the run leaves in Redis and on disk.
+    held = [await broker.execute("XLEN", key) for key in (keys.trajectories(), keys.scores())]
+    assert max(held) < 10 * 50 * GROUPS * SIZE
+    assert len(list((context.run_dir / "weights").iterdir())) < 10

@@ -1,0 +1,26 @@
+"""A user's own advantage and loss are tried in a process of their own before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config import AlgorithmConfig, checks
+from common.config.checks import check_algorithm
+from common.errors import ConfigError
+
+
+def test_what_is_built_in_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CHECK_MODULE", "no.such.module")
+    check_algorithm(AlgorithmConfig(preset="dapo"))
+
+
+def test_a_mistake_is_one_line_that_names_field_file_and_reason(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "print('hello')\n"
+        "def advantage(rewards):\n    return rewards - rewards.mean()\n"
+        "def loss(ratio):\n    return ratio.advantages_N\n"
+    )
+    check_algorithm(AlgorithmConfig(advantage=f"{mine}:advantage"))
+    with pytest.raises(ConfigError, match=r"^trainer\.algorithm\.loss .*mine\.py:loss returned .* without a"):
+        check_algorithm(AlgorithmConfig(advantage=f"{mine}:advantage", loss=f"{mine}:loss"))

@@ -1,0 +1,237 @@
+"""The supervisor with processes that behave badly on purpose."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.redis.broker import Broker
+from services.console.launch.guard import Guard
+from services.console.launch.local_redis import LocalRedis
+from services.console.launch.processes import ServiceProcess, ServiceSpec
+from services.console.launch.supervisor import MAX_YOUNG_DEATHS, Ending, ServiceStatus, Supervisor
+from services.console.run.folder import RunFolder
+from tests.support.waiting import wait_until
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
+POLITE = "import time; print('up'); time.sleep(600)"
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    with Guard() as guard:
+        yield guard
+
+
+class Stage:
+    """A supervisor over small Python programs, and what it said."""
+
+    def __init__(self, folder: Path, guard: Guard, programs: dict[str, str], grace_s: float = 20.0) -> None:
+        self.folder, self.events, self.is_finished = folder, list[str](), True
+        specs = [
+            ServiceSpec(name, name, (sys.executable, "-u", "-c", program), ends_run=name == "trainer")
+            for name, program in programs.items()
+        ]
+        self.supervisor = Supervisor(
+            specs,
+            env=dict(os.environ),
+            logs=folder,
+            guard=guard,
+            grace_s=grace_s,
+            is_finished=self._finished,
+            on_event=self.events.append,
+            first_pause_s=0.001,
+        )
+
+    async def _finished(self) -> bool:
+        return self.is_finished
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    async def is_up(self, name: str, starts: int = 1) -> None:
+        await wait_until(lambda: self.log(name).count("up") >= starts, what=f"{name} up {starts} times")
+
+
+async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: Guard) -> None:
+    stage = Stage(tmp_path, guard, {"trainer": "print('done')", "rollout": POLITE})
+    outcome = await stage.supervisor.run()
+    assert outcome.ending is Ending.FINISHED
+    assert all(status.pid == 0 for status in stage.supervisor.statuses.values())
+
+
+async def test_a_trainer_that_ends_too_early_is_started_again(tmp_path: Path, guard: Guard) -> None:
+    stage = Stage(tmp_path, guard, {"trainer": "print('up')"})
+    stage.is_finished = False
+    running = asyncio.create_task(stage.supervisor.run())
+    await stage.is_up("trainer", starts=3)
+    stage.is_finished = True
+    assert (await running).ending is Ending.FINISHED
+
+
+async def test_a_process_that_dies_is_started_again_into_the_same_log(tmp_path: Path, guard: Guard) -> None:
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": POLITE})
+    running = asyncio.create_task(stage.supervisor.run())
+    await stage.is_up("rollout")
+    os.kill(stage.supervisor.statuses["rollout"].pid, signal.SIGKILL)
+    await stage.is_up("rollout", starts=2)
+    assert stage.supervisor.statuses["rollout"].restarts == 1
+    assert any("rollout ended by SIGKILL" in event for event in stage.events)
+    stage.supervisor.stop()
+    assert (await running).ending is Ending.STOPPED
+
+
+async def test_a_mistake_of_the_user_stops_the_run_and_is_shown(tmp_path: Path, guard: Guard) -> None:
+    program = "import sys; print('model.path is wrong', file=sys.stderr); sys.exit(2)"
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": program})
+    outcome = await stage.supervisor.run()
+    assert (outcome.ending, outcome.exit_code) == (Ending.FAILED, 2)
+    assert "model.path is wrong" in outcome.reason and "rollout" in outcome.reason
+    assert stage.supervisor.statuses["rollout"].restarts == 0
+
+
+async def test_a_process_that_cannot_run_on_this_cpu_stops_the_run(tmp_path: Path, guard: Guard) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": program})
+    outcome = await stage.supervisor.run()
+    assert outcome.ending is Ending.FAILED and outcome.exit_code
+    assert "SIGILL, an illegal instruction" in outcome.reason
+    assert stage.supervisor.statuses["rollout"].restarts == 0
+
+
+async def test_a_process_that_keeps_dying_is_given_up(
+    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.console.launch.supervisor.LONGEST_PAUSE_S", 0.001)
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": "raise SystemExit('no such judge')"})
+    outcome = await stage.supervisor.run()
+    assert (outcome.ending, outcome.exit_code) == (Ending.FAILED, 1)
+    assert "no such judge" in outcome.reason
+    assert len(stage.events) == MAX_YOUNG_DEATHS
+    assert stage.log("reward").count("no such judge") == MAX_YOUNG_DEATHS + 1
+
+
+async def test_a_run_goes_on_without_a_process_that_it_can_do_without(
+    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.console.launch.supervisor.MAX_YOUNG_DEATHS", 2)
+    stage = Stage(tmp_path, guard, {"trainer": POLITE})
+    failing = (sys.executable, "-c", "import sys; sys.exit(2)")
+    stage.supervisor.specs = [*stage.supervisor.specs, ServiceSpec("jobs", "jobs", failing, is_optional=True)]
+    stage.supervisor.statuses["jobs"] = ServiceStatus("jobs", "jobs")
+    running = asyncio.create_task(stage.supervisor.run())
+    await wait_until(lambda: any("giving up" in event for event in stage.events))
+    await stage.is_up("trainer")
+    stage.supervisor.stop()
+    assert (await running).ending is Ending.STOPPED
+
+
+async def test_a_command_that_does_not_exist_fails_the_run(tmp_path: Path, guard: Guard) -> None:
+    stage = Stage(tmp_path, guard, {"trainer": POLITE})
+    stage.supervisor.specs = [ServiceSpec("trainer", "trainer", ("/no/such/python",))]
+    assert "cannot start trainer" in (await stage.supervisor.run()).reason
+
+
+async def test_who_does_not_stop_in_time_is_killed(tmp_path: Path, guard: Guard) -> None:
+    stage = Stage(tmp_path, guard, {"trainer": STUBBORN}, grace_s=0.05)
+    running = asyncio.create_task(stage.supervisor.run())
+    await stage.is_up("trainer")
+    pid = stage.supervisor.statuses["trainer"].pid
+    stage.supervisor.stop()
+    assert (await running).ending is Ending.STOPPED
+    assert not psutil.pid_exists(pid)
+    assert any("killed: trainer" in event for event in stage.events)
+
+
+async def test_the_second_word_ends_everything_at_once(tmp_path: Path, guard: Guard) -> None:
+    stage = Stage(tmp_path, guard, {"trainer": STUBBORN}, grace_s=600.0)
+    running = asyncio.create_task(stage.supervisor.run())
+    await stage.is_up("trainer")
+    stage.supervisor.stop()
+    stage.supervisor.kill()
+    assert (await running).ending is Ending.STOPPED
+
+
+async def test_children_of_a_dead_process_do_not_outlive_it(tmp_path: Path, guard: Guard) -> None:
+    program = (
+        "import subprocess, sys, time;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "print(child.pid); time.sleep(600)"
+    )
+    spec = ServiceSpec("reward", "reward", (sys.executable, "-u", "-c", program))
+    log = tmp_path / "reward.log"
+    process = await ServiceProcess.start(spec, dict(os.environ), log, guard)
+    child = int(await wait_until(lambda: log.read_text().strip()))
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.wait() == -signal.SIGKILL
+    await wait_until(lambda: not _is_running(child))
+
+
+async def test_a_redis_that_dies_comes_back_with_its_data_at_the_same_address(
+    tmp_path: Path, guard: Guard
+) -> None:
+    events: list[str] = []
+    folder = RunFolder(tmp_path, "run")
+    folder.path.mkdir()
+    local = LocalRedis(folder, guard, events.append)
+    local.server.appendfsync = "always"
+    await local.start()
+    keeper = asyncio.create_task(local.keep())
+    try:
+        broker = await Broker.connect(folder.address())
+        await broker.execute("SET", "here", "still")
+        local.server.kill()
+        assert await broker.execute("GET", "here") == b"still", "the broker waits until it is back"
+        await broker.close()
+        await wait_until(lambda: events == ["Redis died; starting it again", "Redis is back"])
+    finally:
+        keeper.cancel()
+        await local.stop()
+    assert not folder.address_file.exists() and not local.server.pid
+
+
+async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None:
+    console = tmp_path / "console.py"
+    console.write_text(
+        "import subprocess, sys, time\n"
+        "from pathlib import Path\n"
+        "from services.console.launch.guard import Guard\n"
+        "with Guard() as guard:\n"
+        "    for kind in ('service', 'redis'):\n"
+        "        child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "        guard.watch(child.pid, kind)\n"
+        "        print(child.pid, flush=True)\n"
+        "    guard.remove_at_end(Path(sys.argv[1]))\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    (socket_folder := tmp_path / "socket").mkdir()
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, str(console), str(socket_folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    assert process.stdout.readline() == "ready\n"
+    assert all(map(_is_running, pids))
+    process.kill()
+    process.wait()
+    await wait_until(lambda: not any(map(_is_running, pids)), what="both children to be ended")
+    await wait_until(lambda: not socket_folder.exists())
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process is there and not only waiting for someone to take note of its end."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,258 @@
+"""`tidemill` as a user meets it: whole runs with stand-ins for the services, mistakes, and its own start."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tokenizers import Tokenizer, models
+
+from common.config import RunConfig
+from common.errors import ConfigError, TidemillError
+from common.history import History, StreamName
+from common.streams import Entry
+from common.wire.messages import Commit
+from services.console.exports.archive import archive
+from services.console.launch.processes import ServiceSpec
+from services.console.launch.up import UpOptions, run_up
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+
+TRAINER = """
+import asyncio, sys
+from common.redis.broker import Broker
+from common.wire.keys import Keys
+from common.wire.messages import Commit
+from common.run.state import read_config, update_state
+from common.streams import append_numbered
+
+async def main(run_id, stop_after):
+    broker, keys = await Broker.connect(), Keys(run_id)
+    steps = (await read_config(broker, keys)).trainer.steps
+    for step in range(min(steps, stop_after)):
+        metrics = {"reward": step / 10, "staleness/max": 0.0, "completion_tokens": 8.0, "step_time_s": 0.5}
+        commit = Commit(step=step, version=step + 1, mini_batches=((((step, 0), (step, 1)),),),
+                        groups=(step,), metrics=metrics)
+        await append_numbered(broker, keys.commits, [(step, commit)])
+        await update_state(broker, keys, status="running", tickets_issued=step + 1,
+                           trajectories_seen=2 * step + 2)
+    if steps > stop_after:
+        print("waiting", flush=True)
+        await asyncio.sleep(600)
+    evaluations = [{"version": 0, "dataset": "held", "score": 0.1},
+                   {"version": steps, "dataset": "held", "score": 0.9}]
+    await update_state(broker, keys, status="finished", evaluations=evaluations)
+    await broker.close()
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def specs_with(trainer: str = TRAINER, stop_after: int = 1000) -> Any:
+    """Stand-ins in place of the services: a trainer that commits, and a worker that only waits."""
+
+    def specs_of(config: RunConfig) -> Sequence[ServiceSpec]:
+        env = {"PYTHONPATH": str(ROOT)}
+        command = (sys.executable, "-c", trainer, config.run_id, str(stop_after))
+        wait = (sys.executable, "-c", "import time; time.sleep(600)")
+        return [
+            ServiceSpec("trainer", "trainer", command, env, ends_run=True),
+            ServiceSpec("rollout-0", "rollout", wait, env),
+        ]
+
+    return specs_of
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run of three steps of one group of two; the folder of runs is the test's own."""
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path / "runs"))
+    model = tmp_path / "my project" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"\0")
+    Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(model / "tokenizer.json"))
+    row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    (model.parent / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (model.parent / "config.yaml").write_text(
+        "model: {path: model}\n"
+        "data: {train: train.jsonl}\n"
+        "rollout: {engine: transformers}\n"
+        "reward: {function: exact_match}\n"
+        "trainer: {steps: 3, groups_per_step: 1, group_size: 2}\n"
+        "expect: {eval_gain: 0.5}\n"
+    )
+    yield model.parent / "config.yaml"
+
+
+def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_up(UpOptions(config), specs_with()) == 0
+    runs = config.parents[1] / "runs"
+    (run,) = [path for path in runs.iterdir() if not path.is_symlink()]
+    assert run.name.startswith("my-project-") and (runs / "latest").resolve() == run
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["ok"] and summary["steps"] == 3 and summary["lost"] == 0
+    assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
+    assert summary["wall_s"] > 0
+    output = capfd.readouterr().out
+    assert "step 3/3" in output and "everything that was expected of the run holds" in output
+    assert not (run / "redis.url").exists(), "the run's Redis is gone, and so is its address"
+    # The run's folder alone still has all of its streams.
+    assert asyncio.run(_archived_steps(run)) == [0, 1, 2]
+    assert archive(run.name, None, only_check=True, as_json=True) == 0
+    (damaged,) = (run / "archive" / "commits").glob("*.parquet")
+    damaged.write_bytes(b"?")
+    assert archive(run.name, None, only_check=True, as_json=True) == 1
+    assert str(damaged) in capfd.readouterr().out
+
+
+async def _archived_steps(run: Path) -> list[int]:
+    records = History(run.name, run, None).scan(StreamName.COMMITS)
+    return [r.message.step async for r in records if isinstance(r, Entry) and isinstance(r.message, Commit)]
+
+
+def test_a_run_that_disappoints_exits_with_1(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = UpOptions(config, ("expect.eval_gain=0.85",), run_id="weak")
+    assert run_up(options, specs_with()) == 1
+    assert "expected a gain of 0.85" in capfd.readouterr().out
+
+
+def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = "raise SystemExit(print('the template is wrong') or 2)"
+    assert run_up(UpOptions(config, run_id="wrong"), specs_with(trainer)) == 2
+    error = capfd.readouterr().err
+    assert "the template is wrong" in error
+    assert f"tidemill up '{config}' --run-id wrong --resume" in error
+
+
+def test_a_run_id_that_exists_must_be_resumed_by_name(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = UpOptions(config, run_id="twice")
+    assert run_up(options, specs_with()) == 0
+    with pytest.raises(ConfigError, match="exists already") as caught:
+        run_up(options, specs_with())
+    assert "--run-id twice --resume" in str(caught.value)
+    with pytest.raises(ConfigError, match="the latest is twice"):
+        run_up(UpOptions(config, resume=True), specs_with())
+    with pytest.raises(ConfigError, match="there is no run other to resume"):
+        run_up(UpOptions(config, run_id="other", resume=True), specs_with())
+    capfd.readouterr()
+    more = UpOptions(config, ("trainer.steps=5",), run_id="twice", resume=True)
+    assert run_up(more, specs_with()) == 0, "the streams of before are still there"
+    output = capfd.readouterr().out
+    assert "step 5/5" in output and "step 3/5" not in output, "what was done before is not news"
+    summary = json.loads((config.parents[1] / "runs" / "twice" / "summary.json").read_text())
+    assert (summary["steps"], summary["duplicated_in_training"]) == (5, 0)
+
+
+def test_a_port_in_use_is_found_before_anything_starts(config: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            TidemillError, match=f"rollout-0 cannot serve metrics on 127.0.0.1:{port}"
+        ) as caught:
+            run_up(UpOptions(config, (f"rollout.metrics_port={port}",), run_id="busy"))
+    assert caught.value.exit_code == 2
+    assert not (config.parents[1] / "runs").exists()
+
+
+async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> None:
+    script = config.parent / "console.py"
+    script.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from services.console.launch.up import UpOptions, run_up\n"
+        "from tests.integration.console.test_console_up import specs_with\n"
+        "options = UpOptions(Path(sys.argv[1]), run_id='held', resume=len(sys.argv) > 3)\n"
+        "sys.exit(run_up(options, specs_with(stop_after=1000 if options.resume else 2)))\n"
+    )
+    command = [sys.executable, str(script), str(config), str(ROOT)]
+    process = subprocess.Popen(  # noqa: ASYNC220
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    run = config.parents[1] / "runs" / "held"
+    log = run / "logs" / "trainer.log"
+    await wait_until(lambda: log.exists() and "waiting" in log.read_text(), timeout_s=60)
+    children = psutil.Process(process.pid).children(recursive=True)
+    status = _tidemill("status", "held", "--json")
+    assert json.loads(status.stdout)["version"] == 2, "any terminal of this machine can ask"
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"stopped after 2 of 3 steps" in error and b"--run-id held --resume" in error
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert await asyncio.to_thread(subprocess.call, [*command, "resume"], timeout=60) == 0
+    assert "everything that was expected" in _tidemill("status", "held").stdout
+
+
+def _tidemill(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.console", *arguments],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=120,
+    )  # fmt: skip
+
+
+def _imported(code: str) -> set[str]:
+    """Modules that are there after running `code` in a fresh interpreter."""
+    program = (
+        "import sys, contextlib, io\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        f"    {code}\n"
+        "print(*sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["check", "-h"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    modules = _imported(f"from services.console.__main__ import app; app({arguments!r})")
+    heavy = {"torch", "transformers", "vllm", "numpy", "redis", "matplotlib", "structlog", "yaml"}
+    assert "typer" in modules and not heavy & modules
+
+
+def test_every_mistake_is_found_without_model_libraries(config: Path) -> None:
+    code = (
+        "from pathlib import Path; from services.console.check.preflight import examine; "
+        f"examine(Path({str(config)!r}))"
+    )
+    assert not {"torch", "transformers", "vllm", "matplotlib"} & _imported(code)
+
+
+def test_help_teaches_with_an_example() -> None:
+    for arguments in ([], ["check"], ["up"], ["status"], ["top"]):
+        text = _tidemill(*arguments, "--help").stdout
+        assert f"Example: tidemill {' '.join(arguments)}" in " ".join(text.split())
+
+
+def test_a_mistake_is_answered_in_plain_words_with_exit_code_2(config: Path) -> None:
+    result = _tidemill("check", str(config), "--set", "trainer.step=1")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "trainer.step: no such field; did you mean 'steps'?" in result.stderr
+
+
+def test_check_explains_a_good_config(config: Path) -> None:
+    result = _tidemill("check", str(config))
+    assert result.returncode == 0, result.stderr
+    assert "1 groups of 2 = 2 trajectories" in result.stdout and "nothing was started" in result.stdout
+
+
+def test_status_of_a_run_that_is_not_there_says_what_to_do(config: Path) -> None:
+    result = _tidemill("status", "ghost")
+    assert result.returncode == 2 and "TIDEMILL_REDIS_URL" in result.stderr

@@ -1,0 +1,113 @@
+"""The exporter beside real services: what it exports, and that its targets can be scraped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.servers import free_port
+from tests.support.waiting import wait_until
+
+STEPS = 1000
+"""More than a test waits for."""
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """All samples of an exposition; a family or sample that comes twice is an error."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    names = set()
+    for family in text_string_to_metric_families(text):
+        assert family.name not in names, family.name
+        names.add(family.name)
+        for sample in family.samples:
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def sample(text: str, name: str, **labels: str) -> float | None:
+    return samples(text).get((name, frozenset(labels.items())))
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> Iterator[Any]:
+    """Starts an exporter; gives its address."""
+    processes = []
+
+    def start(run: ServiceRun, **variables: str) -> str:
+        port = free_port()
+        command = [sys.executable, "-m", "services.console.exporter", run.keys.run_id, "--port", str(port)]
+        command += ["--every", "0.5"]
+        env = os.environ | {"TIDEMILL_REDIS_URL": run.url} | variables
+        with open(tmp_path / "exporter.log", "ab") as log:
+            processes.append(subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=log))
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def is_up(address: str) -> bool:
+    try:
+        return bool(sample(fetch(f"{address}/metrics"), "tidemill_redis_up"))
+    except OSError:
+        return False
+
+
+def targets(address: str) -> dict[str, str]:
+    """Address of each target by its worker's name."""
+    found = json.loads(fetch(f"{address}/sd"))
+    return {item["labels"].get("worker", item["labels"]["service"]): item["targets"][0] for item in found}
+
+
+async def test_every_process_of_a_run_is_discovered_and_scraped(tmp_path, exporter):
+    config = simulated_config(tmp_path, trainer__steps=STEPS, streams__trim=True)
+    async with ServiceRun(tmp_path, config) as run:
+        address = exporter(run)
+        for role in ("trainer", "rollout", "reward"):
+            run.start(role)
+        wanted = {"exporter", "trainer", "rollout", "reward"}
+        await wait_until(lambda: is_up(address) and set(targets(address)) == wanted, 120)
+        await wait_until(lambda: (sample(fetch(f"{address}/metrics"), "tidemill_run_version") or 0) > 1, 120)
+        pages = {name: fetch(f"http://{target}/metrics") for name, target in targets(address).items()}
+        info = {
+            name: sample(page, "tidemill_run_info", run_id="test", role=name) for name, page in pages.items()
+        }
+        assert info == dict.fromkeys(wanted, 1.0)
+        assert sample(pages["exporter"], "tidemill_workers", role="rollout", state="alive") == 1
+        assert sample(pages["exporter"], "tidemill_run_steps") == STEPS
+        assert sample(pages["trainer"], "tidemill_stage_seconds_count", stage="trainer") > 0
+        # A second worker appears by itself, and one that leaves is gone.
+        run.start("reward", "reward-1")
+        await wait_until(lambda: "reward-1" in targets(address), 60)
+        assert await run.stop("reward-1") == 0
+        await wait_until(lambda: "reward-1" not in targets(address), 60)
+
+
+async def test_an_exporter_outlives_its_redis_and_waits_for_its_run(tmp_path, exporter):
+    async with ServiceRun(tmp_path, simulated_config(tmp_path)) as run:
+        run.start("rollout")
+        address = exporter(run)
+        await wait_until(lambda: is_up(address) and "rollout" in targets(address), 120)
+        run.redis.kill()
+        await wait_until(lambda: not is_up(address), 60)
+        assert "rollout" in targets(address), "the last known targets stand while Redis is away"
+        run.redis.start()
+        await wait_until(lambda: is_up(address), 60)

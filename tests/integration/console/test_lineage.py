@@ -1,0 +1,135 @@
+"""A real run, finished, archived, and without its Redis: every sample of it can be followed to its step."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import yaml
+from typer.testing import CliRunner
+
+from common.archive.writer import archive_stream, writing
+from common.history import StreamName
+from common.wire.messages import Commit
+from services.console.__main__ import app
+from tests.support.runs import ServiceRun, simulated_config
+from tests.support.traces import problems_of
+from tests.support.training import commits_of
+
+STEPS = 4
+REWARD = """
+calls = {}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    calls[solution_str] = calls.get(solution_str, 0) + 1
+    if int(ground_truth) % 3 == 0 and calls[solution_str] == 1:
+        raise RuntimeError("the judge was busy")
+    return {"score": float(hash(solution_str) % 2), "judge": f"verdict on {ground_truth}"}
+"""
+
+
+async def train_and_archive(runs: Path) -> list[Commit]:
+    config = simulated_config(runs, trainer__steps=STEPS, reward__backoff_s=0.01)
+    (runs / "reward.py").write_text(REWARD)
+    async with ServiceRun(runs, config, "real") as run:
+        for role in ("rollout", "reward", "trainer"):
+            run.start(role)
+        assert await run.wait("trainer", 240) == 0, run.log_of("trainer")
+        (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        with writing(run.run_dir):
+            for stream in StreamName:
+                await archive_stream(
+                    run.broker, run.keys, run.run_dir, stream, segment_bytes=20_000, is_last=True
+                )
+        return await commits_of(run.broker, run.keys)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]:
+    """The folder of runs, and the commits of the run."""
+    runs = tmp_path_factory.mktemp("runs")
+    return runs, asyncio.run(train_and_archive(runs))
+
+
+@pytest.fixture
+def tidemill(real: tuple[Path, list[Commit]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call a command on it; there is no Redis."""
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+
+    def tidemill(*words: str) -> str:
+        result = CliRunner().invoke(app, [*words, "--runs-dir", str(real[0])], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    yield tidemill
+    structlog.reset_defaults()
+
+
+def test_every_trained_sample_leads_to_the_micro_batch_that_has_it(real: Any, tidemill: Any) -> None:
+    _, commits = real
+    for commit in (commits[0], commits[-1]):
+        for ticket in commit.groups:
+            tree = json.loads(tidemill("trace", str(ticket), "real", "--json"))
+            assert (tree["step"], tree["version"], tree["digest"]) == (
+                commit.step,
+                commit.version,
+                commit.digest,
+            )
+            assert [s["advantage"] for s in tree["samples"]] == commit.advantages[str(ticket)]
+            for sample in tree["samples"]:
+                (place,) = sample["trained_in"]
+                batch = commit.mini_batches[place["mini_batch"]][place["micro_batch"]]
+                assert tuple(batch[place["position"]]) == (ticket, sample["index"])
+                assert sample["versions"][0]["version"] >= commit.step - 1
+                assert sample["trajectory"]["worker"] == "rollout" and sample["score"]["worker"] == "reward"
+
+
+def test_attempts_that_failed_are_on_record_with_what_they_said(real: Any, tidemill: Any) -> None:
+    found = [
+        json.loads(line)
+        for line in tidemill("streams", "tail", "scores", "-n", "500", "--run", "real", "--json").splitlines()
+    ]
+    tried = [record["message"] for record in found if record["message"]["attempts"] > 1]
+    assert tried and all("the judge was busy" in score["tries"][0][3] for score in tried)
+    assert all(not score["tries"] for score in (r["message"] for r in found) if score["attempts"] == 1)
+    sample = f"{tried[0]['ticket']}.{tried[0]['index']}"
+    shown = tidemill("trace", sample, "real")
+    assert "the judge was busy" in shown and "attempt 2" in shown
+
+
+def test_the_parts_of_a_step_add_up_to_what_its_commit_says(real: Any, tidemill: Any) -> None:
+    for commit in real[1]:
+        tree = json.loads(tidemill("step", str(commit.step), "real", "--json"))
+        assert [group["ticket"] for group in tree["groups"]] == list(commit.groups)
+        num_tokens = sum(batch["num_tokens"] for batch in tree["micro_batches"])
+        assert num_tokens == commit.metrics["completion_tokens"]
+        rewards = [sample["reward"] for group in tree["groups"] for sample in group["samples"]]
+        assert sum(rewards) / len(rewards) == pytest.approx(commit.metrics["reward"])
+        assert tree["reversed_groups"] == [] and tree["weights"]["digest"] == commit.digest
+    assert "what came out" in tidemill("step", "1", "real")
+
+
+def test_judges_words_are_found_in_the_archive(real: Any, tidemill: Any) -> None:
+    found = tidemill("streams", "grep", "verdict on 1", "--run", "real", "--json").splitlines()
+    assert found and {json.loads(line)["field"] for line in found} == {"detail.judge"}
+    few = tidemill("streams", "grep", r"verdict on \d+$", "--run", "real", "-n", "3", "--json").splitlines()
+    assert len(few) == 3
+
+
+def test_the_timeline_has_every_trained_sample_in_order(real: Any, tidemill: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    tidemill("timeline", "--from-step", "0", "--to-step", str(STEPS - 1), "-o", str(file), "real")
+    events = json.loads(file.read_text())["traceEvents"]
+    assert problems_of(events) == []
+    arrows = {event["name"] for event in events if event["ph"] == "f"}
+    trained = {f"{ticket}.{index}" for commit in real[1] for ticket, index in commit.trained_keys}
+    assert trained <= arrows
+    assert {f"step {step}" for step in range(STEPS)} <= {event["name"] for event in events}
+
+
+def test_all_that_was_written_is_listed_from_the_archive(real: Any, tidemill: Any) -> None:
+    listed = {row["stream"]: row for row in json.loads(tidemill("streams", "ls", "--run", "real", "--json"))}
+    assert listed["commits"]["archived_entries"] == STEPS and listed["commits"]["redis_entries"] == 0
+    assert "read from the archive" in tidemill("streams", "ls", "--run", "real")

@@ -1,0 +1,129 @@
+"""Recorded trajectories through a real reward service again: rescored, and replayed at a pace."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.wire.messages import SamplingParams, Score, ScoreStatus, Ticket
+from tests.support.recorded import record, tidemill
+from tests.support.trajectories import make_config, make_trajectory
+
+NUM_TICKETS, GROUP_SIZE = 12, 4
+REWARD = """
+def longest(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str))
+
+
+def broken(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str.endswith("3"):
+        raise ValueError("cannot score a three")
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with one: step s has tickets 4s to 4s + 3; recorded rewards are the index."""
+    runs = tmp_path_factory.mktemp("runs")
+    (runs / "mine.py").write_text(REWARD)
+    config = make_config(run_id="base", reward={"workers": 1, "max_attempts": 1}, streams={"lease_s": 60.0})
+    tickets, trajectories, scores = [], [], []
+    for ticket in range(NUM_TICKETS):
+        tickets.append(
+            Ticket(
+                ticket=ticket,
+                step=ticket // 4,
+                min_version=0,
+                group_size=GROUP_SIZE,
+                sampling=SamplingParams(max_tokens=8),
+                prompt_ids=np.arange(4, dtype=np.int32),
+            )
+        )
+        for index in range(GROUP_SIZE):
+            # Longer is better in all groups but that of ticket 5, where the reward turns everything around.
+            text = "x" * (9 - index if ticket == 5 else index) + str(index)
+            made = make_trajectory(ticket, index, text, group_size=GROUP_SIZE, step=ticket // 4)
+            trajectories.append(made)
+            scores.append(
+                Score(ticket=ticket, index=index, status=ScoreStatus.OK, value=float(index), worker="then")
+            )
+    asyncio.run(record(runs, config, tickets, trajectories, scores))
+    return runs
+
+
+def fingerprint(folder: Path) -> dict[str, bytes]:
+    """All that a run's folder holds, but for the log of whoever served its data."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "redis.log"
+    }
+
+
+def test_another_reward_is_held_against_the_recorded_one_and_the_run_is_as_it_was(runs: Path) -> None:
+    before = fingerprint(runs / "base")
+    done = tidemill(runs, "rescore", "base", "--reward", f"{runs / 'mine.py'}:longest", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    agreement = report["agreement"]
+    assert (agreement["compared"], agreement["groups"]) == (NUM_TICKETS * GROUP_SIZE, NUM_TICKETS)
+    assert agreement["groups_with_another_best"] == [5]
+    assert agreement["spearman_within_groups"] == pytest.approx((NUM_TICKETS - 1 - 1) / NUM_TICKETS)
+    assert report["cost"]["trajectories"] == NUM_TICKETS * GROUP_SIZE
+    assert json.loads((runs / report["sandbox"] / "rescore.json").read_text()) == report
+    assert fingerprint(runs / "base") == before
+    shown = tidemill(runs, "streams", "show", "scores", "5.0", "--run", report["sandbox"], "--json")
+    assert shown.returncode == 0 and '"value": 10.0' in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Path) -> None:
+    given = [
+        "--reward",
+        f"{runs / 'mine.py'}:broken",
+        "--from-step",
+        "1",
+        "--to-step",
+        "1",
+        "--into",
+        "second",
+    ]
+    done = tidemill(runs, "rescore", "base", *given)
+    assert done.returncode == 0, done.stderr
+    assert "12 trajectories in 4 groups" in done.stdout
+    assert "0 before, 4 now" in done.stdout
+    assert "cannot score a three" in done.stdout
+    again = tidemill(runs, "rescore", "base", *given)
+    assert again.returncode == 2 and "second is there already" in again.stderr
+
+
+def test_recorded_trajectories_go_through_the_reward_service_once_more(runs: Path) -> None:
+    done = tidemill(runs, "replay", "trajectories", "base", "--speed", "max", "--into", "third", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["emitted"] == summary["scored"] == NUM_TICKETS * GROUP_SIZE
+    assert (summary["failed"], summary["sandbox"]) == (0, "third")
+    assert "python -m services.reward --run third" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("rescore", "base", "--reward", "nowhere.py:fn"), "nowhere.py"),
+        (("rescore", "base", "--from-step", "9"), "no train trajectories in that stretch"),
+        (("rescore", "base", "--from-step", "2", "--to-step", "1"), "is after the last"),
+        (("rescore", "nobody"), "nobody"),
+        (("replay", "trajectories", "base", "--speed", "quick"), "must be max, or a number"),
+        (
+            ("replay", "trajectories", "base", "--from", "yesterday"),
+            "neither the number of a step nor a time",
+        ),
+        (("replay", "trajectories", "base", "--into", "a b"), "--into"),
+    ],
+)
+def test_a_mistake_is_told_in_plain_words(runs: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = tidemill(runs, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr

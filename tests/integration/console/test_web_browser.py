@@ -1,0 +1,166 @@
+"""`tidemill web` in a real browser: a live run, texts that attack, 50,000 groups, keys, small screens."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Page
+
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import publish_config
+from common.streams import append, append_numbered
+from common.wire.keys import Keys
+from common.wire.messages import Score, ScoreStatus
+from tests.conftest import SERVERS
+from tests.support.browsers import browsing, chromium, serving
+from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.web_runs import (
+    LONG,
+    RIGHT_TO_LEFT,
+    completion,
+    make_ticket,
+    write_folder,
+    write_run,
+)
+
+NUM_GROUPS, NUM_SCORED = 50_000, 970
+MOST_ELEMENTS = 8_000
+"""Of a page: a browser lays out so many in a fraction of a second."""
+
+MODEL = REPO / "examples" / "arith" / "model"
+
+pytestmark = [
+    pytest.mark.usefixtures("browser_is_there"),
+    pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True),
+]
+
+
+@pytest.fixture
+def browser_is_there() -> None:
+    chromium()
+
+
+async def settled(page: Page, address: str) -> None:
+    """Load a page again until the server has read the run."""
+    await page.goto(address)
+    while await page.get_by_text("still being read").count():
+        await asyncio.sleep(0.2)
+        await page.reload()
+
+
+async def text_of(page: Page, selector: str) -> str:
+    return await page.locator(selector).first.inner_text()
+
+
+async def test_a_live_run_is_followed_without_loading_again(
+    tmp_path: Path, redis_server: EmbeddedRedis, keys: Keys
+) -> None:
+    config = simulated_config(tmp_path, trainer__steps=6)
+    async with (
+        ServiceRun(tmp_path, config, keys.run_id, redis_server.url) as run,
+        serving(tmp_path, run.url, keys.run_id) as base,
+        browsing() as page,
+    ):
+        await page.goto(f"http://{base}")
+        await page.evaluate("window.same = true")
+        run.start("trainer")
+        run.start("rollout")
+        await page.locator("#state td", has_text="wait").first.wait_for()
+        await page.locator("#state th", has_text="rollout").wait_for()
+        assert await page.locator(".chart").count() == 0, "nothing is committed without rewards"
+        run.start("reward")
+        await page.locator(".chart path.line").first.wait_for(state="attached")
+        await page.locator("#state .state.finished").wait_for()
+        assert await page.evaluate("window.same") is True
+        assert "6 of 6" in await text_of(page, "#state .facts")
+        await page.keyboard.press("g")
+        await page.wait_for_url("**/groups")
+        await page.keyboard.press("j")
+        await page.keyboard.press("Enter")
+        await page.locator(".tokens .t").first.wait_for()
+
+
+async def test_hostile_completions_are_shown_and_do_nothing(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL))
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
+        await settled(page, f"http://{base}/groups/0")
+        await page.locator("#c3 .tokens .t").first.wait_for()
+        await page.get_by_label("text as recorded").check()
+        await page.locator("#c3 button").wait_for()
+        assert "<script>window.hacked" in await text_of(page, "#c0 .tokens")
+        assert "U+202E" in await text_of(page, "#c1 .tokens") and RIGHT_TO_LEFT[-4:] in await text_of(
+            page, "#c1 .tokens"
+        )
+        assert "NUL ESC[31mredBEL DEL U+0085" in await text_of(page, "#c2 .tokens")
+        assert len(await text_of(page, "#c3 .tokens .text")) < len(LONG) / 4
+        for _ in range(5):
+            await page.locator("#c3 .tokens[aria-busy]").wait_for(state="detached")
+            await page.locator("#c3 button").click()
+        await page.locator("#c3 button").wait_for(state="detached")
+        assert len(await text_of(page, "#c3 .tokens .text")) == len(LONG)
+        for path in ("", "/groups", "/groups/1", "/steps/0", "/dead", "/eval-groups/0"):
+            await page.goto(f"http://{base}{path}")
+            assert await page.evaluate("window.hacked") is None, path
+            assert await page.locator("script:not([src]), img[onerror]").count() == 0, path
+
+
+async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    await publish_config(broker, keys, write_folder(tmp_path, keys))
+    one = make_ticket(0).model_copy(update={"group_size": 1})
+    numbered = ((t, one.model_copy(update={"ticket": t, "step": t // 8})) for t in range(NUM_GROUPS))
+    await append_numbered(broker, keys.prompts(), numbered)
+    scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t % 97) for t in range(NUM_SCORED))
+    await append(broker, keys.scores(), *scores)
+    await append(broker, keys.trajectories(), completion(NUM_GROUPS - 1, 0, "the newest one"))
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
+        await settled(page, f"http://{base}/groups")
+        assert "50\u202f000 groups" in await text_of(page, "#news")
+        assert await page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
+        await page.keyboard.press("j")
+        await page.keyboard.press("j")
+        assert await page.evaluate("document.activeElement.textContent") == str(NUM_GROUPS - 2)
+        await page.keyboard.press("n")
+        await page.wait_for_url("**page=2")
+        await page.get_by_role("link", name="Reward", exact=True).click()
+        await page.wait_for_url("**sort=reward*")
+        await page.keyboard.press("j")
+        assert await page.evaluate("document.activeElement.textContent") == str(NUM_SCORED - 1)
+        await page.goto(f"http://{base}/groups?reward=3..3&step=..20")
+        assert "2 of 50\u202f000 groups" in await text_of(page, "#news")
+
+
+async def test_a_group_is_read_with_keys_alone(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["a short one"])
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
+        await settled(page, f"http://{base}/groups/2")
+        await page.locator("#c0 .tokens .t").nth(5).wait_for()
+        await page.keyboard.press("j")
+        assert await page.evaluate("document.activeElement.id") == "c0"
+        await page.locator("#c0 .tokens").focus()
+        for _ in range(5):
+            await page.keyboard.press("ArrowRight")
+        assert "token 4 · id 9" in await text_of(page, "#tip") and "version 1" in await text_of(page, "#tip")
+        assert "a-p3" in str(await page.locator("#c0").get_attribute("class"))
+        for key, colour in zip("12345", ("logprob", "advantage", "version", "reward", "none"), strict=True):
+            await page.keyboard.press(key)
+            assert await page.evaluate("document.body.dataset.colour") == colour
+        await page.keyboard.press("?")
+        await page.get_by_role("dialog", name="Keys").wait_for()
+        await page.keyboard.press("Escape")
+        await page.keyboard.press("t")
+        assert await page.evaluate("document.documentElement.dataset.theme") == "light"
+        await page.keyboard.press("n")
+        await page.wait_for_url("**/groups/3")
+        await page.keyboard.press("u")
+        await page.wait_for_url("**/groups")
+        await page.set_viewport_size({"width": 390, "height": 800})
+        for path in ("", "/groups", "/groups/2", "/steps", "/steps/0", "/dead"):
+            await page.goto(f"http://{base}{path}")
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 390, path

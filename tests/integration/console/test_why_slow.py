@@ -1,0 +1,97 @@
+"""Why is it slow? Four runs with a planted bottleneck; everything that people look at names it."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.prometheus import (
+    PROMETHEUS,
+    PrometheusServer,
+    panel_expressions,
+    start_exporter,
+    substituted,
+)
+from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.servers import RedisServer, newest_server
+from tests.support.slow_redis import DistantRedis
+from tests.support.training import num_commits
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
+
+ENOUGH_STEPS = 4
+QUICK: dict[str, Any] = {
+    "trainer__steps": 5000,
+    "rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.02},
+    "reward__delay_s": (0.02, 0.03),
+    "trainer__simulated": {"group_s": 0.01, "update_s": 0.02},
+}
+"""Everything takes a little."""
+PLANTED: dict[str, dict[str, Any]] = {
+    "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.4, "capacity": 4}},
+    "reward": {"reward__delay_s": (0.15, 0.25), "reward__max_in_flight": 2},
+    "trainer": {"trainer__simulated": {"group_s": 0.3, "update_s": 0.4}},
+    "redis": {},
+}
+"""Some 1.6 s of a step: much more than a busy machine takes for the rest."""
+FAR_S = 0.08
+"""How late each byte from and to Redis is, where that is the bottleneck."""
+
+
+@pytest.mark.parametrize("stage", PLANTED)
+async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None:
+    config = simulated_config(tmp_path, **(QUICK | PLANTED[stage]))
+    file = tmp_path / "config.yaml"
+    file.write_text(config.model_dump_json())
+    delay_s = FAR_S if stage == "redis" else 0.0
+    with RedisServer(tmp_path / "redis") as server:
+        async with (
+            DistantRedis(server.port, delay_s) as far,
+            ServiceRun(tmp_path, config, url=server.url) as run,
+        ):
+            for role in ("rollout", "reward", "trainer"):
+                run.variables[role] = {"TIDEMILL_REDIS_URL": far.url}
+                run.start(role)
+            exporter = start_exporter(run) if PROMETHEUS else ""
+            await wait_until(lambda: has_steps(run), 120)
+            status, plan, shown = await asyncio.gather(
+                asyncio.to_thread(tidemill, run, "status", "test"),
+                asyncio.to_thread(tidemill, run, "plan", str(file), "--run", "test"),
+                shown_bottleneck(tmp_path, exporter),
+            )
+            assert status["bottleneck"]["stage"] == stage, status["bottleneck"]
+            assert status["bottleneck"]["text"].lower().startswith(f"{stage} is the bottleneck")
+            assert plan["bottleneck"] == stage, plan
+            assert shown == (stage if PROMETHEUS else "")
+
+
+async def shown_bottleneck(folder: Path, exporter: str) -> str:
+    """What the dashboard Pipeline says after some seconds; empty where there is no Prometheus to ask."""
+    if not PROMETHEUS:
+        return ""
+    # Started late, so that nothing of the run's own start is in its rates.
+    async with PrometheusServer(folder, exporter) as prometheus:
+        looked = "sum(count_over_time(tidemill:bottleneck[1m])) >= 6"
+        await wait_until(lambda: prometheus.query(looked), 90, "six evaluations of the rules")
+        panel = next(item for item in panel_expressions() if item.place.startswith("pipeline: Bottleneck"))
+        found = await prometheus.query(substituted(panel.promql, "20s", "test"))
+        return " and ".join(str(series["metric"]["stage"]) for series in found)
+
+
+async def has_steps(run: ServiceRun) -> bool:
+    return await num_commits(run.broker, run.keys) >= ENOUGH_STEPS
+
+
+def tidemill(run: ServiceRun, *arguments: str) -> Any:
+    """What a command prints as JSON."""
+    environment = os.environ | {"TIDEMILL_REDIS_URL": run.url}
+    command = [sys.executable, "-m", "services.console", *arguments, "--json", "--runs-dir", str(run.folder)]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

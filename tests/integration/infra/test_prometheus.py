@@ -1,0 +1,183 @@
+"""A real Prometheus scrapes a real run.
+
+Every expression of every panel, rule and alert answers with data, or is listed with the reason why it cannot.
+"""
+
+import re
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.config import RunConfig
+from tests.support.misbehaving import MisbehavingServer, answers, says
+from tests.support.prometheus import (
+    ALERTS,
+    MISSING,
+    PROMETHEUS,
+    PROMTOOL,
+    RULES,
+    PrometheusServer,
+    expressions,
+    metric_names,
+    panel_expressions,
+    selectors,
+    start_exporter,
+    substituted,
+)
+from tests.support.reward_models import tiny_classifier
+from tests.support.runs import ServiceRun, simulated_config
+from tests.support.waiting import wait_until
+
+EMPTY = {
+    r"vllm:": "the engine is simulated; test_vllm_engine.py sees to vLLM's own metrics",
+    r"DCGM_": "there is no GPU",
+    r"redis_(up|memory|cpu|connected)": "there is no exporter of the Redis server beside the test",
+    r"tidemill_sandbox_|tidemill_job_seconds": "no reward runs code, and nothing is archived",
+    r"tidemill_device_turn_": "nothing shares a device",
+    r"tidemill_(duplicates_|leases_lost|handed_back)": "no worker loses or gives back what it holds",
+    r"tidemill_stray_entries_": "nobody writes into the numbered streams by hand",
+    r"tidemill_redis_wait_": "Redis is never away",
+}
+"""What has no data in this run, and why, by the metrics that an expression reads."""
+WINDOW = "20s"
+needs_prometheus = pytest.mark.skipif(not (PROMETHEUS and PROMTOOL), reason=MISSING)
+
+
+@needs_prometheus
+def test_promtool_accepts_config_and_rules() -> None:
+    assert PROMTOOL
+    for command in (
+        ["config", str(RULES.parent / "prometheus.yml")],
+        ["rules", *map(str, RULES.glob("*.yml"))],
+    ):
+        done = subprocess.run([PROMTOOL, "check", *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_prometheus
+@pytest.mark.parametrize("path", sorted((RULES.parent / "tests").glob("*.yml")), ids=lambda path: path.stem)
+def test_rules_pass_their_unit_tests(path: Path) -> None:
+    assert PROMTOOL
+    done = subprocess.run([PROMTOOL, "test", "rules", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_prometheus
+async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as run, PrometheusServer(tmp_path, start_exporter(run)) as prometheus:
+        await cause_mishaps(run, prometheus)
+        wanted = promised(run.keys.run_id)
+        missing = {place for place, promql in wanted.items() if not reason_of(promql)}
+        empty = wanted.keys() - missing
+
+        async def all_have_data() -> bool:
+            for place in sorted(missing):
+                if await prometheus.query(wanted[place]):
+                    missing.discard(place)
+            return not missing
+
+        try:
+            await wait_until(all_have_data, 120, "data for every expression")
+        except AssertionError:
+            lines = [f"{place}: {wanted[place]}" for place in sorted(missing)]
+            raise AssertionError("\n".join(["these have no data:", *lines])) from None
+        for place in sorted(empty):
+            assert not await prometheus.query(wanted[place]), f"{place} has data: it needs no reason"
+        for alert in ALERTS:
+            await prometheus.query(alert.expr)
+        fired = await prometheus.alerts()
+        assert set(fired) == {"TidemillDeadLetters"}, fired
+        said = fired["TidemillDeadLetters"]
+        assert said["summary"].endswith(" messages of run test are dead letters")
+        assert said["runbook_url"] == "docs/operations.md#dead-letters-waiting"
+
+
+def promised(run_id: str) -> dict[str, str]:
+    """What must have data, by where it stands. Of an alert, which has none in health, what it reads."""
+    shown = {item.place: substituted(item.promql, WINDOW, run_id) for item in panel_expressions()}
+    recorded = {item.place: item.promql for item in expressions() if item.name.startswith("tidemill:")}
+    read = {f"{alert.name} reads {found}": found for alert in ALERTS for found in selectors(alert.expr)}
+    return shown | recorded | read
+
+
+def test_every_reason_is_needed() -> None:
+    read = {name for item in expressions() for name in metric_names(item.promql)}
+    for pattern in EMPTY:
+        assert any(re.match(pattern, name) for name in read), f"nothing reads {pattern}"
+
+
+def reason_of(promql: str) -> str:
+    """Why an expression has no data here; empty where it must have some."""
+    names = metric_names(promql)
+    return next((why for pattern, why in EMPTY.items() if any(re.match(pattern, name) for name in names)), "")
+
+
+@asynccontextmanager
+async def a_run(folder: Path) -> AsyncIterator[ServiceRun]:
+    """A small run with evaluation, a judge that fails at times and is slow at times, and a reward model."""
+    failing = [says(500) if number % 4 == 0 else answers() for number in range(4000)]
+    async with (
+        MisbehavingServer(None, *failing) as one,
+        MisbehavingServer(answers(delay_s=0.3)) as two,
+        ServiceRun(folder, make_config(folder, (one.url, two.url))) as run,
+    ):
+        run.start("reward.replica", "replica-0", arguments=("--reward", "model", "--index", "0"))
+        run.start("trainer")
+        run.start("rollout")
+        run.start("reward", "reward-0")
+        run.start("reward", "reward-1")
+        yield run
+
+
+async def cause_mishaps(run: ServiceRun, prometheus: PrometheusServer) -> None:
+    """Kill a worker that holds something, which others take over; send a message that nobody can read."""
+    await wait_until(lambda: prometheus.query('tidemill_scores_in_flight{worker="reward-1"} > 0'), 120)
+    run.kill("reward-1")
+    await run.broker.execute("XADD", run.keys.trajectories(), "*", "v", "9", "p", "?")
+
+
+def make_config(folder: Path, judges: tuple[str, ...]) -> RunConfig:
+    function = folder / "fails_at_times.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if int(ground_truth) % 16 == 5:\n"
+        "        raise ValueError('no score for this one')\n"
+        "    return float(len(solution_str) % 2)\n"
+    )
+    rewards = {
+        "length": {"function": f"{function}:compute_score", "backoff_s": 0.01},
+        "judge": {
+            "judge": {
+                "model": "m",
+                "template": "{{ completion }}",
+                "base_urls": judges,
+                "limits": {"concurrency": 4},
+                "hedge": {"after_s": 0.1},
+                "routing": {"health_interval_s": 0.5},
+                "prices": {"prompt": 1.0, "completion": 2.0},
+            },
+            "backoff_s": 0.01,
+        },
+        "model": {
+            "model": {
+                "local_replicas": {"model": str(tiny_classifier(folder / "classifier"))},
+                "routing": {"health_interval_s": 0.5},
+            },
+        },
+    }
+    return simulated_config(
+        folder,
+        data__eval={"held-out": str(folder / "train.jsonl")},
+        reward__function=None,
+        reward__rewards=rewards,
+        reward__group="rank",
+        trainer__steps=100_000,
+        trainer__evaluation={"every": 5, "max_prompts": 4},
+        trainer__simulated={"update_s": 0.2},
+        rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.1},
+        streams__trim=True,
+        streams__lease_s=4.0,
+    )

@@ -1,0 +1,147 @@
+"""A job is one of the few functions that exist for it, whatever its hash in Redis says."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rq import Queue
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+from rq.webhook import Webhook
+
+from common.redis.broker import URL_VARIABLE
+from common.redis.client import make_blocking_client
+from common.redis.embedded import EmbeddedRedis
+from common.wire.keys import Keys
+from services.jobs.orders import ARCHIVE, EXPORT
+from tests.support.runs import REPO
+
+KEYS = Keys("jobs.1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def queue(server: EmbeddedRedis) -> Queue:
+    connection = make_blocking_client(server.url)
+    connection.flushall()
+    return Queue(KEYS.jobs_queue, connection=connection, serializer=JSONSerializer)
+
+
+@pytest.fixture
+def loud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is there once the module `loud`, which workers could import, was imported."""
+    mark = tmp_path / "was-here"
+    (tmp_path / "loud.py").write_text(f"open({str(mark)!r}, 'w')\ndef f(*_): pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return mark
+
+
+def work(server: EmbeddedRedis) -> str:
+    """Let a worker of the run do all jobs; what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.jobs", KEYS.run_id, "--burst"],
+        cwd=REPO,
+        env=os.environ | {URL_VARIABLE: server.url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
+
+
+def asked(queue: Queue, function: str, *arguments: Any, **options: Any) -> Job:
+    job_id = f"{KEYS.jobs_names}{queue.count}"
+    return queue.enqueue_call(function, args=arguments, job_id=job_id, **options)
+
+
+def test_no_other_function_is_called_and_nothing_imported_to_find_it(
+    queue: Queue, server: EmbeddedRedis, tmp_path: Path, loud: Path
+) -> None:
+    mark = tmp_path / "called"
+    calls = [
+        ("subprocess.getoutput", f"touch {mark}"),
+        ("os.system", f"touch {mark}"),
+        ("services.jobs.export.subprocess.getoutput", f"touch {mark}"),
+        ("pathlib.Path.touch", str(mark)),
+        ("loud.f", ""),
+    ]
+    jobs = [asked(queue, function, argument) for function, argument in calls]
+    said = work(server)
+    assert not mark.exists() and not loud.exists()
+    assert {job.get_status() for job in jobs} == {JobStatus.FAILED}
+    assert all(f"{function} is no job of this worker" in said for function, _ in calls)
+
+
+def test_callbacks_that_a_job_names_are_not_called(queue: Queue, server: EmbeddedRedis, loud: Path) -> None:
+    for name in ("success_callback_name", "failure_callback_name", "stopped_callback_name"):
+        job = asked(queue, ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
+        queue.connection.hset(job.key, name, "loud.f")
+    work(server)
+    assert not loud.exists()
+
+
+def test_addresses_that_a_job_names_are_not_called(queue: Queue, server: EmbeddedRedis) -> None:
+    """RQ's webhooks would let a job send requests from where its worker is."""
+    called = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            called.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{http.server_port}/"
+        hooks = [Webhook(address, "finished"), Webhook(address, "failed")]
+        asked(queue, ARCHIVE, KEYS.run_id, "/nowhere", {}, webhooks=hooks)
+        work(server)
+        http.shutdown()
+    assert called == []
+
+
+def test_arguments_are_checked_before_the_function_is_called(queue: Queue, server: EmbeddedRedis) -> None:
+    folder = f"/runs/{KEYS.run_id}"
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        (ARCHIVE, ("another-run", "/runs/another-run", {}), "and the job of another-run"),
+        (ARCHIVE, (KEYS.run_id, "/runs/other", {}), "/runs/other"),
+        (ARCHIVE, (KEYS.run_id, f"../{KEYS.run_id}", {}), f"../{KEYS.run_id}"),
+        (ARCHIVE, (KEYS.run_id, folder, {"secrets": "1-0"}), "secrets"),
+        (ARCHIVE, (KEYS.run_id, folder, {"scores": "1-0; x"}), "scores"),
+        (ARCHIVE, (KEYS.run_id, folder, {}, "perhaps"), "perhaps"),
+        (ARCHIVE, (KEYS.run_id,), "missing_argument"),
+        (EXPORT, ("/etc", "m", "bfloat16", "last", "/tmp/x"), "/etc"),
+        (EXPORT, (folder, "m", "bfloat16", "../1", "/tmp/x"), "../1"),
+        (EXPORT, (folder, "m", "bfloat16", "last", "here"), "here"),
+    ]
+    jobs = [asked(queue, function, *arguments) for function, arguments, _ in calls]
+    work(server)
+    for job, (_, arguments, complaint) in zip(jobs, calls, strict=True):
+        result = job.latest_result()
+        assert result is not None and result.exc_string is not None, arguments
+        assert "ValidationError" in result.exc_string and complaint in result.exc_string, arguments
+
+
+def test_a_job_that_cannot_be_read_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
+    odd = [{"data": b"\x80\x04."}, {"timeout": b"soon"}, {"status": b"odd"}, {"data": b"[1, 2]"}]
+    for fields in odd:
+        job = asked(queue, ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
+        queue.connection.hset(job.key, mapping=fields)
+    work(server)
+    assert queue.count == 0

@@ -1,0 +1,225 @@
+"""Code that is run to be scored: what passes, and what hostile code can do, which is nothing."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.config.reward_kinds import SandboxConfig
+from services.jobs.sandbox.job import judge
+from services.jobs.sandbox.programs import make_cases
+from services.jobs.sandbox.runner import SandboxError, probe, run_cases
+from tests.support.waiting import wait_until
+
+LIMITS = SandboxConfig(
+    time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, output_kb=64, isolation="prefer"
+)
+HASTY = LIMITS.model_copy(update={"time_s": 1.5})
+ANY_OUTPUT: dict[str, Any] = {"inputs": [""], "outputs": ["ok"]}
+
+
+def passes(code: str, tests: Any, config: SandboxConfig = LIMITS) -> bool:
+    result = judge(code, tests, config)
+    assert "error" not in result, result
+    return bool(result["passed"] == result["total"])
+
+
+def outcome(code: str, config: SandboxConfig = LIMITS, namespaces: bool = True) -> dict[str, Any]:
+    config = config if namespaces else config.model_copy(update={"isolation": "prefer"})
+    (result,), _ = run_cases(make_cases(code, ANY_OUTPUT, 1), config, namespaces=namespaces)
+    return result
+
+
+@pytest.fixture(scope="module")
+def isolation() -> dict[str, Any]:
+    found = probe(LIMITS)
+    if not (found["namespaces"] and found["files"]):
+        pytest.skip(f"the kernel allows no namespaces here: {found}")
+    return found
+
+
+def test_standard_output_is_compared_blanks_and_rounding_aside() -> None:
+    tests = {"inputs": ["3 4\n", "1 2"], "outputs": ["7 \n0.3333333333", "3\n0.3333333334\n"]}
+    code = "a, b = map(int, input().split())\nprint(a + b)\nprint(1 / 3)"
+    assert passes(code, tests)
+    assert not passes(code.replace("a + b", "a - b"), tests)
+    assert passes(
+        code, str(tests).replace("'", '"').replace("\n", "\\n")
+    )  # as datasets keep it: JSON in text
+
+
+def test_functions_are_called_with_arguments_and_compared_by_value() -> None:
+    tests = {"fn_name": "add", "inputs": [[1, 2], "[1]\n[2]"], "outputs": [3, [[1, 2]]]}
+    assert passes("def add(a, b):\n    print('noise')\n    return a + b", tests)
+    assert passes("class Solution:\n    def add(self, a, b):\n        return a + b", tests)
+    assert not passes("def add(a, b):\n    return 3", tests)
+
+
+def test_statements_and_check_functions_run_behind_the_code() -> None:
+    assert passes("def f(x): return x + 1", {"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]})
+    humaneval = {"test": "def check(candidate):\n    assert candidate(1) == 2", "entry_point": "f"}
+    assert passes("def f(x): return x + 1", humaneval)
+    assert not passes("def f(x): return x", humaneval)
+
+
+def test_part_of_the_tests_counts_as_that_part() -> None:
+    result = judge("print(input())", {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "9"]}, LIMITS)
+    assert (result["passed"], result["total"]) == (2, 3)
+    assert result["first_failure"]["stdout"] == "3\n"
+
+
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"])
+def test_code_that_leaves_before_its_tests_fails_them(leave: str) -> None:
+    assert not passes(leave, ["assert False"])
+    assert not passes(leave, {"fn_name": "f", "inputs": [[1]], "outputs": [1]})
+
+
+def test_code_that_echoes_its_input_does_not_pass_its_tests() -> None:
+    code = "import sys\nsys.stdout.write(sys.stdin.read())\nsys.exit(0)"
+    assert not passes(code, ["assert False"])
+
+
+@pytest.mark.parametrize(
+    "tests", [None, 7, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}]
+)
+def test_a_ground_truth_without_tests_is_an_error_and_no_zero(tests: Any) -> None:
+    result = judge("print(1)", tests, LIMITS)
+    assert "ground truth" in result["error"]
+    assert result["is_final"]
+
+
+@pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "limits alone"])
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("while True: pass", {"timeout"}),
+        ("import time\ntime.sleep(3600)", {"timeout"}),
+        ("while True: print('x' * 1000)", {"output"}),
+        ("x = bytearray(1 << 30)", {"done"}),
+        ("open('f', 'wb').write(b'x' * (64 << 20))", {"done", "file"}),
+        ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", {"timeout", "processes"}),
+        (
+            "import os\nfor _ in range(6):\n    if os.fork() == 0: break\nx = bytearray(100 << 20)\n"
+            "for i in range(0, len(x), 4096): x[i] = 1\nimport time; time.sleep(60)",
+            {"memory"},
+        ),
+    ],
+    ids=["loop", "sleep", "output", "memory", "file", "fork bomb", "memory of many"],
+)
+def test_limits_end_what_does_not_end_by_itself(code: str, expected: set[str], namespaces: bool) -> None:
+    if not namespaces and not _can_run_without(HASTY):
+        pytest.skip("the interpreter is in a folder that other users cannot read")
+    found = outcome(code, HASTY, namespaces)
+    assert found["outcome"] in expected, found
+    assert found.get("code") != 0 or found["outcome"] != "done"
+
+
+def test_nothing_outlives_its_program(isolation: dict[str, Any]) -> None:
+    mark = f"tidemill-test-{os.getpid()}"
+    code = (
+        "import os, sys, time\n"
+        f"if os.fork() == 0:\n    os.setsid()\n    os.execv(sys.executable, ['{mark}', '-c', "
+        "'import time; time.sleep(600)'])\n"
+        "time.sleep(0.3)\nprint('ok')"
+    )
+    count = "import glob; print(len(glob.glob('/proc/[0-9]*')))"
+    cases = make_cases(code, ANY_OUTPUT, 1) + make_cases(count, ANY_OUTPUT, 1)
+    (first, second), _ = run_cases(cases, LIMITS)
+    assert first["stdout"] == "ok\n"
+    assert int(second["stdout"]) <= 2  # the jail itself, and the program that counts
+    assert not [p for p in psutil.process_iter() if mark in " ".join(_cmdline(p))]
+
+
+async def test_a_jail_ends_with_whoever_started_it(isolation: dict[str, Any], tmp_path: Path) -> None:
+    mark = f"tidemill-sleeper-{os.getpid()}"
+    code = f"import os, sys\nos.execv(sys.executable, ['{mark}', '-c', 'import time; time.sleep(600)'])"
+    starter = os.fork()
+    if starter == 0:
+        run_cases(
+            make_cases(code, ANY_OUTPUT, 1), LIMITS.model_copy(update={"time_s": 600.0, "total_s": 600.0})
+        )
+        os._exit(0)
+    try:
+        await wait_until(lambda: [p for p in psutil.process_iter() if mark in _cmdline(p)], 30)
+    finally:
+        os.kill(starter, signal.SIGKILL)
+        os.waitpid(starter, 0)  # noqa: ASYNC222 (it was killed)
+    await wait_until(lambda: not [p for p in psutil.process_iter() if mark in _cmdline(p)], 30)
+
+
+def test_there_is_no_network(isolation: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        found = outcome(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nprint('ok')")
+    assert "unreachable" in found["stderr"]
+
+
+def test_it_writes_and_reads_nothing_outside(isolation: dict[str, Any], tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    for path in (secret, Path("/etc/passwd"), Path(__file__)):
+        assert "Error" in outcome(f"open({str(path)!r}).read()\nprint('ok')")["stderr"]
+    for path in (tmp_path / "new", Path("/usr/new"), Path("/new"), Path("/dev/new")):
+        assert "Error" in outcome(f"open({str(path)!r}, 'w')\nprint('ok')")["stderr"], path
+        assert not path.exists()
+    assert passes("open('own', 'w').write('x')\nprint('ok')", ANY_OUTPUT)
+    # The next program finds an empty folder.
+    found, _ = run_cases(
+        make_cases("import os; print(os.listdir()); open('x', 'w')", ANY_OUTPUT, 1) * 2, LIMITS
+    )
+    assert [result["stdout"] for result in found] == ["[]\n", "[]\n"]
+
+
+def test_it_sees_neither_the_environment_nor_other_processes(
+    isolation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", "hunter2")
+    code = (
+        "import os, glob\nprint(dict(os.environ))\n"
+        "for path in glob.glob('/proc/*/environ'):\n"
+        "    try: print(open(path).read())\n    except OSError as error: print(error)"
+    )
+    found = outcome(code)
+    assert "HOME" in found["stdout"]
+    assert "hunter2" not in found["stdout"]
+    seen = outcome("import glob; print(len(glob.glob('/proc/[0-9]*')))")["stdout"]
+    assert int(seen or 0) <= 2
+
+
+def test_it_cannot_kill_who_watches_it_nor_become_anybody_else(isolation: dict[str, Any]) -> None:
+    code = (
+        "import os, signal\n"
+        "for pid in (1, os.getppid(), -1):\n"
+        "    try: os.kill(pid, signal.SIGKILL)\n    except OSError: pass\n"
+        "for user in (0, 1000):\n    try: os.setuid(user); print('became', user)\n    except OSError: pass\n"
+        "print('ok')"
+    )
+    assert outcome(code)["stdout"] in ("ok\n", "")  # kill(-1) may have met itself
+    assert passes("print('ok')", ANY_OUTPUT)
+
+
+def test_requiring_isolation_refuses_to_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.jobs.sandbox import runner
+
+    run = runner.run_cases
+    monkeypatch.setattr(runner, "run_cases", lambda cases, config: run(cases, config, namespaces=False))
+    if _can_run_without(LIMITS):
+        assert runner.probe(LIMITS.model_copy(update={"isolation": "prefer"}))["namespaces"] is False
+    with pytest.raises(SandboxError):
+        runner.probe(LIMITS.model_copy(update={"isolation": "require"}))
+
+
+def _can_run_without(config: SandboxConfig) -> bool:
+    result = outcome("print('ok')", config, namespaces=False)
+    return bool(result["outcome"] == "done" and result["code"] == 0)
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,0 +1,144 @@
+"""What hostile code asks the kernel for inside a jail, and does not get."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.reward_kinds import SandboxConfig
+from services.jobs.sandbox.programs import make_cases
+from services.jobs.sandbox.runner import SandboxError, probe, run_cases
+
+LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
+ALONE = LIMITS.model_copy(update={"isolation": "prefer"})
+CALL = """
+import ctypes, errno, json
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*arguments):
+    ctypes.set_errno(0)
+    answer = libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+    return errno.errorcode[ctypes.get_errno()] if answer < 0 else "allowed"
+"""
+CALLS = {
+    "user namespace": "call(272, 0x10000000)",
+    "network namespace": "call(272, 0x40000000)",
+    "clone into a namespace": "call(56, 0x10000000 | 17, 0, 0, 0, 0)",
+    "clone3": "call(435, b'\\0' * 88, 88)",
+    "mount": "call(165, b'none', b'/tmp', b'tmpfs', 0, b'')",
+    "new mount interface": "call(430, b'tmpfs', 0)",
+    "umount": "call(166, b'/proc', 2)",
+    "pivot_root": "call(155, b'/tmp', b'/tmp')",
+    "chroot": "call(161, b'/tmp')",
+    "memfd": "call(319, b'x', 0)",
+    "secret memory": "call(447, 0)",
+    "System V memory": "call(29, 0, 1 << 20, 0o1600)",
+    "shared mapping": "call(9, 0, 1 << 20, 3, 0x21, -1, 0)",
+    "validated shared mapping": "call(9, 0, 1 << 20, 3, 0x23, -1, 0)",
+    "ptrace": "call(101, 0, 0, 0, 0)",
+    "memory of others": "call(310, 1, 0, 0, 0, 0, 0)",
+    "bpf": "call(321, 0, 0, 0)",
+    "io_uring": "call(425, 1, b'\\0' * 120)",
+    "keys": "call(250, 0, -3, 0)",
+    "performance counters": "call(298, 0, 0, -1, -1, 0)",
+    "page faults": "call(323, 0)",
+    "file handles": "call(304, -1, 0, 0)",
+    "kernel log": "call(103, 10, 0, 0)",
+    "network": "call(41, 2, 1, 0)",
+    "packet sockets": "call(41, 17, 3, 0)",
+    "kernel sockets": "call(41, 16, 3, 0)",
+    "virtual machine sockets": "call(41, 40, 1, 0)",
+    "passed descriptors": "call(46, 1, 0, 0)",
+    "larger pipes": "call(72, 1, 1031, 1 << 20)",
+    "another architecture's numbers": "call(0x40000000 + 39)",
+}
+EXPECTED = {"network", "packet sockets", "kernel sockets", "virtual machine sockets"}
+LATE = {"clone3", "new mount interface", "secret memory", "io_uring", "another architecture's numbers"}
+
+
+def ran(code: str, config: SandboxConfig = LIMITS, namespaces: bool = True) -> dict[str, Any]:
+    (result,), _ = run_cases(
+        make_cases(code, {"inputs": [""], "outputs": [""]}, 1), config, namespaces=namespaces
+    )
+    return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def isolation() -> dict[str, Any]:
+    found = probe(ALONE)
+    if not found.get("seccomp"):
+        pytest.skip(f"no filter of system calls here: {found}")
+    return found
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "limits alone"])
+def namespaces(request: pytest.FixtureRequest, isolation: dict[str, Any]) -> bool:
+    if request.param and not (isolation["namespaces"] and isolation["files"]):
+        pytest.skip(f"the kernel allows no namespaces here: {isolation}")
+    if not request.param and ran("", ALONE, False).get("code") != 0:
+        pytest.skip("the interpreter is in a folder that other users cannot read")
+    return bool(request.param)
+
+
+def test_the_kernel_refuses_what_leads_out_of_the_jail(namespaces: bool) -> None:
+    lines = [f"print(json.dumps([{name!r}, {call}]), flush=True)" for name, call in CALLS.items()]
+    found = ran(CALL + "\n".join(lines), LIMITS if namespaces else ALONE, namespaces)
+    answers = dict(json.loads(line) for line in found["stdout"].splitlines())
+    expected = {
+        name: "ENETUNREACH" if name in EXPECTED else "ENOSYS" if name in LATE else "EPERM" for name in CALLS
+    }
+    assert answers == expected, found
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        "held = [os.memfd_create(str(n)) for n in range(40)]\nfor fd in held: os.write(fd, bytes(8 << 20))",
+        "held = mmap.mmap(-1, 200 << 20)\nif os.fork() == 0:\n    held[:] = bytes(len(held)); os._exit(0)\n"
+        "os.wait()\nmore = mmap.mmap(-1, 200 << 20); more[:] = bytes(len(more))",
+        "import socket\nheld = [socket.socketpair() for _ in range(2000)]",
+        "held = [open(f'/dev/shm/{n}', 'wb').write(bytes(8 << 20)) for n in range(40)]",
+        "held = [open(f'/tmp/{n}', 'wb', 0).write(bytes(1 << 20)) for n in range(40)]\n"
+        "assert sum(held) == 40 << 20",
+        "for n in range(100_000): open(f'/tmp/{n}', 'w').close()",
+    ],
+    ids=["memfd", "shared between forks", "socket buffers", "shared memory files", "files", "empty files"],
+)
+def test_no_memory_is_out_of_sight_of_the_limit(isolation: dict[str, Any], allocate: str) -> None:
+    if not (isolation["namespaces"] and isolation["files"]):
+        pytest.skip("files in memory are a matter of the jail's own mounts")
+    found = ran(f"import mmap, os\n{allocate}\nprint('has it')")
+    assert "has it" not in found["stdout"]
+
+
+def test_nothing_is_run_where_isolation_is_required_and_not_to_be_had(tmp_path: Path) -> None:
+    """Not even once: the worker learns what the kernel allows before the code is started."""
+    mark = tmp_path / "was-here"
+    tmp_path.chmod(0o777)
+    with pytest.raises(SandboxError, match="Nothing is run without") as caught:
+        ran(f"open({str(mark)!r}, 'w')", LIMITS, namespaces=False)
+    assert "isolation: prefer" in str(caught.value) and "seccomp=unconfined" in str(caught.value)
+    assert not mark.exists()
+
+
+def test_isolation_is_required_unless_somebody_says_otherwise() -> None:
+    assert SandboxConfig().isolation == "require"
+
+
+def test_what_programs_need_is_there(isolation: dict[str, Any]) -> None:
+    """Threads, processes, pipes, event loops, files."""
+    if not (isolation["namespaces"] and isolation["files"]):
+        pytest.skip(f"the kernel allows no namespaces here: {isolation}")
+    code = """
+import asyncio, subprocess, sys, tempfile, threading, concurrent.futures, mmap
+thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
+print(subprocess.check_output([sys.executable, "-c", "print('process')"], text=True).strip())
+async def main():
+    await asyncio.sleep(0)
+    return "loop"
+print(asyncio.run(main()))
+with tempfile.TemporaryFile() as file:
+    file.write(b"x"); file.flush(); mmap.mmap(file.fileno(), 1, mmap.MAP_PRIVATE)
+with concurrent.futures.ThreadPoolExecutor(2) as pool: print(sum(pool.map(int, "12")))
+"""
+    assert ran(code)["stdout"].split() == ["thread", "process", "loop", "3"]

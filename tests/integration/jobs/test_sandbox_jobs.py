@@ -1,0 +1,198 @@
+"""Code rewards from end to end: reward, RQ queue, workers; their deaths lose nothing and fake nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from rq import Queue, Worker
+from rq.serializers import JSONSerializer
+
+from common.config.reward_kinds import SandboxConfig
+from common.process.heartbeats import read_heartbeats
+from common.redis.broker import URL_VARIABLE, Broker
+from common.redis.client import make_blocking_client
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import publish_config
+from common.wire.keys import Keys
+from services.reward.functions.sample import Sample
+from services.reward.results.outcome import AttemptError
+from services.reward.rewards import sandbox
+from services.reward.rewards.sandbox import SandboxJobs, SandboxReward, extract_code
+from tests.support.runs import REPO
+from tests.support.trajectories import make_config
+from tests.support.waiting import wait_until
+
+KEYS = Keys("coded")
+CONFIG = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")  # jobs work on any kernel
+TESTS = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
+DOUBLES = "Here it is:\n```python\nprint(int(input()) * 2)\n```\nDone."
+
+
+def sample(text: str, tests: Any = TESTS, number: int = 0) -> Sample:
+    return Sample((number, 0), False, "code", text, tests)
+
+
+@pytest.fixture
+async def redis(tmp_path: Path) -> AsyncIterator[str]:
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    broker = await Broker.connect(server.url)
+    rewards = {"code": {"sandbox": CONFIG.model_dump()}}
+    await publish_config(broker, KEYS, make_config(run_id=KEYS.run_id, reward={"rewards": rewards}))
+    await broker.close()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+async def jobs(redis: str) -> AsyncIterator[SandboxJobs]:
+    broker = await Broker.connect(redis)
+    jobs = SandboxJobs(broker, KEYS, redis)
+    yield jobs
+    await jobs.close()
+    await broker.close()
+
+
+@pytest.fixture
+def start(redis: str, tmp_path: Path) -> Any:
+    """Start a sandbox worker; what still runs at the end is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str = "sandbox-0", module: str = "services.jobs.sandbox") -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", module, "--run", KEYS.run_id, "--name", name]
+        with open(tmp_path / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                command, cwd=REPO, env=os.environ | {URL_VARIABLE: redis}, stdout=log, stderr=log
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_code_is_taken_from_its_fence() -> None:
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\n```\nno\n```") == "x = 2\n"
+    assert extract_code("a\n```\nx = 1\n```") == "x = 1\n"
+    assert extract_code("```python\nx = 1") == "x = 1\n"[:-1]
+    assert extract_code("x = 1") == "x = 1"
+
+
+async def test_code_is_scored_by_the_workers_of_its_run(jobs: SandboxJobs, start: Callable[..., Any]) -> None:
+    worker = start()
+    reward = SandboxReward(CONFIG, jobs)
+    part = SandboxReward(CONFIG.model_copy(update={"score": "fraction"}), jobs)
+    wrong = "```python\nn = int(input())\nprint(2)\n```"
+    found = await asyncio.gather(
+        *(reward.score(sample(DOUBLES, number=n)) for n in range(8)),
+        reward.score(sample(wrong)),
+        part.score(sample(wrong)),
+        reward.score(sample("```python\n\n```")),
+    )
+    assert [outcome.value for outcome in found] == [1.0] * 8 + [0.0, 0.5, 0.0]
+    assert found[8].detail["sandbox"]["first_failure"]["stdout"] == "2\n"
+    with pytest.raises(AttemptError, match="ground truth") as caught:
+        await reward.score(sample(DOUBLES, tests={"inputs": [1]}))
+    assert caught.value.is_final
+    worker.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(worker.wait, 60) == 0
+
+
+async def test_jobs_are_on_the_metrics_of_their_worker(
+    jobs: SandboxJobs, start: Callable[..., Any], redis: str
+) -> None:
+    """RQ forks for every job, in a process that is no part of the service."""
+    start()
+    programs = [DOUBLES.replace("print", f"pass  # {n}\nprint") for n in range(3)]  # equal ones are one job
+    await asyncio.gather(*(SandboxReward(CONFIG, jobs).score(sample(text)) for text in programs))
+    broker = await Broker.connect(redis)
+    try:
+        (beat,) = await read_heartbeats(broker, KEYS)
+    finally:
+        await broker.close()
+    page = f"http://{beat.metrics_target}/metrics"
+    line = 'tidemill_job_seconds_count{outcome="finished",queue="sandbox"} 3.0'
+    # The result is there a moment before RQ's worker has looked after its fork.
+    await wait_until(lambda: line in httpx.get(page).text.splitlines(), 30)
+
+
+async def test_a_run_killed_with_its_worker_is_done_by_another(
+    jobs: SandboxJobs, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sandbox, "LOST_S", 6.0)
+    first = start("first")
+    waiting = asyncio.create_task(
+        SandboxReward(CONFIG, jobs).score(sample("import time\ntime.sleep(3)\nprint(int(input()) * 2)"))
+    )
+    await wait_until(lambda: _jail_below(first.pid), 60)
+    worker = psutil.Process(first.pid)
+    for process in [worker, *worker.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with the one before
+            process.kill()
+    start("second")
+    outcome = await asyncio.wait_for(waiting, 120)
+    assert outcome.value == 1.0
+
+
+async def test_without_workers_there_is_a_timeout_and_no_zero(
+    jobs: SandboxJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "JOB_MARGIN_S", 1)
+    config = CONFIG.model_copy(update={"queue_s": 0.5, "total_s": 0.5})
+    with pytest.raises(AttemptError, match="no sandbox worker had a result") as caught:
+        await SandboxReward(config, jobs).score(sample(DOUBLES))
+    assert caught.value.is_timeout
+
+
+async def test_a_result_is_there_for_whoever_asks_again(
+    jobs: SandboxJobs, start: Callable[..., Any], redis: str
+) -> None:
+    worker = start()
+    first = await SandboxReward(CONFIG, jobs).score(sample(DOUBLES))
+    worker.kill()
+    worker.wait()
+    broker = await Broker.connect(redis)
+    another = SandboxJobs(broker, KEYS, redis)  # as after the death of a reward worker
+    assert await asyncio.wait_for(SandboxReward(CONFIG, another).score(sample(DOUBLES)), 30) == first
+    await another.close()
+    await broker.close()
+
+
+async def test_two_runs_on_one_redis_do_not_take_each_others_jobs(redis: str) -> None:
+    connection = make_blocking_client(redis)
+    queues = [Queue(Keys(run).sandbox_queue, connection=connection) for run in ("a", "b")]
+    queues[0].enqueue_call("services.jobs.sandbox.job.run_code", args=("a", "1", "", {}, {}))
+    other = Worker([queues[1].name], connection=connection, serializer=JSONSerializer)
+    assert (queues[0].count, queues[1].count) == (1, 0)
+    assert other.queue_names() == ["tidemill:b:sandbox"]
+    connection.close()
+
+
+async def test_a_run_without_sandboxes_is_said_in_words(redis: str, start: Any, tmp_path: Path) -> None:
+    broker = await Broker.connect(redis)
+    await publish_config(broker, KEYS, make_config(run_id=KEYS.run_id))
+    await broker.close()
+    worker = start()
+    assert await asyncio.to_thread(worker.wait, 60) == 2
+    said = (tmp_path / "sandbox-0.log").read_text()
+    assert "no reward of kind sandbox" in said
+    assert "Traceback" not in said
+
+
+def _jail_below(pid: int) -> bool:
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "time.sleep(3)" in " ".join(child.cmdline()):
+                return True
+    return False

@@ -1,0 +1,79 @@
+"""A backup of a run in progress brings the run back, on another server and in another folder."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import redis
+
+from common.run.weight_files import WEIGHTS_FOLDER, version_name
+from tests.support.runs import ServiceRun, simulated_config
+from tests.support.servers import RedisServer, newest_server, server_version
+from tests.support.training import assert_trained_once, commits_of, num_commits
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(
+    not newest_server() or server_version(newest_server()) < (7, 0),
+    reason="no redis-server that keeps its AOF in a folder",
+)
+
+STEPS, GROUPS, SERVICES = 18, 4, ("rollout", "reward", "trainer")
+
+
+async def test_a_run_goes_on_from_a_backup_of_its_folder_and_its_redis(tmp_path: Path) -> None:
+    """The drill of docs/operations.md: first the folder, then Redis, while the run goes on."""
+    config = simulated_config(
+        tmp_path,
+        trainer__steps=STEPS,
+        trainer__checkpoint_every=3,
+        trainer__simulated={"update_s": 0.1},
+        streams__trim=True,
+    )
+    backup, restored = tmp_path / "backup", tmp_path / "restored"
+    with RedisServer(tmp_path / "redis") as server:
+        async with ServiceRun(tmp_path, config, url=server.url) as run:
+            for role in SERVICES:
+                run.start(role)
+            await reach(run, 8)
+            await asyncio.to_thread(shutil.copytree, run.run_dir, backup / "test", symlinks=True)
+            await reach(run, await num_commits(run.broker, run.keys) + 2)
+            await asyncio.to_thread(copy_redis, server.client, tmp_path / "redis", backup / "redis")
+            copied_at = await num_commits(run.broker, run.keys)
+            await reach(run, copied_at + 2)
+    shutil.copytree(backup, restored)
+    with RedisServer(restored / "redis") as server:
+        async with ServiceRun(restored, config, url=server.url) as run:
+            version = await num_commits(run.broker, run.keys)
+            assert 8 < version <= copied_at
+            run.start("trainer")  # it makes the newest weights again, which the folder does not have
+            weights = run.run_dir / WEIGHTS_FOLDER / version_name(version)
+            await wait_until(weights.exists, 120)
+            for role in ("rollout", "reward"):
+                run.start(role)
+            assert await run.wait("trainer", 200) == 0, run.log_of("trainer")
+            commits = await commits_of(run.broker, run.keys)
+            assert [commit.step for commit in commits] == list(range(STEPS))
+            assert_trained_once(commits, GROUPS)
+            assert "step replayed, same weights" in run.log_of("trainer")
+
+
+def copy_redis(client: redis.Redis, folder: Path, target: Path) -> None:
+    """What an operator does: no rewrite of the AOF while it is copied."""
+    before = client.config_get("auto-aof-rewrite-percentage")["auto-aof-rewrite-percentage"]
+    client.config_set("auto-aof-rewrite-percentage", 0)
+    try:
+        assert not client.info("persistence")["aof_rewrite_in_progress"]
+        target.mkdir(parents=True)
+        shutil.copytree(folder / "appendonlydir", target / "appendonlydir")
+    finally:
+        client.config_set("auto-aof-rewrite-percentage", before)
+
+
+async def reach(run: ServiceRun, version: int) -> None:
+    """Wait for so many commits."""
+
+    async def is_reached() -> bool:
+        return await num_commits(run.broker, run.keys) >= version
+
+    await wait_until(is_reached, 120, f"version {version}")

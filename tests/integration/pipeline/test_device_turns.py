@@ -1,0 +1,231 @@
+"""Turns on a shared device: never both at once, nobody starves, a dead holder holds up nobody."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from common.config import RunConfig
+from common.process.gpu_sharing import TURNS_DIR_VARIABLE, DeviceTurn, TurnGate, turn_files
+from common.wire.messages import SamplingParams
+from services.rollout.engines import build_engine
+from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.gpu_sharing import TurnTakingEngine
+from tests.support.reward_models import server_url, start_server, tiny_classifier
+from tests.support.runs import REPO
+from tests.support.waiting import wait_until
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from common.process.gpu_sharing import DeviceTurn
+async def main():
+    await DeviceTurn([Path(sys.argv[1])]).acquire()
+    print("held", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+class Device:
+    """Counts who is on it."""
+
+    def __init__(self) -> None:
+        self.on: set[str] = set()
+        self.turns: list[str] = []
+
+    def gate(self, name: str, path: Path, turn_s: float) -> TurnGate:
+        async def wake() -> None:
+            await asyncio.sleep(0.01)
+            assert not self.on, f"{name} wakes while {self.on} is on the device"
+            self.on.add(name)
+            self.turns.append(name)
+
+        async def sleep() -> None:
+            await asyncio.sleep(0.01)
+            self.on.discard(name)
+
+        return TurnGate(DeviceTurn([path]), wake, sleep, turn_s)
+
+
+async def test_two_that_always_have_work_take_turns(tmp_path: Path) -> None:
+    device, done = Device(), {"a": 0, "b": 0}
+    gates = {name: device.gate(name, tmp_path / "device-0", 0.1) for name in done}
+    keepers = [gate.start() for gate in gates.values()]
+
+    async def work(name: str) -> None:
+        while min(done.values()) < 20:
+            async with gates[name].use():
+                assert device.on == {name}
+                await asyncio.sleep(0.02)
+                assert device.on == {name}
+                done[name] += 1
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(work(name) for name in ("a", "a", "b", "b")))
+    assert not any(keeper.done() for keeper in keepers)
+    assert all(first != second for first, second in zip(device.turns, device.turns[1:], strict=False))
+    for gate in gates.values():
+        await gate.close()
+
+
+async def test_who_is_alone_keeps_the_device_and_who_is_idle_hands_it_over(tmp_path: Path) -> None:
+    device = Device()
+    busy, rare = (device.gate(name, tmp_path / "device-0", 3600.0) for name in ("busy", "rare"))
+    busy.start()
+    rare.start()
+    for _ in range(5):
+        async with busy.use():
+            await asyncio.sleep(0.02)
+    assert device.turns == ["busy"]
+    async with asyncio.timeout(30), rare.use():  # long before busy's turn is over: it has nothing to do
+        assert device.on == {"rare"}
+    await busy.close()
+    await rare.close()
+
+
+async def test_a_holder_that_is_killed_frees_the_device_and_its_children_do_not_keep_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "device-0"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLDER, str(path), cwd=REPO, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"held\n"
+    turn, waiting = DeviceTurn([path]), DeviceTurn([path])
+    acquiring = asyncio.create_task(turn.acquire())
+    await wait_until(lambda: waiting.is_wanted())
+    assert not acquiring.done()
+    process.kill()
+    await process.wait()
+    await asyncio.wait_for(acquiring, 30)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        turn.release()  # the child has no part in it
+        await asyncio.wait_for(waiting.acquire(), 30)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)  # noqa: ASYNC222 (it was killed)
+    waiting.release()
+
+
+async def test_two_that_share_several_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    files = [tmp_path / "device-0", tmp_path / "device-1"]
+    both = [DeviceTurn(files), DeviceTurn(files[::-1])]
+
+    async def take(turn: DeviceTurn) -> None:
+        for _ in range(10):
+            await turn.acquire()
+            await asyncio.sleep(0)
+            turn.release()
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*map(take, both))
+
+
+async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: Path) -> None:
+    async def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    gate = TurnGate(DeviceTurn([tmp_path / "device-0"]), fail, fail, 1.0)
+    gate.start()
+    with pytest.raises(Exception, match="out of memory"):
+        async with asyncio.timeout(30), gate.use():
+            pass
+    other = DeviceTurn([tmp_path / "device-0"])
+    await asyncio.wait_for(other.acquire(), 30)
+    other.release()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A real reward model server that shares the device of this test."""
+    path = tiny_classifier(tmp_path / "model")
+    arguments = ["--share-device", "--turn-s", "0.2", "--served-model-name", "rm"]
+    process = start_server(path, tmp_path / "log", *arguments, **{TURNS_DIR_VARIABLE: str(tmp_path)})
+    try:
+        yield await wait_until(lambda: server_url(tmp_path / "log"), 120), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
+    server: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, process = server
+    monkeypatch.setenv(TURNS_DIR_VARIABLE, str(tmp_path))
+    assert turn_files() == [tmp_path / "device-0"]
+    engine = build_engine(_config(tmp_path))
+    assert isinstance(engine, TurnTakingEngine)
+    await engine.start()
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await client.post("/sleep")).status_code == 400
+        overlaps, finished = 0, {"generate": 0, "score": 0}
+
+        async def generate() -> None:
+            while min(finished.values()) < 6:
+                await engine.generate(GenerationRequest("r", [1], SamplingParams(max_tokens=4)))
+                finished["generate"] += 1
+
+        async def score() -> None:
+            while min(finished.values()) < 6:
+                answer = await client.post("/classify", json={"input": [[5, 6, 7]]})
+                assert answer.status_code == 200, answer.text
+                finished["score"] += 1
+
+        async def watch() -> None:
+            nonlocal overlaps
+            while True:
+                is_awake_before = engine._engine.is_awake  # type: ignore[attr-defined]
+                model_sleeps = (await client.get("/is_sleeping")).json()["is_sleeping"]
+                overlaps += is_awake_before and engine._engine.is_awake and not model_sleeps  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)
+
+        watching = asyncio.create_task(watch())
+        async with asyncio.timeout(120):
+            await asyncio.gather(generate(), generate(), score(), score())
+        watching.cancel()
+        # Both were seen awake at most where one changed between the two questions.
+        assert overlaps <= 2
+        assert not watching.done() or watching.cancelled()
+        asked = asyncio.create_task(client.post("/classify", json={"input": [[5, 6, 7]]}))
+        await wait_until(lambda: not engine._engine.is_awake, 60)  # type: ignore[attr-defined]
+        await asyncio.gather(asked, return_exceptions=True)
+        process.kill()  # it holds the turn
+        await asyncio.to_thread(process.wait)
+    request = GenerationRequest("last", [1], SamplingParams(max_tokens=4))
+    assert (await asyncio.wait_for(engine.generate(request), 60)).token_ids
+    await engine.close()
+
+
+def _config(folder: Path) -> RunConfig:
+    model = {
+        "shares_rollout_gpus": True,
+        "turn_s": 0.2,
+        "local_replicas": {"count": 1, "model": str(folder / "model")},
+    }
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(folder / "model"), "max_model_len": 64},
+            "data": {"train": "x", "max_prompt_tokens": 16},
+            "rollout": {
+                "engine": "simulated",
+                "sampling": {"max_tokens": 16},
+                "simulated": {"group_s": 0.03, "tokens": 4},
+            },
+            "reward": {"rewards": {"rm": {"model": model}}},
+        }
+    )

@@ -1,0 +1,52 @@
+"""A trainer of two ranks is one trainer: it can be killed and started again, and ends alone."""
+
+from pathlib import Path
+
+import psutil
+
+from common.run.state import FINISHED, read_state
+from tests.support.runs import ServiceRun, simulated_config
+from tests.support.training import assert_nothing_lost, num_commits
+from tests.support.waiting import wait_until
+
+STEPS, GROUPS = 5, 2
+
+
+async def test_two_ranks_train_a_run_and_replay_it_bit_by_bit_after_a_kill(tmp_path: Path) -> None:
+    config = simulated_config(
+        tmp_path,
+        trainer__policy="transformers",
+        trainer__device="cpu",
+        trainer__num_ranks=2,
+        trainer__deterministic=True,
+        trainer__optimizer={"lr": 0.01},
+        trainer__steps=STEPS,
+        trainer__groups_per_step=GROUPS,
+        trainer__mini_batches=2,
+        trainer__checkpoint_every=2,
+        trainer__micro_batch_tokens=64,
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        run.start("rollout")
+        run.start("reward")
+        trainer = run.start("trainer")
+        await wait_until(lambda: _has_commits(run, 3), 120)
+        (follower,) = psutil.Process(trainer.pid).children()
+        run.kill("trainer")
+        await wait_until(lambda: _has_ended(follower), 60)
+        trainer = run.start("trainer")
+        await wait_until(lambda: _has_commits(run, 4), 120)
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        assert "weights differ" not in run.log_of("trainer")
+        commits = await assert_nothing_lost(run.broker, run.keys, STEPS * GROUPS)
+        assert len({commit.digest for commit in commits}) == STEPS, "every step changed the weights"
+        assert (await read_state(run.broker, run.keys))["status"] == FINISHED
+
+
+async def _has_commits(run: ServiceRun, count: int) -> bool:
+    return await num_commits(run.broker, run.keys) >= count
+
+
+async def _has_ended(process: psutil.Process) -> bool:
+    # An orphan that nobody waits for stays behind as a zombie.
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,151 @@
+"""Processes die at bad moments; the run goes on as if they had not, down to the bits of the weights."""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.run.state import FINISHED, read_state
+from common.streams import group_status
+from common.wire.keys import Keys
+from common.wire.messages import Trajectory
+from services.trainer.policy.transformers_policy import load_policy
+from tests.support.runs import ServiceRun, simulated_config
+from tests.support.training import (
+    assert_nothing_lost,
+    make_prompts,
+    messages,
+    num_commits,
+    replayed_digests,
+)
+from tests.support.waiting import wait_until
+
+STEPS, GROUPS, SIZE = 6, 2, 4
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the trainer process: the order of sums depends on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(before)
+
+
+async def test_a_trainer_killed_again_and_again_ends_with_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, one_thread: None
+) -> None:
+    config = simulated_config(
+        tmp_path,
+        rollout__engine="transformers",
+        rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers",
+        trainer__deterministic=True,
+        trainer__optimizer={"lr": 0.01},
+        trainer__steps=STEPS,
+        trainer__groups_per_step=GROUPS,
+        trainer__group_size=SIZE,
+        trainer__checkpoint_every=2,
+        trainer__micro_batch_tokens=64,
+    )
+    rng = random.Random(3)
+    # By how much is in the streams: at any point of a step, and before and after its commit.
+    thresholds = sorted(rng.sample(range(4, (STEPS - 1) * GROUPS * SIZE), 3))
+    async with ServiceRun(tmp_path, config) as run:
+        run.start("rollout")
+        run.start("reward")
+        for threshold in thresholds:
+            run.start("trainer")
+            await wait_until(lambda threshold=threshold: _num_scores(run, threshold), 90)
+            run.kill("trainer")
+        run.start("trainer")
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        assert "weights differ" not in run.log_of("trainer")
+        commits = await assert_nothing_lost(run.broker, run.keys, STEPS * GROUPS)
+        assert len(commits) == STEPS
+        digests = await replayed_digests(run.broker, run.keys, config, load_policy(config))
+        assert digests == [commit.digest for commit in commits]
+        assert len({commit.digest for commit in commits}) == STEPS, "every step changed the weights"
+        assert (await read_state(run.broker, run.keys))["status"] == FINISHED
+
+
+async def test_who_takes_over_half_done_groups_generates_only_what_is_missing(tmp_path: Path) -> None:
+    """No trainer: eight tickets, a worker that is killed half-way, and another one."""
+    config = simulated_config(
+        tmp_path,
+        rollout__simulated={"tokens": 4, "vocab_size": 32, "group_s": 0.4, "jitter": 1.0, "capacity": 2},
+        streams__lease_s=1.0,
+        trainer__max_staleness=1,
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        await _issue_tickets(run)
+        run.start("rollout", "first")
+        half_done = await wait_until(lambda: _half_done(run), 60)
+        run.kill("first")
+        before = {sample.key for sample in await messages(run.broker, run.keys.trajectories(), Trajectory)}
+        run.start("rollout", "second", "rollout.simulated.group_s=0", "rollout.simulated.capacity=100")
+        await wait_until(lambda: _is_all_generated(run, 8 * SIZE), 60)
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        assert await run.stop("second") == 0
+        status = await group_status(run.broker, run.keys.prompts(), "rollout")
+        assert status is not None
+        assert status.pending == 0
+    workers: dict[int, set[str]] = defaultdict(set)
+    for sample in samples:
+        workers[sample.ticket].add(sample.worker)
+    assert len({sample.key for sample in samples}) == len(samples) == 8 * SIZE, "nothing twice"
+    assert {sample.key for sample in samples if sample.worker == "first"} == before
+    assert workers[half_done] == {"first", "second"}, "a half-done group was completed, not begun again"
+
+
+async def test_a_run_survives_the_death_of_redis(tmp_path: Path) -> None:
+    config = simulated_config(
+        tmp_path,
+        trainer__steps=12,
+        trainer__groups_per_step=GROUPS,
+        rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.1, "jitter": 0.5},
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        for role in ("rollout", "reward", "trainer"):
+            run.start(role)
+        for num_done in (2, 6):
+            await wait_until(lambda num_done=num_done: _has_commits(run, num_done), 90)
+            run.redis.kill()
+            await asyncio.to_thread(run.redis.start)
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        commits = await assert_nothing_lost(run.broker, run.keys, 12 * GROUPS)
+        assert len(commits) == 12
+        for role in ("rollout", "reward"):
+            assert await run.stop(role) == 0, run.log_of(role)
+
+
+async def _issue_tickets(run: ServiceRun) -> None:
+    from services.trainer.batch.scheduler import Scheduler
+
+    scheduler = Scheduler(run.broker, run.keys, run.config, make_prompts(), lambda _: None)
+    await scheduler.admit(0)
+
+
+async def _half_done(run: ServiceRun) -> int | None:
+    """A ticket that has some but not all of its trajectories; tickets are never 0 here."""
+    counts: dict[int, int] = defaultdict(int)
+    for sample in await messages(run.broker, run.keys.trajectories(), Trajectory):
+        counts[sample.ticket] += 1
+    return next((ticket for ticket, count in counts.items() if ticket and count < SIZE), None)
+
+
+async def _is_all_generated(run: ServiceRun, count: int) -> bool:
+    return int(await run.broker.execute("XLEN", run.keys.trajectories())) >= count
+
+
+async def _num_scores(run: ServiceRun, threshold: int) -> bool:
+    return int(await run.broker.execute("XLEN", run.keys.scores())) >= threshold
+
+
+async def _has_commits(run: ServiceRun, count: int) -> bool:
+    return await num_commits(run.broker, Keys(run.keys.run_id)) >= count

@@ -1,0 +1,412 @@
+"""Every service works under a Redis user of its own, which may do what the service needs and nothing else."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from common.archive import ARCHIVE_FOLDER
+from common.config import RewardConfig, RunConfig
+from common.errors import BrokerError
+from common.redis.broker import Broker
+from common.run.state import publish_config
+from common.streams import append, append_numbered
+from common.wire.keys import Keys
+from common.wire.messages import Lane
+from services.console.exporter.reading import RunReader
+from tests.support.letters import make_ticket
+from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.servers import (
+    INFRA,
+    RedisServer,
+    command_lines,
+    has_tls,
+    make_certificate,
+    newest_server,
+    server_version,
+    tls_options,
+    users_file,
+)
+from tests.support.trajectories import make_trajectory
+from tests.support.waiting import wait_until
+
+USERS = ("trainer", "rollout", "reward", "sandbox", "jobs", "operator", "exporter")
+SERVICES = ("trainer", "rollout", "reward")
+PASSWORDS = {user: f"{user}-s3cret" for user in (*USERS, "admin", "replica", "sentinel")}
+
+pytestmark = pytest.mark.skipif(
+    not newest_server() or server_version(newest_server()) < (7, 0),
+    reason="permissions on reading and writing a key need Redis 7",
+)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    users = users_file(tmp_path, PASSWORDS)
+    with RedisServer(tmp_path / "redis", "--aclfile", str(users)) as server:
+        yield server
+
+
+@pytest.fixture
+def admin(server: RedisServer) -> redis.Redis:
+    return client_of(server, "admin")
+
+
+def client_of(server: RedisServer, user: str, **options: Any) -> redis.Redis:
+    options |= {"username": user, "password": PASSWORDS[user], "protocol": 2}
+    return redis.Redis("127.0.0.1", server.port, **options)
+
+
+def with_user(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_USERNAME", user)
+    monkeypatch.setenv("TIDEMILL_REDIS_PASSWORD", PASSWORDS[user])
+
+
+def refusals(admin: redis.Redis) -> list[tuple[str, str]]:
+    """Who was refused what, as the server has noted it."""
+    return [(entry["username"], entry["object"]) for entry in admin.acl_log()]
+
+
+def may(admin: redis.Redis, user: str, *command: Any) -> bool:
+    """Whether the user may run the command; nothing is run."""
+    answer = admin.execute_command("ACL", "DRYRUN", user, *command)
+    return answer in (b"OK", "OK", True)
+
+
+@pytest.mark.skipif(not has_tls(), reason="this redis-server was built without TLS, or openssl is missing")
+async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that uses a key: evaluation, trimming, a takeover, a dead letter. No password leaks."""
+    certificate, key = make_certificate(tmp_path / "tls")
+    users = users_file(tmp_path, PASSWORDS)
+    options = ["--aclfile", str(users), *tls_options(certificate, key)]
+    with_user(monkeypatch, "operator")
+    monkeypatch.setenv("TIDEMILL_REDIS_CA", str(certificate))
+    config = users_config(tmp_path)
+    with RedisServer(tmp_path / "redis", *options) as server:
+        admin = client_of(server, "admin", ssl=True, ssl_ca_certs=str(certificate))
+        async with ServiceRun(tmp_path, config, url=server.url) as run:
+            for role in SERVICES:
+                run.variables[role] = {
+                    "TIDEMILL_REDIS_USERNAME": role,
+                    "TIDEMILL_REDIS_PASSWORD": PASSWORDS[role],
+                }
+                run.start(role)
+            start_worker_of_jobs(run)
+            admin.xadd(run.keys.trajectories(), {"p": b"poison"})
+            await wait_until(lambda: admin.xlen(run.keys.commits) > 0, 120)
+            shown = command_lines([process.pid for process in run.processes.values()])
+            run.kill("rollout")
+            run.start("rollout", "second-rollout")
+            assert await run.wait("trainer") == 0, run.log_of("trainer")
+            for name in ("second-rollout", "reward", "jobs"):
+                assert await run.stop(name) == 0, run.log_of(name)
+            archive = await asyncio.to_thread(archive_the_rest, run)
+        assert archive.returncode == 0, archive.stderr
+        assert refusals(admin) == [], "a service has used a command or key that its user lacks"
+        assert admin.xlen(run.keys.commits) == config.trainer.steps
+        assert admin.xlen(run.keys.dead) > 0
+        assert "services.trainer" in shown
+        assert list((run.run_dir / ARCHIVE_FOLDER).rglob("*.parquet"))
+        assert secrets_in(shown) == secrets_in(everything_in(admin)) == set()
+    assert leaky_files(tmp_path) == []
+
+
+def start_worker_of_jobs(run: ServiceRun) -> None:
+    """Under its own user."""
+    with open(run.folder / "jobs.log", "ab") as log:
+        run.processes["jobs"] = subprocess.Popen(
+            [sys.executable, "-m", "services.jobs", run.keys.run_id],
+            cwd=REPO,
+            env=as_jobs(run),
+            stdout=log,
+            stderr=log,
+        )
+
+
+def archive_the_rest(run: ServiceRun) -> "subprocess.CompletedProcess[str]":
+    """What such a worker does for the trainer."""
+    command = [sys.executable, "-m", "services.jobs.archive", run.keys.run_id, str(run.run_dir), "--rest"]
+    return subprocess.run(command, cwd=REPO, env=as_jobs(run), capture_output=True, text=True, timeout=120)
+
+
+def as_jobs(run: ServiceRun) -> dict[str, str]:
+    user = {"TIDEMILL_REDIS_USERNAME": "jobs", "TIDEMILL_REDIS_PASSWORD": PASSWORDS["jobs"]}
+    return os.environ | {"TIDEMILL_REDIS_URL": run.url} | user
+
+
+def leaky_files(folder: Path) -> list[str]:
+    """Names of files with a password: logs, the run's folder, the server's data."""
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert folder / "trainer.log" in written
+    return [path.name for path in written if secrets_in(path.read_bytes().decode(errors="replace"))]
+
+
+def secrets_in(text: str) -> set[str]:
+    return {password for password in PASSWORDS.values() if password in text}
+
+
+def everything_in(admin: redis.Redis) -> str:
+    """All keys and values of the server."""
+    return "\n".join(f"{key!r} {admin.dump(key)!r}" for key in admin.scan_iter())
+
+
+def users_config(folder: Path) -> RunConfig:
+    evaluation = folder / "eval.jsonl"
+    evaluation.write_text('{"prompt": "w1 w2", "reward_model": {"ground_truth": "1"}}\n')
+    return simulated_config(
+        folder,
+        trainer__steps=6,
+        trainer__checkpoint_every=2,
+        trainer__evaluation={"every": 2},
+        data__eval={"held": str(evaluation)},
+        streams__trim=True,
+        streams__lease_s=1.0,
+        streams__archive={"enabled": True},
+    )
+
+
+RUN = Keys("r1")
+WRITES = [
+    ("prompts", ("XADD", RUN.prompts(), "*", "p", "x"), {"trainer"}),
+    ("evaluation prompts", ("XADD", RUN.prompts(Lane.EVAL), "*", "p", "x"), {"trainer"}),
+    ("trajectories", ("XADD", RUN.trajectories(), "*", "p", "x"), {"rollout"}),
+    ("scores", ("XADD", RUN.scores(), "*", "p", "x"), {"reward"}),
+    ("commits", ("XADD", RUN.commits, "*", "p", "x"), {"trainer"}),
+    ("weights", ("XADD", RUN.weights, "*", "p", "x"), {"trainer"}),
+    ("dead letters", ("XADD", RUN.dead, "*", "p", "x"), {"trainer", "rollout", "reward"}),
+    ("the config", ("SET", RUN.config, "{}"), {"trainer"}),
+    ("the state", ("HSET", RUN.state, "status", "1"), {"trainer"}),
+    ("progress of groups", ("HSETNX", RUN.progress(3), "0", ""), {"rollout"}),
+    ("results of groups", ("HSET", RUN.results(3), "0", "x"), {"reward"}),
+    ("settled results", ("DEL", RUN.results(3)), {"trainer", "reward"}),
+    ("cached rewards", ("HSET", RUN.reward_cache[0], "0", "x"), {"reward"}),
+    ("rate limits", ("HSET", RUN.limits("judge"), "tokens", "1"), {"reward"}),
+    ("heartbeats of trainers", ("HSET", RUN.workers("trainer"), "a", "1"), {"trainer"}),
+    ("heartbeats of rollout", ("HSET", RUN.workers("rollout"), "a", "1"), {"rollout"}),
+    ("heartbeats of reward", ("HSET", RUN.workers("reward"), "a", "1"), {"reward"}),
+    ("heartbeats of sandboxes", ("HSET", RUN.workers("jobs.sandbox"), "a", "1"), {"sandbox"}),
+    ("results of code", ("SET", RUN.sandbox_result("a"), "{}"), {"sandbox"}),
+    ("acknowledgements of tickets", ("XACK", RUN.prompts(), "rollout", "1-0"), {"rollout", "trainer"}),
+    ("acknowledgements of trajectories", ("XACK", RUN.trajectories(), "reward", "1-0"), {"reward"}),
+    ("trimmed trajectories", ("XTRIM", RUN.trajectories(), "MINID", "5-0"), {"trainer"}),
+    ("trimmed commits", ("XTRIM", RUN.commits, "MINID", "5-0"), set()),
+    ("deleted streams", ("DEL", RUN.trajectories()), set()),
+    ("jobs of archiving", ("HSET", f"rq:job:{RUN.jobs_names}1", "data", "x"), {"trainer", "jobs"}),
+    ("the queue of archiving", ("RPUSH", f"rq:queue:{RUN.jobs_queue}", "x"), {"trainer", "jobs"}),
+    ("results of archiving", ("XADD", f"rq:results:{RUN.jobs_names}1", "*", "a", "b"), {"trainer", "jobs"}),
+    ("workers of archiving", ("SREM", f"rq:workers:{RUN.jobs_queue}", "x"), {"trainer", "jobs"}),
+    ("jobs of code", ("HSET", f"rq:job:{RUN.sandbox_names}1", "data", "x"), {"reward", "sandbox"}),
+    ("the queue of code", ("RPUSH", f"rq:queue:{RUN.sandbox_queue}", "x"), {"reward", "sandbox"}),
+    ("taking code", ("LMOVE", *[f"rq:queue:{RUN.sandbox_queue}"] * 2, "LEFT", "RIGHT"), {"sandbox"}),
+    ("dependents of archiving", ("SADD", f"rq:job:{RUN.jobs_names}1:dependents", "x"), {"trainer", "jobs"}),
+    ("jobs of any other name", ("HSET", "rq:job:1", "data", "x"), set()),
+    ("suspended workers", ("SET", "rq:suspended", "1"), set()),
+    ("keys outside of runs", ("SET", "something", "1"), set()),
+]
+
+
+@pytest.mark.parametrize(("command", "users"), [row[1:] for row in WRITES], ids=[row[0] for row in WRITES])
+def test_who_may_write(admin: redis.Redis, command: tuple[Any, ...], users: set[str]) -> None:
+    expected = users | ({"operator"} if str(command[1]).startswith("tidemill:") else set())
+    assert {user for user in USERS if may(admin, user, *command)} == expected
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("FLUSHALL",),
+        ("FLUSHDB",),
+        ("KEYS", "*"),
+        ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
+        ("CONFIG", "GET", "requirepass"),
+        ("EVAL", "return 1", "0"),
+        ("FUNCTION", "LOAD", "x"),
+        ("FCALL", "f", "0"),
+        ("CLIENT", "LIST"),
+        ("CLIENT", "NO-EVICT", "on"),
+        ("PUBLISH", "rq:pubsub:jobs-1", "{}"),
+        ("PUBSUB", "CHANNELS"),
+        ("LATENCY", "HISTORY", "command"),
+        ("SLOWLOG", "GET"),
+        ("SCRIPT", "FLUSH"),
+        ("FUNCTION", "FLUSH"),
+        ("ACL", "SETUSER", "trainer", "+@all"),
+        ("ACL", "LIST"),
+        ("DEBUG", "SLEEP", "1"),
+        ("SHUTDOWN",),
+        ("SAVE",),
+        ("REPLICAOF", "somewhere", "6379"),
+        ("CLIENT", "KILL", "TYPE", "normal"),
+        ("MONITOR",),
+        ("MIGRATE", "host", "6379", RUN.commits, "0", "1000"),
+        ("SWAPDB", "0", "1"),
+        ("RENAME", "other", RUN.commits),
+        ("SORT", RUN.scores()),
+        ("SUBSCRIBE", "channel"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_nobody_may(admin: redis.Redis, command: tuple[str, ...]) -> None:
+    assert [user for user in USERS if may(admin, user, *command)] == []
+
+
+def test_nobody_is_let_in_without_a_password(server: RedisServer) -> None:
+    once = Retry(NoBackoff(), 0)
+    with pytest.raises(redis.AuthenticationError):
+        redis.Redis(port=server.port, retry=once).ping()
+    for user in (*USERS, "default"):
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=server.port, username=user, password="", protocol=2, retry=once).ping()
+
+
+WORKERS = ("rollout", "reward", "sandbox", "jobs")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("SCAN", "0"),
+        ("RANDOMKEY",),
+        ("DBSIZE",),
+        ("SCRIPT", "LOAD", "return 1"),
+        ("SCRIPT", "EXISTS", "0" * 40),
+        ("SCRIPT", "KILL"),
+        ("WAIT", "1", "0"),
+        ("LCS", RUN.limits("a"), RUN.limits("b")),
+        ("SETRANGE", RUN.limits("a"), "500000000", "x"),
+        ("GETDEL", RUN.config),
+        ("COPY", RUN.config, RUN.limits("a")),
+        ("ZUNIONSTORE", RUN.limits("a"), "1", RUN.limits("b")),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_no_worker_may(admin: redis.Redis, command: tuple[str, ...]) -> None:
+    assert [user for user in WORKERS if may(admin, user, *command)] == []
+
+
+def test_the_operator_ends_a_script_that_does_not_end(server: RedisServer, admin: redis.Redis) -> None:
+    admin.config_set("lua-time-limit", 50)
+    failure: list[Exception] = []
+
+    def loop() -> None:
+        try:
+            client_of(server, "admin").eval("while true do end", 0)
+        except redis.ResponseError as error:
+            failure.append(error)
+
+    looping = threading.Thread(target=loop)
+    looping.start()
+    operator = client_of(server, "operator")
+    deadline = time.monotonic() + 60
+    while looping.is_alive():
+        assert time.monotonic() < deadline
+        with contextlib.suppress(redis.ResponseError):  # it has not started, or is not long enough at work
+            operator.script_kill()
+        looping.join(0.05)
+    assert "killed" in str(failure[0])
+
+
+async def test_workers_wait_for_the_trainer_to_load_what_a_new_server_lacks(
+    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart of Redis: nobody but the trainer's user may bring the scripts back."""
+    with_user(monkeypatch, "reward")
+    reward = await Broker.connect(server.url)
+    call = asyncio.create_task(
+        reward.script(
+            "store_result", [RUN.trajectories(), RUN.results(0), RUN.result_tickets()], [*"0123456"]
+        )
+    )
+    await wait_until(lambda: ("reward", "script|load") in refusals(admin), 30)
+    assert not call.done()
+    with_user(monkeypatch, "trainer")
+    trainer = await Broker.connect(server.url)
+    await trainer.keep_scripts()
+    with contextlib.suppress(redis.ResponseError):  # NOGROUP: it has run
+        await asyncio.wait_for(call, 30)
+    assert {user for user, _ in refusals(admin)} == {"reward"}
+    await reward.close()
+    await trainer.close()
+
+
+async def test_scripts_may_not_do_what_their_user_may_not(server: RedisServer, admin: redis.Redis) -> None:
+    reward = client_of(server, "reward")
+    sha = admin.script_load("return redis.call('XADD', KEYS[1], '*', 'p', 'x')")
+    assert reward.evalsha(sha, 1, RUN.scores())
+    for key in (RUN.trajectories(), RUN.prompts(), RUN.commits):
+        with pytest.raises(redis.ResponseError):
+            reward.evalsha(sha, 1, key)
+    assert admin.exists(RUN.trajectories(), RUN.prompts(), RUN.commits) == 0
+
+
+async def test_a_key_outside_its_patterns_ends_a_service_in_plain_words(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_user(monkeypatch, "reward")
+    broker = await Broker.connect(server.url)
+    with pytest.raises(BrokerError, match="lacks a permission"):
+        await broker.execute("HSET", RUN.state, "a", "b")
+    with pytest.raises(BrokerError, match="lacks a permission"):
+        await broker.pipeline([("GET", RUN.config), ("XLEN", RUN.commits)])
+    await broker.close()
+
+
+def test_passwords_are_made_once_and_the_server_gets_their_hashes(tmp_path: Path) -> None:
+    command = [sys.executable, str(INFRA / "make_users.py"), str(tmp_path)]
+    subprocess.run(command, check=True, cwd=REPO)
+    first = (tmp_path / "passwords.env").read_text()
+    subprocess.run(command, check=True, cwd=REPO)
+    assert (tmp_path / "passwords.env").read_text() == first
+    assert (tmp_path / "passwords.env").stat().st_mode & 0o077 == 0
+    passwords = dict(line.split("=", 1) for line in first.splitlines())
+    users = (tmp_path / "users.acl").read_text()
+    assert not [password for password in passwords.values() if password in users]
+    assert hashlib.sha256(passwords["REWARD_PASSWORD"].encode()).hexdigest() in users
+    with RedisServer(tmp_path / "redis", "--aclfile", str(tmp_path / "users.acl")) as server:
+        client = redis.Redis(
+            port=server.port, username="reward", password=passwords["REWARD_PASSWORD"], protocol=2
+        )
+        assert client.ping()
+
+
+async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
+    server: RedisServer, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_user(monkeypatch, "operator")
+    broker = await Broker.connect(server.url)
+    rewards = {"judge": {"judge": {"template": "x", "model": "m"}}}
+    await publish_config(broker, RUN, users_config(tmp_path).model_copy(update=judged(rewards)))
+    await append(broker, RUN.trajectories(), make_trajectory(0, 0), make_trajectory(0, 1))
+    await append_numbered(broker, RUN.prompts(), [(0, make_ticket(0))])
+    for key, group in ((RUN.trajectories(), "reward"), (RUN.prompts(), "rollout")):
+        admin.xgroup_create(key, group, "0")
+        admin.xreadgroup(group, "c", {key: ">"}, count=1)
+    await broker.close()
+    with_user(monkeypatch, "exporter")
+    exporter = await Broker.connect(server.url)
+    reading = await RunReader(exporter, RUN).read()
+    await exporter.close()
+    assert reading.replicas == {"judge": []}
+    assert {(found.stream, found.lag, found.pending) for found in reading.groups} >= {
+        ("trajectories", 1, 1),
+        ("prompts", 0, 1),
+    }
+    assert refusals(admin) == []
+
+
+def judged(rewards: dict[str, Any]) -> dict[str, Any]:
+    return {"reward": RewardConfig.model_validate({"rewards": rewards})}

@@ -1,0 +1,83 @@
+"""The staleness bound holds over a whole run, recomputed from what the streams hold."""
+
+from pathlib import Path
+
+import pytest
+
+from common.streams import Entry, read_range
+from common.wire.messages import Commit, Ticket, Trajectory
+from tests.support.runs import ServiceRun, simulated_config
+
+STEPS, GROUPS, SIZE = 8, 4, 4
+
+
+async def _entries(run: ServiceRun, key: str, kind: type) -> list:
+    entries = await read_range(run.broker, key, kind)
+    assert all(isinstance(entry, Entry) for entry in entries)
+    return [entry.message for entry in entries]
+
+
+@pytest.mark.parametrize("order", ["in_order", "as_ready"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+async def test_no_trained_token_is_staler_than_the_bound(
+    tmp_path: Path, max_staleness: int, order: str
+) -> None:
+    """Two rollout workers, one of them twenty times slower, while the trainer is faster than both."""
+    config = simulated_config(
+        tmp_path,
+        trainer__steps=STEPS,
+        trainer__groups_per_step=GROUPS,
+        trainer__group_size=SIZE,
+        trainer__max_staleness=max_staleness,
+        trainer__batch_order=order,
+        rollout__max_groups_in_flight=3,
+        rollout__simulated__jitter=0.5,
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        run.start("rollout", "fast", "rollout.simulated.group_s=0.02")
+        run.start("rollout", "slow", "rollout.simulated.group_s=0.4")
+        run.start("reward")
+        run.start("trainer")
+        assert await run.wait("trainer") == 0
+        commits: list[Commit] = await _entries(run, run.keys.commits, Commit)
+        samples: list[Trajectory] = await _entries(run, run.keys.trajectories(), Trajectory)
+        tickets: list[Ticket] = await _entries(run, run.keys.prompts(), Ticket)
+
+    by_key = {sample.key: sample for sample in samples}
+    assert len(by_key) == len(samples), "a sample was published twice"
+    assert [commit.step for commit in commits] == list(range(STEPS))
+    trained = [key for commit in commits for key in commit.trained_keys]
+    assert sorted(trained) == sorted(by_key), "every trajectory is trained exactly once"
+    assert len(tickets) == STEPS * GROUPS
+
+    staleness = [
+        commit.step - version
+        for commit in commits
+        for key in commit.trained_keys
+        for version in by_key[key].token_versions().tolist()
+    ]
+    assert min(staleness) >= 0, "a token cannot come from a version that was not there yet"
+    assert max(staleness) <= max_staleness
+    if max_staleness == 0:
+        assert set(staleness) == {0}
+    assert {sample.worker for sample in samples} == {"fast", "slow"}
+
+
+async def test_the_scheduler_never_issues_beyond_the_gate(tmp_path: Path) -> None:
+    """With nobody generating, exactly (0 + 1 + k) * B tickets are issued."""
+    from tests.support.waiting import wait_until
+
+    config = simulated_config(tmp_path, trainer__max_staleness=2, trainer__steps=50)
+    async with ServiceRun(tmp_path, config) as run:
+        run.start("trainer")
+
+        async def num_tickets() -> int:
+            return len(await read_range(run.broker, run.keys.prompts(), Ticket))
+
+        async def is_waiting() -> bool:
+            beats = await run.broker.execute("HVALS", run.keys.workers("trainer"))
+            return any(b'"wait:trajectories"' in beat for beat in beats)
+
+        await wait_until(is_waiting, 60)
+        assert await num_tickets() == 3 * config.trainer.groups_per_step
+        assert await run.stop("trainer") == 0

@@ -1,0 +1,362 @@
+"""A judge in a whole reward worker, against real HTTP servers that misbehave: nothing is lost or 0."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import REGISTRY
+
+from common.errors import ConfigError
+from common.process.activity import Activity
+from common.process.heartbeats import Heartbeat
+from common.process.service import ServiceContext
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.run.replicas import ReplicaRegistry
+from common.streams import Entry, append, read_range
+from common.wire.keys import Keys
+from common.wire.messages import Lane, Score, ScoreStatus
+from services.reward.rewards.dependencies import RewardServices
+from services.reward.rewards.reward import check_reward, make_reward
+from services.reward.worker import serve
+from tests.support.misbehaving import (
+    Behaviour,
+    MisbehavingServer,
+    answers,
+    closes,
+    cuts,
+    hangs,
+    says,
+)
+from tests.support.trajectories import make_config, make_trajectory
+from tests.support.waiting import wait_until
+
+FAST = {"health_interval_s": 0.1, "breaker_cooldown_s": 0.05, "patience_s": 20.0}
+TEMPLATE = "{{ prompt }} {{ completion }} {{ ground_truth }}"
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+class Worker:
+    """A reward worker with one judge, in this process, and what it has published."""
+
+    def __init__(self, broker: Broker, keys: Keys) -> None:
+        self.broker, self.keys = broker, keys
+        self.context: ServiceContext | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, *servers: MisbehavingServer, judge: dict[str, Any] | None = None, **named: Any
+    ) -> AsyncIterator["Worker"]:
+        judge = {"model": "m", "template": TEMPLATE, "routing": FAST, **(judge or {})}
+        judge["base_urls"] = [server.url for server in servers]
+        reward = {"timeout_s": 20.0, "backoff_s": 0.01, "judge": judge, **named}
+        config = make_config(reward={"rewards": {"judge": reward}, "drain_s": 1.0})
+        self.context = ServiceContext(
+            "reward", "w1", self.keys, config, self.broker, Path(), Activity("reward")
+        )
+        working = asyncio.create_task(serve(self.context))
+        try:
+            yield self
+        finally:
+            self.context.stopping.set()
+            await asyncio.wait_for(working, 20)
+
+    async def put(self, count: int, lane: Lane = Lane.TRAIN, first: int = 0) -> None:
+        made = [make_trajectory(t, text=f"answer {t}") for t in range(first, first + count)]
+        await append(self.broker, self.keys.trajectories(lane), *made)
+
+    async def scores(self, count: int, lane: Lane = Lane.TRAIN) -> list[Score]:
+        """Wait until so many scores are there."""
+        await wait_until(lambda: self._has(count, lane), 60, f"{count} scores")
+        return await self._read(lane)
+
+    async def score(self) -> Score:
+        """The score of one trajectory."""
+        await self.put(1)
+        return (await self.scores(1))[0]
+
+    def counts(self) -> dict[str, float]:
+        """What the heartbeat says."""
+        return self.beat().counts
+
+    def beat(self) -> Heartbeat:
+        assert self.context is not None
+        beat = Heartbeat("w1", "reward")
+        for report in self.context.reporters:
+            report(beat)
+        return beat
+
+    async def _has(self, count: int, lane: Lane) -> bool:
+        return len(await self._read(lane)) >= count
+
+    async def _read(self, lane: Lane) -> list[Score]:
+        entries = await read_range(self.broker, self.keys.scores(lane), Score)
+        return [entry.message for entry in entries if isinstance(entry, Entry)]
+
+
+@pytest.fixture
+async def worker(redis: EmbeddedRedis, keys: Keys) -> AsyncIterator[Worker]:
+    broker = await Broker.connect(redis.url)
+    yield Worker(broker, keys)
+    await broker.close()
+
+
+def metric(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"tidemill_{name}", {"reward": "judge", **labels}) or 0.0
+
+
+async def test_a_verdict_becomes_the_reward_and_its_words_and_tokens_are_kept(worker: Worker) -> None:
+    before, cost = metric("remote_tokens_total", kind="completion"), metric("remote_cost_total")
+    async with MisbehavingServer(answers("Good. Score: 7", completion_tokens=5)) as server:
+        judge = {"system": "You grade.", "temperature": 0.3, "max_tokens": 9, "extra_body": {"seed": 1}}
+        judge["prices"] = {"prompt": 1e6, "completion": 0.5e6}
+        async with worker.running(server, judge=judge):
+            score = await worker.score()
+            assert worker.counts()["judge/tokens"] == 15
+    assert (score.status, score.value, score.components) == (ScoreStatus.OK, 7.0, {"judge": 7.0})
+    assert score.detail["judge"]["judgement"] == "Good. Score: 7"
+    assert score.detail["judge"]["judge_tokens"] == 15
+    (request,) = server.requests
+    assert request["messages"][0] == {"role": "system", "content": "You grade."}
+    assert request["messages"][1] == {"role": "user", "content": " answer 0 1"}
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.3, 9)
+    assert request["seed"] == 1
+    assert metric("remote_tokens_total", kind="completion") == before + 5
+    assert metric("remote_cost_total") == cost + 10 * 1 + 5 * 0.5
+
+
+async def test_the_completions_api_gets_the_bare_text(worker: Worker) -> None:
+    async with MisbehavingServer() as server, worker.running(server, judge={"api": "completions"}):
+        assert (await worker.score()).value == 7.0
+    assert server.paths == ["/v1/completions"] and server.requests[0]["prompt"] == " answer 0 1"
+
+
+async def test_the_key_comes_from_the_environment(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_JUDGE_KEY", "sesame")
+    judge = {"api_key_env": "TEST_JUDGE_KEY"}
+    async with MisbehavingServer() as server, worker.running(server, judge=judge):
+        await worker.score()
+    assert server.headers[0]["authorization"] == "Bearer sesame"
+    monkeypatch.delenv("TEST_JUDGE_KEY")
+    config = make_config(
+        reward={"rewards": {"j": {"judge": {"model": "m", "template": "x", "api_key_env": "TEST_JUDGE_KEY"}}}}
+    )
+    with pytest.raises(ConfigError, match="TEST_JUDGE_KEY"):
+        check_reward("j", config.reward.named["j"])
+
+
+GARBAGE = b"<html>It works!</html>"
+FAULTS: dict[str, tuple[Behaviour, str, str]] = {
+    "hangs": (hangs, "timeout", "gave no answer within 1 s"),
+    "429": (says(429), "rate_limited", "answered 429"),
+    "429 with Retry-After": (says(429, None, Retry_After="0.2"), "rate_limited", "answered 429"),
+    "500": (says(500), "server_error", "answered 500"),
+    "503": (says(503, {"error": "overloaded"}), "server_error", "answered 503"),
+    "closes": (closes, "connection", "no answer from"),
+    "cuts": (cuts, "connection", "no answer from"),
+    "web page": (says(200, GARBAGE, Content_Type="text/html"), "garbage", "It works!"),
+    "broken JSON": (says(200, b'{"choices": [{'), "garbage", "no completion"),
+    "other JSON": (says(200, {"choices": "none"}), "garbage", "no completion"),
+    "no choices": (says(200, {"id": "1", "choices": []}), "garbage", "no completion"),
+    "no number": (answers("I cannot say."), "no_verdict", "I cannot say."),
+    "NaN": (answers("Score: NaN"), "no_verdict", "NaN"),
+    "null": (answers(None), "no_verdict", "''"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_fault_is_counted_tried_again_and_passes(worker: Worker, name: str) -> None:
+    behaviour, kind, _ = FAULTS[name]
+    before = metric("remote_errors_total", kind=kind)
+    timeout_s = 1.0 if name == "hangs" else 20.0
+    async with (
+        MisbehavingServer(answers("5"), behaviour) as server,
+        worker.running(server, timeout_s=timeout_s),
+    ):
+        score = await worker.score()
+        assert worker.counts()["judge/errors"] == 1
+        assert f"1 {kind}" in worker.beat().detail
+    assert (score.status, score.value, score.attempts) == (ScoreStatus.OK, 5.0, 2)
+    assert metric("remote_errors_total", kind=kind) == before + 1
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_fault_that_stays_fails_the_score_with_its_reason_and_the_run_goes_on(
+    worker: Worker, name: str
+) -> None:
+    behaviour, kind, reason = FAULTS[name]
+    async with MisbehavingServer(behaviour) as server:
+        timeout_s = 1.0 if name == "hangs" else 20.0
+        async with worker.running(server, timeout_s=timeout_s, max_attempts=2):
+            score = await worker.score()
+            server.default = answers("5")
+            await worker.put(1, first=1)
+            after = (await worker.scores(2))[1]
+            assert worker.counts()["judge/errors"] == 2
+    assert score.status is (ScoreStatus.TIMEOUT if kind == "timeout" else ScoreStatus.FAILED)
+    assert (score.value, score.attempts) == (None, 2)
+    assert reason in score.error
+    assert (after.status, after.value) == (ScoreStatus.OK, 5.0)
+
+
+async def test_a_judge_that_refuses_connections_fails_the_score_once_patience_ends(worker: Worker) -> None:
+    server = MisbehavingServer()
+    await server.start()
+    await server.stop()
+    judge = {"routing": {**FAST, "patience_s": 0.3}}
+    async with worker.running(server, judge=judge):
+        await worker.put(3)
+        scores = await worker.scores(3)
+        assert {score.status for score in scores} == {ScoreStatus.FAILED}
+        assert all("no replica of judge" in score.error or "no answer" in score.error for score in scores)
+        assert "judge: 0 of 1 replicas up" in worker.beat().detail
+        await server.start()
+        await wait_until(lambda: worker.counts()["judge/replicas_up"] == 1)
+        await worker.put(1, first=3)
+        assert (await worker.scores(4))[-1].value == 7.0
+    await server.stop()
+
+
+async def test_a_request_that_is_refused_is_not_repeated(worker: Worker) -> None:
+    refusal = says(400, {"error": {"message": "too long"}})
+    async with MisbehavingServer(refusal) as server, worker.running(server):
+        score = await worker.score()
+    assert (score.status, score.attempts) == (ScoreStatus.FAILED, 1)
+    assert "answered 400" in score.error and "too long" in score.error
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+async def test_a_retry_waits_as_long_as_the_server_asks(worker: Worker, form: str) -> None:
+    # A date has whole seconds: four from now are more than three.
+    wanted = "3.5" if form == "seconds" else formatdate(time.time() + 4, usegmt=True)
+    busy = says(429, None, Retry_After=wanted)
+    async with MisbehavingServer(answers("5"), busy) as server, worker.running(server):
+        started = time.monotonic()
+        score = await worker.score()
+    assert time.monotonic() - started > 2.5  # without the header it would be the router's pause of a second
+    assert score.value == 5.0
+
+
+async def test_the_policy_says_what_a_failure_means(worker: Worker) -> None:
+    async with MisbehavingServer(says(500)) as server:
+        policy = {"max_attempts": 1, "on_failure": "value", "failure_value": -1.0}
+        async with worker.running(server, **policy):
+            score = await worker.score()
+    assert (score.status, score.value) == (ScoreStatus.OK, -1.0)
+    assert "answered 500" in score.detail["failures"]["judge"]
+
+
+async def test_killing_one_of_two_replicas_in_the_middle_costs_no_sample(worker: Worker) -> None:
+    async with MisbehavingServer(answers(delay_s=0.02)) as victim, MisbehavingServer() as survivor:
+        survivor.default = answers(delay_s=0.02)
+        async with worker.running(victim, survivor):
+            await worker.put(200)
+            await wait_until(lambda: len(victim.requests) > 20)
+            await victim.stop()
+            scores = await worker.scores(200)
+            assert worker.counts()["judge/failovers"] > 0
+            assert worker.counts()["judge/replicas_up"] == 1
+    assert sorted(score.key for score in scores) == [(t, 0) for t in range(200)]
+    assert {score.status for score in scores} == {ScoreStatus.OK}
+
+
+async def test_replicas_that_register_are_used_and_a_run_without_any_waits_for_them(worker: Worker) -> None:
+    async with MisbehavingServer() as server, worker.running():
+        await worker.put(3)
+        await wait_until(lambda: worker.counts()["judge/replicas"] == 0)
+        await ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0).announce(server.url)
+        assert {score.value for score in await worker.scores(3)} == {7.0}
+
+
+async def test_evaluation_is_judged_while_training_uses_up_its_limits(worker: Worker) -> None:
+    def behave(server: MisbehavingServer, writer: Any, request: dict[str, Any]) -> Any:
+        is_training = "train" in request["messages"][0]["content"]
+        return (hangs if is_training else answers("5"))(server, writer, request)
+
+    judge = {"limits": {"concurrency": 4, "evaluation_share": 0.25}, "template": "{{ completion }}"}
+    async with MisbehavingServer(behave) as server, worker.running(server, judge=judge):
+        stuck = [make_trajectory(t, text=f"train {t}") for t in range(20)]
+        await append(worker.broker, worker.keys.trajectories(), *stuck)
+        await wait_until(lambda: server.in_flight == 3)
+        await worker.put(10, Lane.EVAL)
+        assert {score.value for score in await worker.scores(10, Lane.EVAL)} == {5.0}
+        assert server.peak <= 4
+        assert await worker._read(Lane.TRAIN) == []
+
+
+async def test_a_slow_judge_is_asked_a_second_time_elsewhere(worker: Worker) -> None:
+    judge = {"hedge": {"after_s": 0.05}}
+    async with (
+        MisbehavingServer(hangs) as slow,
+        MisbehavingServer(answers("5")) as fast,
+        worker.running(slow, fast, judge=judge),
+    ):
+        await worker.put(4)
+        assert {score.value for score in await worker.scores(4)} == {5.0}
+        assert worker.counts()["judge/hedges"] >= 1
+
+
+@pytest.fixture
+async def services(worker: Worker) -> AsyncIterator[RewardServices]:
+    """What the rewards of a worker share, with the router of a judge that scores nothing itself."""
+    reward = {"judge": {"router_only": True, "routing": FAST}}
+    config = make_config(reward={"rewards": {"judge": reward}})
+    context = ServiceContext("reward", "w1", worker.keys, config, worker.broker, Path(), Activity("reward"))
+    services = RewardServices.of(context)
+    reward = make_reward("judge", config.reward.named["judge"], services)
+    yield services
+    await reward.close()
+    await services.close()
+
+
+async def test_functions_reach_the_judges_servers_through_the_router(
+    worker: Worker, services: RewardServices
+) -> None:
+    registry = ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0)
+    address = await services.router_address("judge")
+    assert await services.router_address("judge") == address
+    async with MisbehavingServer(says(500)) as broken, MisbehavingServer(answers("5")) as well:
+        await registry.announce(broken.url)
+        await registry.announce(well.url)
+        await services.calls["judge"].router.look()
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:
+            for path in ("/v1/chat/completions", "/classify", "/v1/completions"):
+                answer = await client.post(path, json={"model": "m"})
+                assert answer.json()["choices"][0]["text"] == "5"
+                assert well.paths[-1] == path
+            assert services.calls["judge"].num_failovers >= 1
+            assert services.calls["judge"].num_tokens == 36
+            well.default = says(404, {"detail": "no such path"})
+            answer = await client.post("/v1/nothing", json={})
+            assert (answer.status_code, answer.json()) == (404, {"detail": "no such path"})
+
+
+async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
+    worker: Worker, services: RewardServices
+) -> None:
+    async with MisbehavingServer(says(429, None, Retry_After="3")) as busy:
+        await ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0).announce(busy.url)
+        address = await services.router_address("judge")
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:
+            answer = await client.post("/v1/completions", json={})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert answer.json()["error"]["code"] == "rate_limited"
+
+
+async def test_a_router_that_nobody_has_is_a_mistake_of_the_config(services: RewardServices) -> None:
+    with pytest.raises(ConfigError, match=r"no reward with servers is called 'judje'.*known: judge"):
+        await services.router_address("judje")

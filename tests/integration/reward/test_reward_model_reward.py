@@ -1,0 +1,124 @@
+"""A run's reward from a reward model: two local replicas, one dies; servers that misbehave."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from common.config.reward_kinds import RewardModelConfig
+from common.streams import Entry, append, read_range
+from common.wire.messages import Score, ScoreStatus
+from services.reward.functions.sample import Sample
+from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.limiter import Limiter
+from services.reward.remote.reward_model import ModelReward
+from services.reward.remote.router import Router
+from services.reward.results.outcome import AttemptError
+from tests.support.misbehaving import MisbehavingServer, cuts, says
+from tests.support.reward_models import tiny_classifier
+from tests.support.runs import ServiceRun
+from tests.support.trajectories import make_config, make_trajectory
+from tests.support.waiting import wait_until
+
+COUNT = 60
+SAMPLE = Sample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
+
+
+def reward_of(url: str, http: httpx.AsyncClient, **fields: Any) -> ModelReward:
+    config = RewardModelConfig(base_urls=(url,), **fields)
+    router = Router("rm", config.base_urls, config.routing, http)
+    calls = RemoteCalls("rm", router, Limiter(None, _NoKeys(), "rm", config.limits), 10.0)  # type: ignore[arg-type]
+    return ModelReward(config, calls, http)
+
+
+class _NoKeys:
+    """Without limits, no key is used."""
+
+    def limits(self, reward: str) -> str:
+        return reward
+
+    requests = limits
+
+
+async def test_killing_one_of_two_replicas_costs_no_sample(tmp_path: Path) -> None:
+    path = tiny_classifier(tmp_path / "model")
+    model = {
+        "input": "ids",
+        "normalise": "sigmoid",
+        "local_replicas": {"count": 2, "model": str(path)},
+        "routing": {"health_interval_s": 0.2, "replica_ttl_s": 3.0},
+    }
+    reward = {"rewards": {"rm": {"model": model, "backoff_s": 0.05, "max_attempts": 5}}, "max_in_flight": 8}
+    async with ServiceRun(tmp_path, make_config(run_id="test", reward=reward)) as run:
+        for index in range(2):
+            arguments = ("--reward", "rm", "--index", str(index))
+            run.start("reward.replica", f"replica-{index}", arguments=arguments)
+        run.start("reward")
+        await wait_until(lambda: _num_replicas(run, 2), 120)
+        sent = [make_trajectory(ticket, **_completion(ticket)) for ticket in range(COUNT)]
+        await append(run.broker, run.keys.trajectories(), *sent[: COUNT // 2])
+        await wait_until(lambda: _num_scores(run, 10), 60)
+        await append(run.broker, run.keys.trajectories(), *sent[COUNT // 2 :])
+        psutil.Process(run.processes["replica-0"].pid).children()[0].kill()  # the server, not its keeper
+        await wait_until(lambda: _num_scores(run, COUNT), 120)
+        scores = await _scores(run)
+        assert await run.stop("reward") == 0
+    assert sorted(score.ticket for score in scores) == list(range(COUNT))
+    assert {score.status for score in scores} == {ScoreStatus.OK}
+    reference = AutoModelForSequenceClassification.from_pretrained(path)
+    for score in scores:
+        ids = [*make_trajectory().prompt_ids.tolist(), *_ids(score.ticket)]
+        with torch.inference_mode():
+            raw = float(reference(input_ids=torch.tensor([ids])).logits[0, 0])
+        assert score.value == pytest.approx(1 / (1 + math.exp(-raw)), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        (says(200, {"data": []}), "no score"),
+        (says(200, {"data": [{"probs": ["x"]}], "usage": {"prompt_tokens": 1}}), "no score"),
+        (says(200, {"data": [{"probs": [math.nan]}], "usage": {"prompt_tokens": 1}}), "nan"),
+        (says(200, {"data": [{"probs": [1.0]}], "usage": {"prompt_tokens": 1}}), "label 1 is wanted"),
+        (says(400), "status 400"),
+        (says(500), "status 500"),
+        (says(429, **{"Retry-After": "7"}), "status 429"),
+        (cuts, "no answer"),
+    ],
+    ids=["nothing", "text", "nan", "labels", "400", "500", "429", "cut"],
+)
+async def test_what_is_no_score_is_an_error_and_no_zero(behaviour: Any, said: str) -> None:
+    label = 1 if "label" in said else 0
+    async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
+        reward = reward_of(server.url, http, label=label)
+        with pytest.raises(AttemptError, match=said) as caught:
+            await reward.score(SAMPLE)
+        await reward.close()
+    assert caught.value.is_final == (said == "status 400")
+    assert caught.value.retry_after_s == (7.0 if "429" in said else 0.0)
+
+
+def _ids(ticket: int) -> list[int]:
+    return [3 + (ticket * 7 + place) % 29 for place in range(1 + ticket % 5)]
+
+
+def _completion(ticket: int) -> dict[str, Any]:
+    return {"completion_ids": _ids(ticket), "logprobs": [-0.5] * len(_ids(ticket))}
+
+
+async def _num_replicas(run: ServiceRun, count: int) -> bool:
+    return int(await run.broker.execute("ZCARD", run.keys.replicas("rm"))) == count
+
+
+async def _scores(run: ServiceRun) -> list[Score]:
+    found = await read_range(run.broker, run.keys.scores(), Score)
+    return [entry.message for entry in found if isinstance(entry, Entry)]
+
+
+async def _num_scores(run: ServiceRun, count: int) -> bool:
+    return len(await _scores(run)) >= count

@@ -1,0 +1,327 @@
+"""The reward model server over HTTP: vLLM's forms, clear refusals, bounded queues, sleep, an orderly end."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from torch import Tensor
+
+from services.reward.model_server.app import ScoringApp
+from services.reward.model_server.batcher import Batcher
+from services.reward.model_server.batching import BatchLimits
+from services.reward.model_server.inputs import Inputs
+from services.reward.model_server.scoring_model import ScoringModel
+from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
+from tests.support.runs import REPO
+from tests.support.waiting import wait_until
+
+ROWS = [[5, 6, 7], [9] * 20, [3]]
+LIMITS = BatchLimits(max_tokens=4096, max_rows=64, max_padding=0.3)
+
+
+class StandingModel:
+    """A model whose device stands still until it is let go: what a real one cannot be made to do."""
+
+    def __init__(self, model: ScoringModel) -> None:
+        self.inner, self.batches = model, []  # type: ignore[var-annotated]
+        self.go = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+        self.fails_on = 0
+
+    def score(self, rows: list[list[int]]) -> list[Tensor]:
+        self.batches.append([list(row) for row in rows])
+        asyncio.run_coroutine_threadsafe(self.go.wait(), self.loop).result(30)
+        if any(len(row) == self.fails_on for row in rows):
+            raise RuntimeError("out of memory")
+        return self.inner.score(rows)
+
+
+def client_of(model: Any, path: Path, batcher: Batcher) -> httpx.AsyncClient:
+    inputs = Inputs(str(path), model.vocab_size, model.context_tokens)
+    app = ScoringApp("rm", model, inputs, batcher, gate=None)
+    transport = httpx.ASGITransport(app=Starlette(routes=app.routes()))
+    return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_classifier(tmp_path_factory.mktemp("classifier"), num_labels=2)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> ScoringModel:
+    return ScoringModel(str(path))
+
+
+@pytest_asyncio.fixture
+async def batcher(model: ScoringModel) -> AsyncIterator[Batcher]:
+    batcher = Batcher(model, LIMITS, flush_s=0.005, max_queued_rows=8)
+    batcher.start()
+    yield batcher
+    await batcher.close()
+
+
+@pytest_asyncio.fixture
+async def server(model: ScoringModel, path: Path, batcher: Batcher) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(model, path, batcher) as client:
+        yield client
+
+
+async def raw(client: httpx.AsyncClient, **body: Any) -> list[list[float]]:
+    response = await client.post("/classify", json={"use_activation": False, **body})
+    assert response.status_code == 200, response.text
+    return [item["probs"] for item in response.json()["data"]]
+
+
+async def test_ids_text_and_chat_give_the_scores_of_the_same_tokens(
+    server: httpx.AsyncClient, model: ScoringModel
+) -> None:
+    expected = [score.tolist() for score in model.score(ROWS)]
+    for got, wanted in zip(await raw(server, input=ROWS), expected, strict=True):
+        assert got == pytest.approx(wanted, abs=1e-5)
+    assert await raw(server, input=[3, 4]) == await raw(server, input="w0 w1")
+    assert await raw(server, input=["w0 w1"]) == await raw(server, input="w0 w1", add_special_tokens=False)
+    chat = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
+    assert await raw(server, messages=chat) == await raw(server, input="<user> w0 <assistant> w1 ")
+
+
+async def test_answers_have_the_fields_of_vllm(server: httpx.AsyncClient) -> None:
+    answer = (await server.post("/classify", json={"input": ROWS, "model": "rm"})).json()
+    assert answer["object"] == "list"
+    assert answer["usage"]["prompt_tokens"] == 24
+    for item in answer["data"]:
+        assert set(item) == {"index", "label", "probs", "num_classes"}
+        assert sum(item["probs"]) == pytest.approx(1.0)
+        assert item["label"] == f"LABEL_{item['probs'].index(max(item['probs']))}"
+    pooled = (await server.post("/pooling", json={"input": ROWS, "use_activation": False})).json()
+    assert [item["data"] for item in pooled["data"]] == await raw(server, input=ROWS)
+    (card,) = (await server.get("/v1/models")).json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("rm", 256)
+
+
+async def test_token_scores_come_from_pooling(tmp_path: Path) -> None:
+    path = tiny_token_scorer(tmp_path / "model")
+    model = ScoringModel(str(path))
+    batcher = Batcher(model, LIMITS, flush_s=0.005, max_queued_rows=8)
+    batcher.start()
+    async with client_of(model, path, batcher) as client:
+        body = {"input": ROWS, "use_activation": False, "task": "token_classify"}
+        items = (await client.post("/pooling", json=body)).json()["data"]
+        assert [len(item["data"]) for item in items] == [3, 20, 1]
+        for item, scores in zip(items, model.score(ROWS), strict=True):
+            assert torch.allclose(torch.tensor(item["data"]), scores, atol=1e-5)
+        refused = await client.post("/classify", json={"input": ROWS})
+        assert (refused.status_code, "scores tokens" in refused.text) == (400, True)
+    await batcher.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "either input"),
+        ({"input": []}, "input is empty"),
+        ({"input": [[]]}, "input 0 is empty"),
+        ({"input": [[5], [5] * 257]}, "input 1 has 257 tokens, but the model takes 256"),
+        ({"input": [5, 99]}, "token id 99; the model has ids from 0 to 31"),
+        ({"input": "w1", "model": "other"}, "has the model 'rm', not 'other'"),
+        ({"input": "w1", "encoding_format": "base64"}, "encoding_format"),
+        ({"input": "w1", "truncate_promt_tokens": 4}, "did you mean truncate_prompt_tokens"),
+        ({"input": "w1", "use_activation": True, "activation": False}, "activation"),
+        ({"input": "w1", "dimensions": 8}, "dimensions"),
+        ({"input": "w1", "padding": "max_length"}, "padding"),
+        ({"messages": [{"role": "user", "content": "w1"}], "chat_template": "x"}, "--chat-template"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        (
+            {
+                "messages": [{"role": "user", "content": "w1"}],
+                "add_generation_prompt": True,
+                "continue_final_message": True,
+            },
+            "continue_final_message",
+        ),
+        ({"input": "w1", "task": "token_classify"}, "does 'classify'"),
+        ("no json", "Invalid JSON"),
+    ],
+)
+async def test_what_can_never_work_is_refused_in_words(
+    server: httpx.AsyncClient, body: Any, said: str
+) -> None:
+    content = body if isinstance(body, str) else json.dumps(body)
+    response = await server.post("/classify", content=content)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+
+
+async def test_bodies_of_verl_and_of_older_clients_work_unchanged(
+    server: httpx.AsyncClient, path: Path
+) -> None:
+    wanted = await raw(server, input="w0 w1")
+    for body in (
+        {"model": str(path), "input": "w0 w1", "activation": False},  # verl's reward loop
+        {"model": path.name, "input": "w0 w1", "softmax": False, "user": "me", "cache_salt": "salt"},
+        {"input": "w0 w1", "use_activation": False, "activation": False, "return_text_in_prompt": True},
+    ):
+        response = await server.post("/classify", json=body)
+        assert response.status_code == 200, response.text
+        assert [item["probs"] for item in response.json()["data"]] == wanted
+    activated = (await server.post("/classify", json={"input": "w0 w1", "activation": True})).json()
+    assert sum(activated["data"][0]["probs"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", ["Completion", "Chat"])
+@pytest.mark.parametrize("where", ["classify", "pooling"])
+async def test_every_field_that_vllm_knows_is_taken_at_its_default(
+    server: httpx.AsyncClient, kind: str, where: str
+) -> None:
+    protocol = pytest.importorskip(f"vllm.entrypoints.pooling.{where}.protocol")
+    request = getattr(protocol, f"{'Classification' if where == 'classify' else 'Pooling'}{kind}Request")
+    chat = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
+    given = {"input": "w0 w1"} if kind == "Completion" else {"messages": chat}
+    body = request(**given, use_activation=False).model_dump(mode="json")
+    answer = await server.post(f"/{where}", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["data"][0]["probs" if where == "classify" else "data"]
+    assert [found] == await raw(server, **given)
+
+
+async def test_messages_in_parts_are_read_as_their_text(server: httpx.AsyncClient) -> None:
+    parts = [{"type": "text", "text": "w0"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "w1"}]
+    assert await raw(server, messages=chat) == await raw(server, input="<user> w0 <assistant> w1 ")
+
+
+async def test_a_long_input_is_cut_where_the_request_says_so(server: httpx.AsyncClient) -> None:
+    ids = [3 + i % 29 for i in range(300)]
+    cut = {"input": ids, "truncate_prompt_tokens": 4}
+    assert await raw(server, **cut, truncation_side="left") == await raw(server, input=ids[-4:])
+    assert await raw(server, **cut, truncation_side="right") == await raw(server, input=ids[:4])
+
+
+async def test_a_full_queue_says_when_to_come_again_and_evaluation_goes_first(
+    model: ScoringModel, path: Path
+) -> None:
+    standing = StandingModel(model)
+    batcher = Batcher(standing, BatchLimits(4096, 2, 0.3), flush_s=0.005, max_queued_rows=4)  # type: ignore[arg-type]
+    batcher.start()
+    async with client_of(model, path, batcher) as client:
+        asked = [asyncio.create_task(raw(client, input=[3]))]
+        await wait_until(lambda: standing.batches)
+        asked += [asyncio.create_task(raw(client, input=[4 + i])) for i in range(4)]
+        await wait_until(lambda: batcher.num_waiting == 4)
+        refused = await client.post("/classify", json={"input": [9]})
+        assert (refused.status_code, int(refused.headers["Retry-After"]) >= 1) == (429, True)
+        asked.pop().cancel()  # who leaves frees the place
+        await wait_until(lambda: batcher.num_waiting == 3)
+        asked.append(asyncio.create_task(raw(client, input=[20], priority=-1)))
+        await wait_until(lambda: batcher.num_waiting == 4)
+        standing.go.set()
+        await asyncio.gather(*asked)
+    assert [20] in standing.batches[1]
+    assert sum(map(len, standing.batches)) == 5
+    await batcher.close()
+
+
+async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, path: Path) -> None:
+    standing = StandingModel(model)
+    standing.go.set()
+    standing.fails_on = 7
+    batcher = Batcher(standing, LIMITS, flush_s=0.005, max_queued_rows=64)  # type: ignore[arg-type]
+    batcher.start()
+    async with client_of(model, path, batcher) as client:
+        lengths = (6, 7, 8, 7, 6)
+        asked = [client.post("/classify", json={"input": [5] * length}) for length in lengths]
+        answers = await asyncio.gather(*asked)
+    assert [answer.status_code for answer in answers] == [200, 500, 200, 500, 200]
+    assert "7 tokens: out of memory" in answers[1].text
+    assert len(standing.batches[0]) == 5  # they were one batch
+    await batcher.close()
+
+
+async def test_a_lone_row_is_computed_without_company(model: ScoringModel) -> None:
+    batcher = Batcher(model, LIMITS, flush_s=3600.0, max_queued_rows=8)
+    batcher.start()
+    async with asyncio.timeout(20):
+        await batcher.score([[5, 6]])
+    await batcher.close()
+
+
+async def test_rows_that_expect_company_are_flushed_in_time(model: ScoringModel) -> None:
+    standing = StandingModel(model)
+    standing.go.set()
+    batcher = Batcher(standing, LIMITS, flush_s=0.3, max_queued_rows=8)  # type: ignore[arg-type]
+    batcher.start()
+    async with asyncio.timeout(20):
+        burst = [asyncio.create_task(batcher.score([[5] * (6 + i)])) for i in range(4)]
+        await asyncio.gather(*burst)  # a burst, then silence: nobody fills the batch
+    assert len(standing.batches) == 1
+    await batcher.close()
+
+
+async def test_asleep_it_sends_requests_elsewhere_and_wakes_with_the_same_scores(
+    server: httpx.AsyncClient,
+) -> None:
+    before = await raw(server, input=ROWS)
+    assert (await server.post("/sleep?level=1")).json() == {"status": "sleeping"}
+    assert (await server.get("/is_sleeping")).json() == {"is_sleeping": True}
+    refused = await server.post("/classify", json={"input": ROWS})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    assert (await server.post("/wake_up")).json() == {"status": "awake"}
+    assert await raw(server, input=ROWS) == before
+
+
+async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(
+    path: Path, tmp_path: Path
+) -> None:
+    process = start_server(path, tmp_path / "log", "--served-model-name", "rm", "--max-batch-rows", "1")
+    try:
+        url = await wait_until(lambda: server_url(tmp_path / "log"), 120)
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            assert (await client.get("/health")).status_code == 200
+            assert len(await raw(client, input=ROWS)) == 3
+            figures = text_string_to_metric_families((await client.get("/metrics")).text)
+            counted = {s.name: s.value for family in figures for s in family.samples if not s.labels}
+            assert counted["tidemill_reward_model_batch_rows_count"] == 3
+            asked = [asyncio.create_task(raw(client, input=[[5] * 250] * 20)) for _ in range(8)]
+            await wait_until(lambda: _is_computing(client), 60)
+            process.send_signal(signal.SIGTERM)
+            assert [len(scores) for scores in await asyncio.gather(*asked)] == [20] * 8
+        assert await asyncio.to_thread(process.wait, 30) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "/nowhere/at/all"], "the folder does not exist"),
+        (["--model", "m", "--max-padding", "2"], "2.0 is not from 0.0 to 1.0"),
+        (["--model", "a/m", "--chat-template", "/nowhere"], "cannot read the chat template"),
+    ],
+)
+def test_mistakes_are_answered_with_2_and_no_traceback(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "services.reward.model_server", "--port", "0", *arguments]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (2, True, False), (
+        ended.stderr
+    )
+
+
+async def _is_computing(client: httpx.AsyncClient) -> bool:
+    text = (await client.get("/metrics")).text
+    return any(
+        line.startswith("tidemill_reward_model_queued_rows") and float(line.split()[-1]) > 100
+        for line in text.splitlines()
+    )

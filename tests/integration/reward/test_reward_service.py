@@ -1,0 +1,378 @@
+"""The reward service as processes: scores flow, stopping loses nothing, dying loses nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import psutil
+import pytest
+
+from common.config.checks import check_reward
+from common.errors import ConfigError
+from common.process.heartbeats import read_heartbeats
+from common.redis.broker import URL_VARIABLE, Broker
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import publish_config
+from common.streams import Entry, append, group_status, read_range
+from common.wire.keys import REWARD_GROUP, Keys
+from common.wire.messages import DeadLetter, Lane, Score, ScoreStatus
+from tests.support.scoring import peak
+from tests.support.trajectories import make_config, make_trajectory
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+KEYS = Keys("rewarded")
+
+
+class Service:
+    """One `python -m services.reward`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process, self.stderr = process, ""
+
+    async def ends(self) -> int:
+        """Its exit code; what it said is in `stderr` then."""
+        _, stderr = await asyncio.wait_for(self.process.communicate(), 60)
+        self.stderr = stderr.decode()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    """A connection to a Redis of the test's own, whose address the services get."""
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    broker = await Broker.connect(server.url)
+    broker.url = server.url  # type: ignore[attr-defined]
+    yield broker
+    await broker.close()
+    server.stop()
+
+
+@pytest.fixture
+async def start(broker: Broker) -> AsyncIterator[Callable[..., Any]]:
+    """Start a worker by name; what still runs at the end is killed."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(name: str = "w1") -> Service:
+            command = [sys.executable, "-m", "services.reward", "--run", KEYS.run_id, "--name", name]
+            environment = {**os.environ, URL_VARIABLE: broker.url}  # type: ignore[attr-defined]
+            process = await asyncio.create_subprocess_exec(
+                *command, cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE
+            )
+            stack.callback(lambda: process.returncode is None and process.kill())
+            return Service(process)
+
+        yield start
+
+
+@pytest.fixture
+def reward(broker: Broker, tmp_path: Path) -> Callable[..., Any]:
+    """Write a reward function and publish a run's config that uses it."""
+
+    async def reward(source: str, streams: dict[str, Any] | None = None, **config: Any) -> None:
+        path = tmp_path / "reward.py"
+        path.write_text(dedent(source))
+        section = {"function": f"{path}:compute_score", "backoff_s": 0.01, **config}
+        await publish_config(
+            broker, KEYS, make_config(run_id=KEYS.run_id, reward=section, streams=streams or {})
+        )
+
+    return reward
+
+
+async def scores(broker: Broker, lane: Lane = Lane.TRAIN) -> list[Score]:
+    return [
+        entry.message
+        for entry in await read_range(broker, KEYS.scores(lane), Score)
+        if isinstance(entry, Entry)
+    ]
+
+
+async def has(broker: Broker, count: int, lane: Lane = Lane.TRAIN) -> bool:
+    return len(await scores(broker, lane)) >= count
+
+
+async def num_pending(broker: Broker, lane: Lane = Lane.TRAIN) -> int:
+    status = await group_status(broker, KEYS.trajectories(lane), REWARD_GROUP)
+    return -1 if status is None else status.pending
+
+
+ASYNC = """
+    import asyncio
+    async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        await asyncio.sleep(float(solution_str))
+        return {"score": 1.0, "slept": float(solution_str)}
+"""
+PLAIN = """
+    import time, os
+    from pathlib import Path
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        if solution_str == "hang":
+            Path(ground_truth).write_text(str(os.getpid()))
+            while True:
+                pass
+        return 1.0
+"""
+
+
+async def test_scores_flow_and_sigterm_drains(broker: Broker, start: Any, reward: Any) -> None:
+    await reward(ASYNC)
+    await append(broker, KEYS.trajectories(), *[make_trajectory(t, text="0.01") for t in range(50)])
+    worker = await start()
+    await wait_until(lambda: has(broker, 50), 60)
+    (beat,) = await wait_until(lambda: read_heartbeats(broker, KEYS))
+    assert (beat.name, beat.role) == ("w1", "reward")
+    await append(broker, KEYS.trajectories(), *[make_trajectory(t, text="1.5") for t in range(50, 60)])
+    await wait_until(lambda: _pending(broker, 10))
+    worker.process.send_signal(signal.SIGTERM)
+    assert await worker.ends() == 0, worker.stderr
+    made = await scores(broker)
+    assert sorted(score.key for score in made) == [(t, 0) for t in range(60)]
+    assert {score.components["slept"] for score in made} == {0.01, 1.5}
+    assert await num_pending(broker) == 0
+    assert await read_heartbeats(broker, KEYS) == []
+
+
+async def test_killing_one_of_two_workers_costs_no_trajectory(
+    broker: Broker, start: Any, reward: Any
+) -> None:
+    await reward(ASYNC, streams={"lease_s": 1.0}, max_in_flight=20)
+    victim, survivor = await start("victim"), await start("survivor")
+    await wait_until(lambda: _num_consumers(broker, 0), 60)
+    await append(broker, KEYS.trajectories(), *[make_trajectory(t, text="0.5") for t in range(80)])
+    await wait_until(lambda: _num_consumers(broker, 2))
+    victim.process.kill()
+    await victim.ends()
+    await wait_until(lambda: has(broker, 80), 60)
+    survivor.process.send_signal(signal.SIGTERM)
+    assert await survivor.ends() == 0, survivor.stderr
+    assert sorted(score.key for score in await scores(broker)) == [(t, 0) for t in range(80)]
+    assert await num_pending(broker) == 0
+
+
+async def test_stuck_training_neither_blocks_evaluation_nor_survives_its_limit(
+    broker: Broker, start: Any, reward: Any, tmp_path: Path
+) -> None:
+    await reward(PLAIN, timeout_s=4.0, max_attempts=1, processes=1)
+    stuck = make_trajectory(0, text="hang", ground_truth=str(tmp_path / "pid"))
+    await append(broker, KEYS.trajectories(), stuck, *[make_trajectory(t, text="") for t in range(1, 4)])
+    worker = await start()
+    pid = await wait_until(lambda: _read_number(tmp_path / "pid"), 60)
+    await append(broker, KEYS.trajectories(Lane.EVAL), *[make_trajectory(t, text="") for t in range(3)])
+    await wait_until(lambda: has(broker, 3, Lane.EVAL))
+    assert await scores(broker) == []  # all of this while training stands still
+    await wait_until(lambda: has(broker, 4))
+    await wait_until(lambda: not psutil.pid_exists(pid))
+    by_ticket = {score.ticket: score for score in await scores(broker)}
+    assert (by_ticket[0].status, by_ticket[0].value) == (ScoreStatus.TIMEOUT, None)
+    assert {by_ticket[t].status for t in (1, 2, 3)} == {ScoreStatus.OK}
+    worker.process.send_signal(signal.SIGTERM)
+    assert await worker.ends() == 0, worker.stderr
+
+
+async def test_a_killed_worker_leaves_no_process_behind(
+    broker: Broker, start: Any, reward: Any, tmp_path: Path
+) -> None:
+    await reward(PLAIN, timeout_s=3600.0)
+    await append(
+        broker, KEYS.trajectories(), make_trajectory(0, text="hang", ground_truth=str(tmp_path / "pid"))
+    )
+    worker = await start()
+    pid = await wait_until(lambda: _read_number(tmp_path / "pid"), 60)
+    worker.process.kill()
+    try:
+        await wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+
+
+async def test_math_answers_are_compared_by_a_worker(broker: Broker, start: Any) -> None:
+    config = make_config(run_id=KEYS.run_id, reward={"function": "math", "processes": 1})
+    await publish_config(broker, KEYS, config)
+    texts = ["\\boxed{1}", "\\boxed{\\frac{2}{2}}", "\\boxed{2}"]
+    await append(
+        broker, KEYS.trajectories(), *[make_trajectory(t, text=text) for t, text in enumerate(texts)]
+    )
+    await start()
+    await wait_until(lambda: has(broker, 3), 60)
+    assert {score.ticket: score.value for score in await scores(broker)} == {0: 1.0, 1: 1.0, 2: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def compute_score(text): return 1", "takes (text)"),
+        ("import missing_module_of_test", "No module named 'missing_module_of_test'"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("import os; print('x'); os._exit(3)", None),
+    ],
+)
+async def test_a_bad_function_ends_the_service_with_2_and_is_found_by_the_check(
+    broker: Broker, start: Any, reward: Any, tmp_path: Path, source: str, expected: str | None
+) -> None:
+    await reward(source)
+    with pytest.raises(ConfigError) as caught:
+        check_reward(make_config(reward={"function": f"{tmp_path}/reward.py:compute_score"}).reward)
+    if expected is None:  # no way to say more than that Python ended
+        assert "its import ended Python" in str(caught.value)
+        return
+    worker = await start()
+    assert await worker.ends() == 2
+    assert "Traceback" not in worker.stderr
+    for said in (worker.stderr, str(caught.value)):
+        assert expected in said
+        assert "reward.py:compute_score" in said
+
+
+def test_the_check_accepts_what_can_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(dedent(ASYNC))
+    check_reward(make_config(reward={"function": f"{tmp_path}/reward.py:compute_score"}).reward)
+    check_reward(make_config(reward={"function": "gsm8k", "kwargs": {"method": "flexible"}}).reward)
+
+
+async def _pending(broker: Broker, count: int) -> bool:
+    return await num_pending(broker) == count
+
+
+async def _num_consumers(broker: Broker, holding: int) -> bool:
+    """Whether two workers listen, and at least this many of them hold something."""
+    beats = await read_heartbeats(broker, KEYS)
+    reply = await broker.execute("XPENDING", KEYS.trajectories(), REWARD_GROUP) if holding else []
+    return len(beats) == 2 and (not holding or len(reply[3] or []) >= holding)
+
+
+def _read_number(path: Path) -> int:
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+async def test_a_reward_that_blocks_in_async_def_costs_no_lease_and_is_named(
+    broker: Broker, start: Any, reward: Any
+) -> None:
+    await reward(
+        """
+        import time
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            time.sleep(0.2)  # as requests.post does
+            return 1.0
+        """,
+        streams={"lease_s": 1.0},
+    )
+    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(80)])
+    workers = [await start(f"w{number}") for number in (1, 2)]
+
+    async def is_named() -> bool:
+        beats = await read_heartbeats(broker, KEYS)
+        return any(
+            "blocks its event loop" in beat.detail and "reward.py, line 4" in beat.detail for beat in beats
+        )
+
+    await wait_until(is_named, 60)
+    await wait_until(lambda: has(broker, 80), 120)
+    assert {score.status for score in await scores(broker)} == {ScoreStatus.OK}
+    assert await broker.execute("XLEN", KEYS.dead) == 0
+    for worker in workers:
+        worker.process.terminate()
+        assert await worker.ends() == 0
+        assert "lease lost" not in worker.stderr
+    assert any("blocks its event loop" in worker.stderr for worker in workers)
+
+
+async def test_of_forty_samples_that_die_with_their_worker_only_the_poison_is_buried(
+    broker: Broker, start: Any, reward: Any
+) -> None:
+    await reward(
+        """
+        import os, signal, time
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            time.sleep(0.1)
+            if solution_str == "poison":
+                os.kill(os.getppid(), signal.SIGKILL)  # the worker: as running out of memory does
+            return 1.0
+        """,
+        streams={"lease_s": 0.5},
+        processes=1,
+        max_in_flight=40,
+    )
+    texts = ["poison" if ticket == 17 else "fine" for ticket in range(40)]
+    await append(
+        broker, KEYS.trajectories(), *[make_trajectory(i, text=text) for i, text in enumerate(texts)]
+    )
+
+    async def is_over(worker: Service) -> bool:
+        return worker.process.returncode is not None or await broker.execute("XLEN", KEYS.dead) > 0
+
+    for life in range(8):
+        worker = await start(f"w{life}")
+        await wait_until(partial(is_over, worker), 60)
+        if worker.process.returncode is None:
+            break
+    await wait_until(lambda: has(broker, 39), 60)
+    letters = [
+        entry.message for entry in await read_range(broker, KEYS.dead, DeadLetter) if isinstance(entry, Entry)
+    ]
+    assert [letter.ticket for letter in letters] == [17]
+    assert sorted(score.ticket for score in await scores(broker)) == [i for i in range(40) if i != 17]
+
+
+async def test_half_a_surrogate_pair_in_an_error_ends_nobody(broker: Broker, start: Any, reward: Any) -> None:
+    await reward(
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            raise ValueError("\\ud800 cannot be sent")
+        """,
+        max_attempts=1,
+    )
+    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(4)])
+    worker = await start()
+    await wait_until(lambda: has(broker, 4), 60)
+    assert all("\ufffd cannot be sent" in score.error for score in await scores(broker))
+    worker.process.terminate()
+    assert await worker.ends() == 0
+
+
+async def test_plain_functions_that_wait_do_so_many_at_once(broker: Broker, start: Any, reward: Any) -> None:
+    await reward("""
+        import time
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            started = time.monotonic()
+            time.sleep(0.5)
+            return {"score": 1.0, "started": started, "ended": time.monotonic()}
+    """)
+    await append(broker, KEYS.trajectories(), *[make_trajectory(ticket) for ticket in range(128)])
+    await start()
+    await wait_until(lambda: has(broker, 128), 120)
+    assert peak(await scores(broker)) > 8
+
+
+async def test_a_function_that_will_not_be_cancelled_does_not_keep_a_stopping_worker_alive(
+    broker: Broker, start: Any, reward: Any, tmp_path: Path
+) -> None:
+    await reward(
+        f"""
+        import asyncio, pathlib
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            pathlib.Path({str(tmp_path)!r}, "begun").touch()
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    pass
+        """,
+        drain_s=0.2,
+    )
+    await append(broker, KEYS.trajectories(), make_trajectory(1))
+    worker = await start()
+    await wait_until(lambda: (tmp_path / "begun").exists(), 60)
+    worker.process.terminate()
+    assert await worker.ends() == 0
+    assert await num_pending(broker) == 1  # handed back

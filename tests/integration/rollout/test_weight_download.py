@@ -1,0 +1,225 @@
+"""Rollout workers without the trainer's folder get the same bytes over HTTP, whole and checked, or none."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from common.errors import ConfigError, WeightsError
+from common.run.state import read_state
+from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
+from common.wire.messages import WeightManifest
+from services.rollout.weight_follower import WeightDownload, weight_download
+from services.trainer.weights.store import WeightStore
+from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.servers import free_port
+from tests.support.training import assert_nothing_lost
+
+RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
+START_TIMEOUT_S = 60.0
+
+
+class Policy:
+    """One file with one value; its digest is that value."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def save_weights(self, folder: Path) -> None:
+        save_file({"w": np.full(1 << 20, self.value, np.float32)}, folder / "model.safetensors")
+
+    def digest(self) -> str:
+        return f"{int(self.value):032x}"
+
+
+class Server:
+    """`python -m services.trainer.weight_server` as a process, on the runs of one folder."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs, self.port = runs, free_port()
+        command = [sys.executable, "-m", "services.trainer.weight_server", "--port", str(self.port)]
+        env = os.environ | {"TIDEMILL_RUNS_DIR": str(runs), "TIDEMILL_WEIGHTS_TOKEN": TOKEN}
+        self.process = subprocess.Popen(command, cwd=REPO, env=env)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def is_up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/healthz", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            assert self.process.poll() is None
+            return False
+
+    def status_of(self, path: str, token: str = TOKEN) -> int:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {token}"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+
+def start_server(runs: Path) -> Server:
+    started = Server(runs)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not started.is_up():
+        assert time.monotonic() < deadline, "the server does not answer"
+        time.sleep(0.05)
+    return started
+
+
+def kill(server: Server) -> None:
+    server.process.kill()
+    server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests: starting it takes longer than most of them."""
+    started = start_server(tmp_path_factory.mktemp("runs"))
+    yield started
+    kill(started)
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    """Without the runs of earlier tests."""
+    shutil.rmtree(shared_server.runs / RUN, ignore_errors=True)
+    return shared_server
+
+
+def written(server: Server, version: int, value: float) -> WeightManifest:
+    return WeightStore(server.runs / RUN).write(version, Policy(value))
+
+
+def download_to(server: Server, cache: Path, token: str = TOKEN) -> WeightDownload:
+    return WeightDownload(server.url, token, RUN, cache)
+
+
+def value_of(paths: list[Path]) -> float:
+    return float(load_file(paths[0])["w"][-1])
+
+
+def test_a_version_arrives_with_its_bytes_and_old_ones_go(server: Server, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    download = download_to(server, cache)
+    for version in range(4):
+        assert value_of(download.files(written(server, version, version + 0.5))) == version + 0.5
+    assert folder_versions(cache / RUN / WEIGHTS_FOLDER) == [2, 3]
+
+
+def test_workers_of_one_machine_download_a_version_once(tmp_path: Path) -> None:
+    server = start_server(tmp_path / "runs")
+    try:
+        manifest = written(server, 1, 7.0)
+        download_to(server, tmp_path / "cache").files(manifest)
+    finally:
+        kill(server)
+    assert value_of(download_to(server, tmp_path / "cache").files(manifest)) == 7.0
+    with pytest.raises(WeightsError, match="does the head serve weights"):
+        download_to(server, tmp_path / "another cache").files(manifest)
+
+
+def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path: Path) -> None:
+    manifest = written(server, 1, 7.0)
+    path = server.runs / RUN / WEIGHTS_FOLDER / manifest.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"torn")
+    with pytest.raises(WeightsError, match="damaged"):
+        download_to(server, tmp_path / "cache").files(manifest)
+    path.write_bytes(path.read_bytes() + b"and more")
+    with pytest.raises(WeightsError, match="more than the"):
+        download_to(server, tmp_path / "other").files(manifest)
+    assert folder_versions(tmp_path / "other" / RUN / WEIGHTS_FOLDER) == []
+
+
+def test_damaged_files_of_the_cache_are_downloaded_again(server: Server, tmp_path: Path) -> None:
+    manifest = written(server, 1, 7.0)
+    download = download_to(server, tmp_path / "cache")
+    download.files(manifest)[0].write_bytes(b"gone")
+    assert value_of(download.files(manifest)) == 7.0
+
+
+def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Server) -> None:
+    written(server, 1, 7.0)
+    (server.runs / RUN / "config.yaml").write_text("secret")
+    (server.runs / RUN / WEIGHTS_FOLDER / "v00000001" / "notes.txt").write_text("not of the manifest")
+    known = f"/runs/{RUN}/weights/v00000001/model.safetensors"
+    assert server.status_of(known) == 200
+    assert server.status_of(known, token="a guess") == 401
+    assert server.status_of(known, token="") == 401
+    for path in (
+        f"/runs/{RUN}/weights/v00000001/notes.txt",
+        f"/runs/{RUN}/weights/v00000001/manifest.json",
+        f"/runs/{RUN}/weights/v00000002/model.safetensors",
+        f"/runs/{RUN}/weights/v00000001/..%2f..%2fconfig.yaml",
+        f"/runs/{RUN}/config.yaml",
+        "/runs/..%2f/weights/v00000001/model.safetensors",
+        "/etc/passwd",
+    ):
+        assert server.status_of(path) == 404, path
+
+
+def test_a_wrong_token_is_said(server: Server, tmp_path: Path) -> None:
+    manifest = written(server, 1, 7.0)
+    with pytest.raises(WeightsError, match="TIDEMILL_WEIGHTS_TOKEN is not the one of the server"):
+        download_to(server, tmp_path / "cache", token="another-token-that-is-long").files(manifest)
+
+
+def test_an_address_that_is_none_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "head:8200")
+    with pytest.raises(ConfigError, match="such as http://head:8200"):
+        weight_download(RUN)
+    monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "")
+    assert weight_download(RUN) is None
+
+
+def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
+    env = os.environ | {"TIDEMILL_WEIGHTS_TOKEN": "short", "TIDEMILL_RUNS_DIR": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.trainer.weight_server", "--port", "0"],
+        cwd=REPO,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2 and "has 5 characters" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+async def test_a_worker_without_the_trainers_folder_does_a_whole_run(server: Server, tmp_path: Path) -> None:
+    config = simulated_config(
+        tmp_path,
+        rollout__engine="transformers",
+        rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers",
+        trainer__steps=3,
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        run.variables["trainer"] = {"TIDEMILL_RUNS_DIR": str(server.runs)}
+        run.variables["rollout"] = {
+            "TIDEMILL_RUNS_DIR": str(tmp_path / "nothing here"),
+            "TIDEMILL_CACHE_DIR": str(tmp_path / "cache"),
+            "TIDEMILL_WEIGHTS_URL": server.url,
+            "TIDEMILL_WEIGHTS_TOKEN": TOKEN,
+        }
+        for role in ("rollout", "reward", "trainer"):
+            run.start(role)
+        assert await run.wait("trainer") == 0, run.log_of("trainer") + run.log_of("rollout")
+        await assert_nothing_lost(run.broker, run.keys, 3 * 4)
+        state = await read_state(run.broker, run.keys)
+    assert state["version"] == 3
+    assert not (tmp_path / "nothing here").exists()
+    assert "weights downloaded" in run.log_of("rollout")

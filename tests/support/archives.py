@@ -1,0 +1,80 @@
+"""Streams with everything in them, and archives of them, for tests that compare the two."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.archive.manifest import Manifest
+from common.archive.writer import archive_stream, writing
+from common.history import History, Record, Selection, StreamName
+from common.history.selection import ALL
+from common.redis.broker import Broker
+from common.streams import Fields, read_raw
+from common.wire import codec
+from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from common.wire.keys import Keys
+from tests.support.trajectories import make_trajectory
+
+STREAM = StreamName.TRAJECTORIES
+
+
+def run_folder(folder: Path, keys: Keys) -> Path:
+    """The folder of a run."""
+    return folder / keys.run_id
+
+
+async def fill(broker: Broker, key: str, tickets: Sequence[int], size: int = 2, garbled: bool = True) -> None:
+    """Append groups of trajectories, and after each an entry that nobody can decode."""
+    for ticket in tickets:
+        for index in range(size):
+            message = make_trajectory(ticket, index, step=ticket // 4, finished_at=1000.0 + ticket)
+            payload = codec.encode_payload(message)
+            await broker.execute("XADD", key, "*", VERSION_FIELD, SCHEMA, PAYLOAD_FIELD, payload)
+        if garbled:
+            await broker.execute("XADD", key, "*", "odd", b"\x00\xff" * 8)
+
+
+async def raw(broker: Broker, key: str) -> list[tuple[str, Fields]]:
+    """Everything the stream holds, as it is."""
+    return await read_raw(broker, key, count=1_000_000)
+
+
+async def archive(
+    broker: Broker,
+    keys: Keys,
+    run_dir: Path,
+    stream: StreamName = STREAM,
+    *,
+    segment_bytes: int = 2000,
+    until: str = "+",
+    is_last: bool = True,
+) -> int:
+    """Archive one stream, here."""
+    with writing(run_dir):
+        return await archive_stream(
+            broker, keys, run_dir, stream, segment_bytes=segment_bytes, until=until, is_last=is_last
+        )
+
+
+async def scanned(
+    history: History, stream: StreamName = STREAM, selection: Selection = ALL, newest_first: bool = False
+) -> list[Record]:
+    """All that a scan finds."""
+    return [record async for record in history.scan(stream, selection, newest_first)]
+
+
+def ids_listed(manifest: Manifest) -> list[tuple[str, str, int]]:
+    """What each segment says of itself."""
+    return [(segment.first_id, segment.last_id, segment.entries) for segment in manifest.segments]
+
+
+if __name__ == "__main__":  # one archiver that can be killed: URL RUN_ID FOLDER
+    _, url, run_id, folder = sys.argv
+
+    async def _main() -> None:
+        broker = await Broker.connect(url)
+        await archive(broker, Keys(run_id), Path(folder))
+        await broker.close()
+
+    asyncio.run(_main())

@@ -1,0 +1,33 @@
+"""A Redis whose clock was set back: deliveries that lie in its future, which no command can make."""
+
+from common.redis.broker import Broker
+
+POLYNOMIAL = 0x95AC9329AC4BC9B5
+"""Of Redis's CRC-64 (Jones), its bits reversed."""
+
+
+JUST_NOW_MS = 10_000
+
+
+async def set_clock_back(broker: Broker, key: str, group: str, by_s: float) -> None:
+    """Leave the stream as it is when the server's clock was set back after what was delivered just now."""
+    seconds, micros = await broker.execute("TIME")
+    now_ms = int(seconds) * 1000 + int(micros) // 1000
+    dump = await broker.execute("DUMP", key)
+    body, version = dump[:-10], dump[-10:-8]
+    for delivered_ms in range(now_ms - JUST_NOW_MS, now_ms + 1):
+        later = (delivered_ms + int(1000 * by_s)).to_bytes(8, "little")
+        body = body.replace(delivered_ms.to_bytes(8, "little"), later)
+    await broker.execute("RESTORE", key, 0, _with_checksum(body + version), "REPLACE")
+    held = await broker.execute("XPENDING", key, group, "-", "+", 100)
+    assert held
+    assert all(idle_ms == 0 for _, _, idle_ms, _ in held), "no delivery lies in the past"
+
+
+def _with_checksum(data: bytes) -> bytes:
+    crc = 0
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (POLYNOMIAL if crc & 1 else 0)
+    return data + crc.to_bytes(8, "little")

@@ -1,0 +1,90 @@
+"""Consumers for tests: made, filled with messages, and looked at."""
+
+from collections.abc import Sequence
+
+from common import streams
+from common.redis.broker import Broker
+from common.streams import Consumer, Delivery, Entry, Garbled
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.messages import DeadLetter, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
+from tests.support.trajectories import make_trajectory
+
+LEASE_S = 3600.0
+"""Far longer than any test: leases end because a test ages them, never because it is slow."""
+
+
+def make_consumer(
+    broker: Broker, keys: Keys, name: str = "a", lease_s: float = LEASE_S
+) -> Consumer[Trajectory]:
+    return Consumer(
+        broker, keys.trajectories(), REWARD_GROUP, name, Trajectory, lease_s=lease_s, dead_key=keys.dead
+    )
+
+
+def make_rollout(broker: Broker, keys: Keys, name: str = "a") -> Consumer[Ticket]:
+    return Consumer(broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=LEASE_S, dead_key=keys.dead)
+
+
+def make_ticket(number: int = 0, group_size: int = 4) -> Ticket:
+    return Ticket(
+        prompt_ids=[1, 2],
+        ticket=number,
+        step=0,
+        min_version=0,
+        group_size=group_size,
+        sampling=SamplingParams(max_tokens=8),
+    )
+
+
+def make_score(ticket: int) -> Score:
+    return Score(ticket=ticket, index=0, status=ScoreStatus.OK, value=float(ticket))
+
+
+def make_letter(entry: Garbled, worker: str = "a") -> DeadLetter:
+    fields = {name.decode(): value for name, value in entry.fields.items()}
+    return DeadLetter(
+        origin="trajectories", entry_id=entry.entry_id, fields=fields, error=entry.error, worker=worker
+    )
+
+
+async def publish(broker: Broker, keys: Keys, count: int) -> list[str]:
+    await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    return await streams.append(
+        broker, keys.trajectories(), *(make_trajectory(number) for number in range(count))
+    )
+
+
+async def fetched(consumer: Consumer[Trajectory], count: int) -> list[Delivery[Trajectory]]:
+    deliveries = [delivery for delivery in await consumer.fetch(count, 0) if isinstance(delivery, Delivery)]
+    assert len(deliveries) == count
+    return deliveries
+
+
+async def fall_silent(broker: Broker, keys: Keys, consumer: str, ids: Sequence[str]) -> None:
+    """Let two leases pass in which `consumer` says nothing about these entries."""
+    args = ("IDLE", int(2000 * LEASE_S), "JUSTID")
+    await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, consumer, 0, *ids, *args)
+
+
+async def scored(broker: Broker, keys: Keys) -> list[int]:
+    read = await streams.read_range(broker, keys.scores(), Score)
+    return [entry.message.ticket for entry in read if isinstance(entry, Entry)]
+
+
+async def pending(broker: Broker, keys: Keys) -> list[str]:
+    return await streams.pending_ids(broker, keys.trajectories(), REWARD_GROUP, "-", "+", 1000)
+
+
+async def take_ticket(
+    broker: Broker, keys: Keys, name: str = "a"
+) -> tuple[Consumer[Ticket], Delivery[Ticket]]:
+    consumer = make_rollout(broker, keys, name)
+    await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
+    (delivery,) = await consumer.fetch(1, 0)
+    assert isinstance(delivery, Delivery)
+    return consumer, delivery
+
+
+async def samples_of(broker: Broker, keys: Keys) -> list[int]:
+    read = await streams.read_range(broker, keys.trajectories(), Trajectory)
+    return [entry.message.index for entry in read if isinstance(entry, Entry)]

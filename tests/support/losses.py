@@ -1,0 +1,86 @@
+"""Losses on rectangles [B, T] of made-up logprobs, without a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
+from services.trainer.algorithm.losses.registry import find_loss
+from services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
+
+MAX_COMPLETION = 8
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def make_tokens(
+    probabilities: list[float], rollout: list[float], advantages: list[float], **fields: Any
+) -> Tokens:
+    """Tokens of one sequence by their probabilities; the logprobs carry the gradient."""
+    logprobs_N = tensor(*probabilities).log().requires_grad_()
+    values: dict[str, Any] = {
+        "logprobs_N": logprobs_N,
+        "rollout_logprobs_N": tensor(*rollout).log(),
+        "advantages_N": tensor(*advantages),
+        "weights_N": torch.ones_like(logprobs_N),
+        "sequence_N": torch.zeros(len(probabilities), dtype=torch.long),
+        "num_sequences": 1,
+        "entropies_N": torch.zeros_like(logprobs_N),
+    }
+    return Tokens(**(values | fields))
+
+
+def loss_of(tokens: Tokens, **algorithm: Any) -> LossTerms:
+    config = AlgorithmConfig(**algorithm)
+    return policy_loss(tokens, config, find_loss(config))
+
+
+def rectangle(seed: int, spread: float = 0.6) -> SimpleNamespace:
+    """Random logprobs of 4 sequences; masks of 7, 5, 1 and 0 tokens."""
+    rng = np.random.default_rng(seed)
+    mask_BT = np.arange(MAX_COMPLETION)[None] < np.array([8, 5, 1, 0])[:, None]
+    mask_BT[0, 3] = False
+
+    def logprobs() -> np.ndarray:
+        return rng.normal(-1.5, spread, mask_BT.shape).astype(np.float32)
+
+    return SimpleNamespace(
+        current=logprobs(),
+        rollout=logprobs(),
+        advantages=rng.normal(size=4).astype(np.float32),
+        mask=mask_BT,
+        proximal=logprobs(),
+        reference=logprobs(),
+        entropies=rng.random(mask_BT.shape).astype(np.float32),
+    )
+
+
+def our_loss(
+    data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool = False
+) -> tuple[float, np.ndarray, LossTerms]:
+    """Loss divided by its denominator, its gradient [B, T], and the terms."""
+    current_BT = torch.tensor(data.current, requires_grad=True)
+    mask_BT = torch.tensor(data.mask)
+    counts = data.mask.sum(1)
+    weights = [token_weight(algorithm.normalisation, int(count)) for count in counts]
+    tokens = Tokens(
+        logprobs_N=current_BT[mask_BT],
+        rollout_logprobs_N=torch.tensor(data.rollout)[mask_BT],
+        advantages_N=torch.tensor(np.repeat(data.advantages, counts)),
+        weights_N=torch.tensor(np.repeat(weights, counts), dtype=torch.float32),
+        sequence_N=torch.tensor(np.repeat(np.arange(len(counts)), counts)),
+        num_sequences=len(counts),
+        entropies_N=torch.tensor(data.entropies)[mask_BT],
+        proximal_logprobs_N=torch.tensor(data.proximal)[mask_BT] if has_proximal else None,
+        reference_logprobs_N=torch.tensor(data.reference)[mask_BT] if algorithm.needs_reference else None,
+    )
+    terms = policy_loss(tokens, algorithm, find_loss(algorithm))
+    size = denominator(algorithm.normalisation, len(counts), int(counts.sum()), MAX_COMPLETION)
+    (terms.loss / size).backward()
+    assert current_BT.grad is not None
+    return terms.loss.item() / size, current_BT.grad.numpy(), terms

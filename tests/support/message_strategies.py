@@ -1,0 +1,119 @@
+"""Every kind of message with any values that it may have, as hypothesis strategies."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from common.wire.messages import (
+    Commit,
+    DeadLetter,
+    SamplingParams,
+    Score,
+    ScoreStatus,
+    Ticket,
+    Trajectory,
+    WeightFile,
+    WeightManifest,
+)
+
+small = st.integers(0, 2**40)
+texts = st.text(max_size=40)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | floats | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+extras = st.dictionaries(texts, plain, max_size=3)
+keys = st.tuples(small, st.integers(0, 4095))
+hex_digest = st.text("0123456789abcdef", min_size=32, max_size=32)
+
+
+def int32s(size: int | None = None) -> st.SearchStrategy[np.ndarray[Any, Any]]:
+    sizes: dict[str, Any] = {"max_size": 50} if size is None else {"min_size": size, "max_size": size}
+    return st.lists(st.integers(-(2**31), 2**31 - 1), **sizes).map(lambda xs: np.array(xs, dtype=np.int32))
+
+
+tickets = st.builds(
+    Ticket,
+    prompt_ids=int32s(),
+    data_source=texts,
+    ground_truth=plain,
+    extra=extras,
+    prompt_text=texts,
+    ticket=small,
+    step=small,
+    min_version=small,
+    group_size=st.integers(1, 4096),
+    sampling=st.builds(SamplingParams, max_tokens=st.integers(1, 9), temperature=st.floats(0, 2)),
+    row=st.integers(-1, 99),
+    replaces=st.integers(-1, 99),
+)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    num_tokens = draw(st.integers(0, 40))
+    firsts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=3))) if num_tokens > 1 else []
+    mask = st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)
+    logprobs = st.lists(st.floats(width=32, allow_nan=False), min_size=num_tokens, max_size=num_tokens)
+    return Trajectory(
+        prompt_ids=draw(int32s()),
+        ground_truth=draw(plain),
+        extra=draw(extras),
+        ticket=draw(small),
+        index=draw(st.integers(0, 7)),
+        step=draw(small),
+        group_size=8,
+        completion_ids=draw(int32s(num_tokens)),
+        logprobs=np.array(draw(logprobs), dtype=np.float32),
+        loss_mask=draw(st.none() | mask.map(lambda bits: np.array(bits, dtype=np.bool_))),
+        spans=tuple((version, first) for version, first in enumerate([0, *firsts])),
+        finish=draw(st.sampled_from(["stop", "length"])),
+        text=draw(texts),
+        started_at=draw(floats),
+    )
+
+
+scores = st.builds(
+    Score,
+    ticket=small,
+    index=small,
+    status=st.just(ScoreStatus.OK),
+    value=floats,
+    components=st.dictionaries(texts, st.none() | floats, max_size=3),
+    detail=extras,
+    attempts=st.integers(1, 9),
+) | st.builds(Score, ticket=small, index=small, status=st.just(ScoreStatus.TIMEOUT), error=texts)
+manifests = st.builds(
+    WeightManifest,
+    version=small,
+    folder=st.just("v00000012"),
+    files=st.lists(
+        st.builds(WeightFile, name=st.just("model.safetensors"), num_bytes=small, checksum=hex_digest),
+        max_size=2,
+    ).map(tuple),
+    digest=hex_digest,
+)
+commits = st.builds(
+    Commit,
+    step=small,
+    version=st.integers(1, 99),
+    mini_batches=st.lists(
+        st.lists(st.lists(keys, max_size=3).map(tuple), max_size=2).map(tuple), max_size=2
+    ).map(tuple),
+    groups=st.lists(small, max_size=3).map(tuple),
+    dropped=st.lists(st.tuples(small, st.integers(-1, 9), texts), max_size=2).map(tuple),
+    advantages=st.dictionaries(texts, st.lists(floats, max_size=3), max_size=2),
+    metrics=st.dictionaries(texts, floats, max_size=3),
+)
+letters = st.builds(
+    DeadLetter,
+    origin=texts,
+    entry_id=texts,
+    fields=st.dictionaries(texts, st.binary(max_size=30), max_size=3),
+    error=texts,
+    attempts=st.integers(0, 9),
+)
+messages = st.one_of(tickets, trajectories(), scores, manifests, commits, letters)

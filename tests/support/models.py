@@ -1,0 +1,155 @@
+"""Models of a few thousand parameters, samples for them, and policies that train them, made on the spot."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from common.config.run import RunConfig
+from common.config.trainer import TrainerConfig
+from services.trainer.groups.micro_batches import MicroBatch
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.adapters import Adapters
+from services.trainer.policy.policy import MicroBatchMetrics, Policy, UpdateResult
+from services.trainer.policy.transformers_policy import TransformersPolicy
+
+MAX_COMPLETION = 14
+"""Completion tokens of a policy's run, at most."""
+
+PIECES = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(29))]
+"""A vocabulary of 32 words, split at spaces."""
+
+
+def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A Llama of 2 layers whose weights are large enough for logprobs to differ between tokens."""
+    config = {
+        "vocab_size": len(PIECES),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    } | changes
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.eval()
+    return model
+
+
+def tiny_model(path: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write a tiny Llama and its tokenizer into a folder."""
+    tiny_llama(seed, **changes).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: Path, chat_template: str | None = None) -> None:
+    """The tokenizer of `PIECES`."""
+    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template=chat_template,
+    ).save_pretrained(path)
+
+
+def make_samples(count: int, seed: int = 0, max_prompt: int = 9, max_completion: int = 14) -> list[Sample]:
+    """Samples of random lengths, with holes in their masks and rollout logprobs around -3."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        num_tokens = int(rng.integers(1, max_completion + 1))
+        mask = rng.random(num_tokens) < 0.8
+        mask[0] = True
+        samples.append(
+            Sample(
+                key=(i // 4, i % 4),
+                prompt_ids=rng.integers(3, len(PIECES), rng.integers(1, max_prompt + 1)).astype(np.int32),
+                completion_ids=rng.integers(1, len(PIECES), num_tokens).astype(np.int32),
+                rollout_logprobs=rng.normal(-3.0, 0.7, num_tokens).astype(np.float32),
+                mask=mask,
+                advantage=float(rng.normal()),
+                reward=float(rng.random()),
+            )
+        )
+    return samples
+
+
+def make_policy(
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    model: PreTrainedModel | None = None,
+    temperature: float = 1.0,
+    **trainer: Any,
+) -> TransformersPolicy:
+    """A tiny Llama under training; float64 is for comparisons of gradients."""
+    trainer.setdefault("optimizer", {"lr": 1e-2})
+    config = TrainerConfig.model_validate(trainer)
+    model = model or tiny_llama(seed)
+    if dtype == torch.float64:
+        model = model.double()
+    return TransformersPolicy(
+        model,
+        config,
+        dtype=dtype,
+        temperature=temperature,
+        max_completion_tokens=MAX_COMPLETION,
+        adapters=Adapters(model, config.lora, dtype, seed=0) if config.lora else None,
+    )
+
+
+def gradients_of(policy: TransformersPolicy) -> torch.Tensor:
+    """All accumulated gradients as one vector."""
+    gradients = [parameter.grad for _, parameter in policy._parameters]
+    return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+
+
+def accumulate_all(policy: Policy, batches: list[MicroBatch]) -> MicroBatchMetrics:
+    return sum((policy.accumulate(batch) for batch in batches), MicroBatchMetrics())
+
+
+def train(policy: Policy, batches: list[MicroBatch]) -> UpdateResult:
+    return policy.update(accumulate_all(policy, batches).denominator)
+
+
+def one_batch(samples: list[Sample]) -> MicroBatch:
+    return MicroBatch(tuple(samples))
+
+
+def masked(sample: Sample) -> Sample:
+    return replace(sample, mask=np.zeros_like(sample.mask))
+
+
+def emptied(sample: Sample) -> Sample:
+    none = slice(0, 0)
+    return replace(
+        sample,
+        completion_ids=sample.completion_ids[none],
+        rollout_logprobs=sample.rollout_logprobs[none],
+        mask=sample.mask[none],
+    )
+
+
+def run_config(path: Path | str, **sections: Any) -> RunConfig:
+    """A whole configuration around one model folder."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(path), "max_model_len": 128},
+        "data": {"train": "x", "max_prompt_tokens": 16},
+    }
+    tree["rollout"] = {"sampling": {"max_tokens": MAX_COMPLETION, "temperature": 1.6}}
+    for name, fields in sections.items():
+        tree[name] = tree.get(name, {}) | fields
+    return RunConfig.model_validate(tree)

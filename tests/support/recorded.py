@@ -1,0 +1,58 @@
+"""A run's folder with a recorded history, without having to train: streams in the data of its Redis."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from common.config import RunConfig
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import publish_config
+from common.streams import append, append_numbered
+from common.wire.keys import Keys
+from common.wire.messages import Score, Ticket, Trajectory
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+
+async def record(
+    runs: Path,
+    config: RunConfig,
+    tickets: Sequence[Ticket],
+    trajectories: Sequence[Trajectory],
+    scores: Sequence[Score],
+) -> Path:
+    """Make the folder of a run that has ended, with these messages in its streams."""
+    folder = runs / config.run_id
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    keys = Keys(config.run_id)
+    server = EmbeddedRedis(folder / "redis")
+    server.start()
+    try:
+        broker = await Broker.connect(server.url)
+        await publish_config(broker, keys, config)
+        await append_numbered(broker, keys.prompts(), [(ticket.ticket, ticket) for ticket in tickets])
+        await append(broker, keys.trajectories(), *trajectories)
+        await append(broker, keys.scores(), *scores)
+        await broker.close()
+    finally:
+        server.stop()
+    return folder
+
+
+def tidemill(runs: Path, *arguments: str, timeout_s: float = 240.0) -> "subprocess.CompletedProcess[str]":
+    """Run the command as a user does."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
+    return subprocess.run(
+        [sys.executable, "-m", "services.console", *arguments],
+        cwd=REPO,
+        env={**env, "TIDEMILL_RUNS_DIR": str(runs), "OMP_NUM_THREADS": "1", "COLUMNS": "110"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )

@@ -1,0 +1,30 @@
+"""Rewards for tests: any object with a `score` method, with the attempts and limits of real ones."""
+
+from typing import Any
+
+from common.config import NamedRewardConfig, RewardConfig
+from services.reward.rewards.named import NamedReward
+from services.reward.rewards.weighted_sum import HybridReward
+from services.reward.scorer import Scorer
+
+
+def alone(reward: Any, config: RewardConfig) -> HybridReward:
+    """`reward` as the only one of a run, under the limits of its section."""
+    (named,) = config.named.values()
+    return HybridReward([NamedReward("reward", named, reward)], is_named=False)
+
+
+def together(rewards: dict[str, tuple[Any, dict[str, Any]]]) -> HybridReward:
+    """Several rewards by name, each with the fields of its own config."""
+    return HybridReward(
+        [
+            NamedReward(name, NamedRewardConfig(**({"function": "gsm8k", "backoff_s": 0.0} | fields)), reward)
+            for name, (reward, fields) in rewards.items()
+        ],
+        is_named=True,
+    )
+
+
+def scorer_of(reward: Any, config: RewardConfig, worker: str = "w1", seed: int = 0) -> Scorer:
+    """A scorer with this reward alone."""
+    return Scorer(alone(reward, config), config, worker, seed)

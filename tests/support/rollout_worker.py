@@ -1,0 +1,122 @@
+"""One rollout worker's parts between real streams and an engine that the test controls."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from common.process.activity import Activity
+from common.process.service import ServiceContext
+from common.redis.broker import Broker
+from common.streams import Consumer, Delivery, append_numbered
+from common.wire.keys import ROLLOUT_GROUP, Keys
+from common.wire.messages import Lane, Ticket, Trajectory
+from services.rollout.engines.engine import Generation, GenerationRequest
+from services.rollout.engines.simulated import SimulatedEngine
+from services.rollout.group import GroupGenerator
+from services.rollout.weight_follower import WeightFollower
+from services.trainer.policy.simulated_policy import SimulatedPolicy
+from services.trainer.weights.store import WeightStore
+from tests.support.training import make_parts, messages, trainer_config
+
+SIZE = 4
+
+
+class GatedEngine(SimulatedEngine):
+    """Notes what it is asked for; indices in `held` wait until the test lets them go."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.asked: list[int] = []
+        self.request_ids: list[str] = []
+        self.held: set[int] = set()
+        self.refused: set[int] = set()
+        self.released = asyncio.Event()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        index = int(request.request_id.split("-")[2])
+        self.asked.append(index)
+        self.request_ids.append(request.request_id)
+        if index in self.refused:
+            raise ValueError("the prompt is too long")
+        if index in self.held:
+            await self.released.wait()
+        return await super().generate(request)
+
+
+class Worker:
+    """One rollout worker's parts, without its loop."""
+
+    def __init__(self, broker: Broker, keys: Keys, folder: Path, name: str, **config: Any) -> None:
+        settings = {
+            "group_size": SIZE,
+            "rollout__simulated": {"tokens": 4},
+            "streams__lease_s": 60.0,
+        } | config
+        self.config = trainer_config(**settings)
+        self.context = ServiceContext("rollout", name, keys, self.config, broker, folder, Activity("rollout"))
+        self.engine = GatedEngine(self.config)
+        self.follower = WeightFollower(self.context, self.engine)
+        self.consumer: Consumer[Ticket] = Consumer(
+            broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=60.0, dead_key=keys.dead
+        )
+        self.generator = GroupGenerator(
+            broker, keys, Lane.TRAIN, self.consumer, self.engine, self.follower, name
+        )
+
+    async def fetch(self) -> Delivery[Ticket]:
+        (delivery,) = await self.consumer.fetch(1, 1.0)
+        assert isinstance(delivery, Delivery)
+        return delivery
+
+
+@contextlib.asynccontextmanager
+async def started(
+    broker: Broker, keys: Keys, folder: Path, name: str, **config: Any
+) -> AsyncIterator[Worker]:
+    """A worker, its follower included, for the length of a block."""
+    worker = Worker(broker, keys, folder, name, **config)
+    await worker.engine.start()
+    following = asyncio.ensure_future(worker.follower.run())
+    try:
+        async with worker.consumer:
+            yield worker
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def announce_version(broker: Broker, keys: Keys, folder: Path, version: int, term: int = 1) -> None:
+    """As the trainer process number `term` does; weights of different terms differ."""
+    policy = SimulatedPolicy(trainer_config())
+    manifest = await asyncio.to_thread(WeightStore(folder).write, version, policy)
+    manifest = manifest.model_copy(update={"term": term, "digest": f"{term:032x}"})
+    await append_numbered(broker, keys.weights, [(version, manifest)])
+
+
+async def issue(broker: Broker, keys: Keys, version: int = 0) -> None:
+    """Tickets of all steps up to `version + 1`, two groups each."""
+    scheduler, _ = make_parts(broker, keys, trainer_config(group_size=SIZE))
+    await scheduler.admit(version)
+
+
+async def samples_of(broker: Broker, keys: Keys, ticket: int = 0) -> list[Trajectory]:
+    found = await messages(broker, keys.trajectories(), Trajectory)
+    return [sample for sample in found if sample.ticket == ticket]
+
+
+async def take_over(
+    broker: Broker, keys: Keys, delivery: Delivery[Ticket], worker: Worker
+) -> Delivery[Ticket]:
+    """Give a held ticket to another worker, as XAUTOCLAIM does when the lease has expired."""
+    name = worker.consumer.name
+    await broker.execute("XCLAIM", keys.prompts(), ROLLOUT_GROUP, name, 0, delivery.entry_id)
+    taken = Delivery(delivery.entry_id, delivery.fields, delivery.message, delivery.attempts + 1)
+    worker.consumer.held[delivery.entry_id] = taken
+    return taken
+
+
+async def has_samples(broker: Broker, keys: Keys, count: int, ticket: int | None = 0) -> bool:
+    found = await messages(broker, keys.trajectories(), Trajectory)
+    return sum(ticket is None or sample.ticket == ticket for sample in found) == count

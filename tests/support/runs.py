@@ -1,0 +1,148 @@
+"""Whole runs for tests: real services as the processes that users run, on a real Redis."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from common.config import RunConfig
+from common.redis.broker import Broker
+from common.redis.embedded import EmbeddedRedis
+from common.run.state import publish_config
+from common.wire.keys import Keys
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+
+class ServiceRun:
+    """One run: its Redis, its folder, and the service processes that the test starts."""
+
+    def __init__(self, folder: Path, config: RunConfig, run_id: str = "test", url: str = "") -> None:
+        """`url` is a server that the test has started; empty starts one of the run's own."""
+        self.folder, self.config, self.keys = folder, config, Keys(run_id)
+        self.redis = EmbeddedRedis(folder / "redis")
+        self._url = url
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.variables: dict[str, dict[str, str]] = {}
+        """Further environment variables of each role's processes."""
+
+    @property
+    def url(self) -> str:
+        """Address of the run's Redis."""
+        return self._url or self.redis.url
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that the services write into."""
+        return self.folder / self.keys.run_id
+
+    async def __aenter__(self) -> "ServiceRun":
+        if not self._url:
+            self.redis.start()
+        self.broker = await Broker.connect(self.url)
+        await publish_config(self.broker, self.keys, self.config)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        await self.broker.close()
+        self.redis.stop()
+        if error is not None:
+            for log in sorted(self.folder.glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
+
+    def start(
+        self,
+        role: str,
+        name: str = "",
+        *overrides: str,
+        arguments: tuple[str, ...] = (),
+        within: tuple[str, ...] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start one service process; its output goes into `<name>.log`. `within` runs its command."""
+        name = name or role
+        command = [*within, sys.executable, "-m", f"services.{role}"]
+        command += ["--run", self.keys.run_id, "--name", name]
+        command += [part for override in overrides for part in ("--set", override)]
+        command += arguments
+        variables = {
+            "TIDEMILL_REDIS_URL": self.url,
+            "TIDEMILL_RUNS_DIR": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            **self.variables.get(role, {}),
+        }
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, cwd=REPO, env=os.environ | variables, stdout=log, stderr=log
+            )
+        return self.processes[name]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: the process gets no chance to clean up."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    async def stop(self, name: str, timeout_s: float = 30.0) -> int:
+        """SIGTERM, and wait for the exit code."""
+        self.processes[name].send_signal(signal.SIGTERM)
+        return await self.wait(name, timeout_s)
+
+    async def wait(self, name: str, timeout_s: float = 120.0) -> int:
+        """Wait for a process to end; returns its exit code."""
+        return await asyncio.to_thread(self.processes[name].wait, timeout_s)
+
+    def log_of(self, name: str) -> str:
+        """What a process has printed so far."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+
+def simulated_config(folder: Path, **overrides: Any) -> RunConfig:
+    """A run without models: delays in the engine and in the trainer. Dotted names set single fields."""
+    from tests.support.models import tiny_model
+
+    model = tiny_model(folder / "model")
+    data = folder / "train.jsonl"
+    rows = [
+        f'{{"prompt": "w{i % 29} w{i // 29 % 29}", "reward_model": {{"ground_truth": "{i}"}}}}'
+        for i in range(64)
+    ]
+    data.write_text("\n".join(rows) + "\n")
+    reward = folder / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(len(solution_str) % 2)\n"
+    )
+    tree: dict[str, Any] = {
+        "model": {"path": str(model), "max_model_len": 64},
+        "data": {"train": str(data), "max_prompt_tokens": 16},
+        "rollout": {
+            "engine": "simulated",
+            "sampling": {"max_tokens": 16},
+            "simulated": {"tokens": 8, "vocab_size": 32},
+        },
+        "reward": {"function": f"{reward}:compute_score", "processes": 1},
+        "trainer": {
+            "policy": "simulated",
+            "steps": 4,
+            "groups_per_step": 4,
+            "group_size": 4,
+            "checkpoint_every": 2,
+            "tensorboard": False,
+        },
+        "streams": {"lease_s": 2.0, "trim": False, "archive": {"enabled": False}},
+    }
+    for dotted, value in overrides.items():
+        node = tree
+        *parents, last = dotted.split("__")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return RunConfig.model_validate(tree)

@@ -1,0 +1,67 @@
+"""Reward functions that do what their sample says, and pools of processes for them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+
+from common.wire.messages import Score
+from services.reward.functions.processes.processes import ProcessPool
+from services.reward.functions.request import Request
+from services.reward.functions.sample import Sample
+from services.reward.results.outcome import Outcome
+
+SOURCE = """
+    import asyncio, os, re, signal, subprocess, sys, threading, time
+    from pathlib import Path
+
+    FOLDER = Path({folder!r})
+
+    def answer(started):
+        is_main = threading.current_thread() is threading.main_thread()
+        times = {{"started": started, "ended": time.monotonic()}}
+        return {{"score": 1.0, "pid": os.getpid(), "main": is_main, **times}}
+
+    def plain(data_source, solution_str, ground_truth, extra_info=None):
+        started = time.monotonic()
+        (FOLDER / f"{{ground_truth}}.pid").write_text(str(os.getpid()))
+        exec(solution_str)
+        return answer(started)
+
+    async def awaited(data_source, solution_str, ground_truth, extra_info=None):
+        started = time.monotonic()
+        (FOLDER / f"{{ground_truth}}.pid").write_text(str(os.getpid()))
+        found = {{}}
+        body = "".join(f"    {{line}}\\n" for line in solution_str.split("\\n"))
+        exec("async def code():\\n" + body, globals(), found)
+        await found["code"]()
+        return answer(started)
+"""
+
+
+def obedient_functions(folder: Path) -> Path:
+    """A file with `plain` and `awaited`, which run the code that their sample's text is."""
+    path = folder / "obedient.py"
+    path.write_text(dedent(SOURCE).format(folder=str(folder)))
+    return path
+
+
+class Pool(ProcessPool):
+    """Processes that are asked for one sample at a time."""
+
+    def __init__(self, reference: str, size: int = 1, threads: int = 1, is_async: bool = False) -> None:
+        super().__init__({"reference": reference, "kwargs": {}}, size, threads, is_async)
+
+    async def score(self, code: str, timeout_s: float = 60, name: str = "sample", index: int = 0) -> Outcome:
+        (outcome,) = await self.run(Request([Sample((0, index), False, "", code, name)]), timeout_s)
+        return outcome
+
+
+def peak(outcomes: Sequence[Outcome | Score]) -> int:
+    """How many of the calls ran at once, at most."""
+    moments = [(float(outcome.components["started"] or 0), 1) for outcome in outcomes]
+    moments += [(float(outcome.components["ended"] or 0), -1) for outcome in outcomes]
+    running = highest = 0
+    for _, change in sorted(moments):
+        running += change
+        highest = max(highest, running)
+    return highest

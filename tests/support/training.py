@@ -1,0 +1,205 @@
+"""The trainer's surroundings for tests: prompts, groups, and workers that answer at once."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config import RunConfig
+from common.process.activity import Activity
+from common.process.service import ServiceContext
+from common.redis.broker import Broker
+from common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from services.trainer.batch.prompts import Prompt, PromptSource
+from services.trainer.batch.scheduler import Outstanding, Scheduler
+from services.trainer.batch.stream_join import Intake
+from services.trainer.groups.group_filter import CompleteGroup, Judge
+from services.trainer.policy.policy import Policy, PolicyThread
+from services.trainer.step import StepRunner
+from tests.support.trajectories import make_config, make_trajectory
+
+
+def trainer_config(**trainer: Any) -> RunConfig:
+    """Two groups of two in a step, one step of staleness; fields of other sections with `section__field`."""
+    sections: dict[str, Any] = {
+        "trainer": {"steps": 10, "groups_per_step": 2, "group_size": 2, "max_staleness": 1},
+        "streams": {"archive": {"enabled": False}},
+    }
+    for name, value in trainer.items():
+        section, _, field = name.rpartition("__")
+        sections.setdefault(section or "trainer", {})[field] = value
+    return make_config(**sections)
+
+
+def make_prompts(count: int = 7) -> PromptSource:
+    """Prompts whose ids tell them apart."""
+    rows = [Prompt(np.array([3, 3 + i], np.int32), f"p{i}", "test", str(i), {}, i) for i in range(count)]
+    return PromptSource(rows, seed=0, shuffle=True)
+
+
+def make_context(broker: Broker, keys: Keys, config: RunConfig, folder: Path = Path()) -> ServiceContext:
+    return ServiceContext("trainer", "t1", keys, config, broker, folder, Activity("trainer"))
+
+
+def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any) -> Score:
+    """A score; a value of None is a failure."""
+    status = ScoreStatus.OK if value is not None else ScoreStatus.FAILED
+    return Score(ticket=ticket, index=index, status=status, value=value, **fields)
+
+
+def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, Intake]:
+    intake = Intake(broker, keys, config.trainer.group_size)
+    return Scheduler(broker, keys, config, make_prompts(), intake.expect), intake
+
+
+def outstanding(*tickets: int, step: int = 0, min_version: int = 0) -> list[Outstanding]:
+    return [Outstanding(ticket, step, min_version) for ticket in tickets]
+
+
+async def publish_group(
+    broker: Broker, keys: Keys, ticket: int, size: int = 2, version: int = 0, **fields: Any
+) -> None:
+    """All trajectories of a ticket with scores 0, 1, 2, ..."""
+    for index in range(size):
+        sample = make_trajectory(ticket, index, group_size=size, spans=((version, 0),), **fields)
+        await append(broker, keys.trajectories(), sample)
+        await append(broker, keys.scores(), make_score(ticket, index, float(index)))
+
+
+async def messages(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
+    """Everything in a stream that can be decoded."""
+    return [entry.message for entry in await read_range(broker, key, kind) if isinstance(entry, Entry)]
+
+
+async def lose_tail(broker: Broker, key: str, last: str) -> None:
+    """What a Redis does that comes back without its last second: entries above `last` never were."""
+    for entry_id, _ in await broker.execute("XRANGE", key, f"({last}", "+"):
+        await broker.execute("XDEL", key, entry_id)
+    await broker.execute("XSETID", key, last)
+    for raw in await broker.execute("XINFO", "GROUPS", key):
+        info = dict(zip(raw[::2], raw[1::2], strict=True))
+        if id_order(info[b"last-delivered-id"].decode()) > id_order(last):
+            await broker.execute("XGROUP", "SETID", key, info[b"name"], last)
+
+
+@contextlib.asynccontextmanager
+async def reading(intake: Intake) -> AsyncIterator[None]:
+    """The intake's three readers, for the length of a block."""
+    loops = (intake.read_trajectories(), intake.read_scores(), intake.read_dead())
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    broker: Broker, keys: Keys, value: Any = None, lanes: Iterable[Lane] = tuple(Lane)
+) -> AsyncIterator[None]:
+    """Workers that answer every ticket at once, with the version of its `min_version`.
+
+    `value(ticket, index)` is the reward of training samples, index % 2 by default.
+    """
+    reward = value or (lambda _, index: float(index % 2))
+    tasks = [asyncio.ensure_future(_answer(broker, keys, lane, reward)) for lane in lanes]
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any) -> None:
+    tickets = _consumer(broker, keys, keys.prompts(lane), ROLLOUT_GROUP, Ticket)
+    samples = _consumer(broker, keys, keys.trajectories(lane), REWARD_GROUP, Trajectory)
+    async with tickets, samples:
+        while True:
+            for delivery in await tickets.fetch(64, 0.2):
+                if isinstance(delivery, Delivery):
+                    await _generate(keys, lane, tickets, delivery)
+            for held in await samples.fetch(256, 0.01):
+                if isinstance(held, Delivery):
+                    key = held.message.key
+                    score = make_score(*key, value(*key) if lane is Lane.TRAIN else 1.0)
+                    await samples.complete([(held, score)], keys.scores(lane))
+
+
+async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any) -> None:
+    ticket: Ticket = delivery.message
+    for index in range(ticket.group_size):
+        sample = make_trajectory(
+            ticket.ticket,
+            index,
+            step=ticket.step,
+            group_size=ticket.group_size,
+            spans=((ticket.min_version, 0),),
+            completion_ids=np.array([3 + ticket.ticket % 20, 4 + index], np.int32),
+            logprobs=np.full(2, -1.0, np.float32),
+        )
+        progress = keys.progress(ticket.ticket, lane)
+        await tickets.publish_sample(delivery, keys.trajectories(lane), progress, sample)
+
+
+def _consumer(broker: Broker, keys: Keys, key: str, group: str, kind: type[Any]) -> Consumer[Any]:
+    return Consumer(broker, key, group, "answers", kind, lease_s=30.0, dead_key=keys.dead)
+
+
+async def commits_of(broker: Broker, keys: Keys) -> list[Commit]:
+    return await messages(broker, keys.commits, Commit)
+
+
+async def num_commits(broker: Broker, keys: Keys) -> int:
+    return id_order(await last_id(broker, keys.commits))[0]
+
+
+async def assert_nothing_lost(broker: Broker, keys: Keys, num_tickets: int) -> list[Commit]:
+    """Every ticket has exactly one end, trained or dropped, and no trajectory was trained twice."""
+    commits = await commits_of(broker, keys)
+    assert [commit.step for commit in commits] == list(range(len(commits)))
+    ends = [ticket for commit in commits for ticket in commit.groups]
+    ends += [ticket for commit in commits for ticket, index, _ in commit.dropped if index < 0]
+    tickets = [ticket.ticket for ticket in await messages(broker, keys.prompts(), Ticket)]
+    assert sorted(ends) == tickets == list(range(num_tickets))
+    trained = [key for commit in commits for key in commit.trained_keys]
+    assert len(trained) == len(set(trained)), "a trajectory was trained twice"
+    samples = [sample.key for sample in await messages(broker, keys.trajectories(), Trajectory)]
+    assert len(samples) == len(set(samples)), "a trajectory was published twice"
+    return commits
+
+
+def assert_trained_once(commits: list[Commit], groups: int) -> None:
+    """Every ticket was trained or replaced for a reason, and no trajectory trained twice."""
+    trained = [key for commit in commits for key in commit.trained_keys]
+    assert len(trained) == len(set(trained)), "a trajectory was trained twice"
+    ends = [ticket for commit in commits for ticket in commit.groups]
+    ends += [ticket for commit in commits for ticket, index, _ in commit.dropped if index < 0]
+    assert sorted(ends) == list(range(len(ends))), "a ticket is without an end, or has two"
+    assert [len(commit.groups) for commit in commits] == [groups] * len(commits)
+
+
+async def replayed_digests(broker: Broker, keys: Keys, config: RunConfig, policy: Policy) -> list[str]:
+    """Train all commits once more, undisturbed, from a fresh policy on what the streams hold now."""
+    runner = StepRunner(make_context(broker, keys, config), policy, PolicyThread(), Judge(config))
+    groups: dict[int, CompleteGroup] = {}
+    for sample in await messages(broker, keys.trajectories(), Trajectory):
+        group = groups.setdefault(sample.ticket, CompleteGroup(sample.ticket, sample.step, {}, {}))
+        group.trajectories.setdefault(sample.index, sample)
+    for score in await messages(broker, keys.scores(), Score):
+        groups[score.ticket].scores.setdefault(score.index, score)
+    digests = []
+    for commit in await commits_of(broker, keys):
+        await runner.replay(commit, groups)
+        digests.append(policy.digest())
+    return digests

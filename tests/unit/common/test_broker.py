@@ -1,0 +1,111 @@
+"""Addresses and answers of Redis, as far as they can be judged without one."""
+
+import pytest
+from redis import exceptions as redis_errors
+
+from common.errors import BrokerError
+from common.redis import broker as broker_module
+from common.redis.broker import Broker, redis_url
+
+OOM = redis_errors.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
+
+
+class FailingRedis:
+    """Answers with each of some errors, then with OK."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.calls = self.disconnects = 0
+        self.connection_pool = self
+
+    async def disconnect(self, inuse_connections: bool) -> None:
+        assert not inuse_connections
+        self.disconnects += 1
+
+    async def execute_command(self, *command: object) -> bytes:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return b"OK"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(broker_module, "LONGEST_PAUSE_S", 0.0)
+
+
+def test_without_an_address_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    with pytest.raises(BrokerError, match="TIDEMILL_REDIS_URL is not set") as caught:
+        redis_url()
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "", "redis"])
+async def test_an_address_of_the_wrong_form_is_a_broker_error(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    with pytest.raises(BrokerError, match="TIDEMILL_REDIS_URL"):
+        await Broker.connect(url)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.ConnectionError("Connection reset"),
+        redis_errors.TimeoutError(),
+        redis_errors.BusyLoadingError("Redis is loading the dataset in memory"),
+        redis_errors.ResponseError("NOREPLICAS Not enough good replicas to write."),
+        redis_errors.ResponseError("MISCONF Errors writing to the AOF file"),
+        redis_errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+        OOM,
+        redis_errors.ExecAbortError(f"Transaction discarded because of: {OOM}"),
+        ConnectionRefusedError("refused"),
+        TimeoutError(),
+    ],
+)
+async def test_what_passes_is_waited_out(error: Exception) -> None:
+    redis = FailingRedis(error, error, error)
+    assert await Broker(redis).execute("SET", "a", 1) == b"OK"  # type: ignore[arg-type]
+    assert redis.calls == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.AuthenticationError("Authentication required."),
+        redis_errors.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"),
+        redis_errors.DataError("Invalid input"),
+        ValueError("a mistake in the program"),
+    ],
+)
+async def test_what_does_not_pass_is_raised_at_once(error: Exception) -> None:
+    redis = FailingRedis(error)
+    with pytest.raises(type(error)):
+        await Broker(redis).execute("SET", "a", 1)  # type: ignore[arg-type]
+    assert redis.calls == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.ReadOnlyError("You can't write against a read only replica."),
+        redis_errors.ResponseError("READONLY You can't write against a read only replica. script: 4f2"),
+        redis_errors.ResponseError("MASTERDOWN Link with MASTER is down"),
+        redis_errors.ResponseError("UNBLOCKED force unblock from blocking operation, instance state changed"),
+    ],
+)
+async def test_a_server_that_is_the_master_no_more_is_left(error: Exception) -> None:
+    redis = FailingRedis(error, error)
+    assert await Broker(redis).execute("SET", "a", 1) == b"OK"  # type: ignore[arg-type]
+    assert redis.calls == 3
+    assert redis.disconnects == 2, "or the commands would be sent to the replica for ever"
+
+
+async def test_a_missing_permission_ends_the_process_in_plain_words() -> None:
+    redis = FailingRedis(redis_errors.NoPermissionError("this user has no permissions to run 'xtrim'"))
+    with pytest.raises(BrokerError, match=r"lacks a permission.*xtrim"):
+        await Broker(redis).execute("XTRIM", "a", "MINID", 1)  # type: ignore[arg-type]
+    assert redis.calls == 1

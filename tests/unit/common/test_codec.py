@@ -1,0 +1,268 @@
+"""What a message says survives the wire, and no bytes whatever do more harm than a CodecError."""
+
+import pickle
+import re
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import CodecError
+from common.wire import codec
+from common.wire.messages import (
+    Commit,
+    DeadLetter,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+    WeightManifest,
+)
+from tests.support.message_strategies import messages, plain, trajectories
+from tests.support.trajectories import make_trajectory
+
+REPO = Path(__file__).resolve().parents[3]
+TYPES = (Ticket, Trajectory, Score, WeightManifest, Commit, DeadLetter)
+
+
+@given(messages)
+@settings(max_examples=300, deadline=None)
+def test_every_message_survives_the_wire(message: Message) -> None:
+    decoded = codec.decode(codec.encode(message), type(message))
+    assert decoded == message
+
+
+def test_messages_with_equal_arrays_are_equal_and_others_are_not() -> None:
+    assert make_trajectory() == make_trajectory()
+    assert make_trajectory() != make_trajectory(prompt_ids=np.arange(1, 5))
+    assert make_trajectory() != make_trajectory(loss_mask=np.ones(3, dtype=np.bool_))
+
+
+def test_empty_and_false_values_that_are_not_the_default_are_kept() -> None:
+    values: list[Any] = [[], {}, "", 0, False]
+    for ground_truth in values:
+        sent = make_trajectory(ground_truth=ground_truth)
+        assert codec.decode(codec.encode(sent), Trajectory).ground_truth == ground_truth
+    bare = Commit(step=0, version=1, mini_batches=(), groups=())
+    assert codec.decode(codec.encode(bare), Commit) == bare
+
+
+def test_fields_at_their_default_are_left_out() -> None:
+    written = msgpack.unpackb(codec.encode_payload(make_trajectory(text="")))
+    assert {"text", "loss_mask", "extra", "finish", "worker"}.isdisjoint(written)
+
+
+def test_arrays_on_the_wire_are_little_endian_bytes() -> None:
+    sent = make_trajectory(completion_ids=np.array([1, -2, 3]), logprobs=np.array([-0.5, -1.0, 0.0]))
+    written = msgpack.unpackb(codec.encode_payload(sent))
+    assert written["completion_ids"] == struct.pack("<3i", 1, -2, 3)
+    assert written["logprobs"] == struct.pack("<3f", -0.5, -1.0, 0.0)
+
+
+def test_a_strided_array_is_sent_as_what_it_shows() -> None:
+    sent = make_trajectory(prompt_ids=np.arange(10, dtype=np.int32)[::3])
+    assert codec.decode(codec.encode(sent), Trajectory).prompt_ids.tolist() == [0, 3, 6, 9]
+
+
+def test_decoded_arrays_are_read_only_views_on_the_bytes_received() -> None:
+    message = codec.decode(codec.encode(make_trajectory()), Trajectory)
+    for array in (message.prompt_ids, message.completion_ids, message.logprobs):
+        assert type(array.base) is bytes
+        assert not array.flags.writeable
+
+
+def test_fields_of_a_newer_minor_schema_are_ignored() -> None:
+    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | {"colour": "blue", "nested": {"a": [1]}}
+    decoded = codec.decode({b"v": b"1.7", b"p": msgpack.packb(tree), b"extra": b"x"}, Trajectory)
+    assert decoded == make_trajectory()
+
+
+def test_a_newer_major_schema_is_refused_and_says_what_to_do() -> None:
+    fields = {**codec.encode(make_trajectory()), b"v": b"2.0"}
+    with pytest.raises(CodecError, match=r"trajectory: schema 2\.0 .* reads 1\.x; update the older side"):
+        codec.decode(fields, Trajectory)
+
+
+@pytest.mark.parametrize("schema", [b"", b"1", b"one.two", b"-1.0", b"1.0.0", b"9" * 1000, b"\xff.\xff"])
+def test_a_malformed_schema_is_refused(schema: bytes) -> None:
+    with pytest.raises(CodecError, match=r"major\.minor"):
+        codec.decode({**codec.encode(make_trajectory()), b"v": schema}, Trajectory)
+
+
+@pytest.mark.parametrize("missing", [b"v", b"p"])
+def test_an_entry_without_one_of_its_fields_is_refused(missing: bytes) -> None:
+    fields = codec.encode(make_trajectory())
+    del fields[missing]
+    with pytest.raises(CodecError, match="expected fields v and p"):
+        codec.decode(fields, Trajectory)
+
+
+def test_a_payload_above_the_limit_is_refused_before_it_is_unpacked() -> None:
+    with pytest.raises(CodecError, match="exceed the limit of 100"):
+        codec.decode({b"v": b"1.0", b"p": b"\xc1" * 101}, Trajectory, max_bytes=100)
+
+
+@pytest.mark.parametrize("message_type", TYPES)
+@given(payload=st.binary(max_size=300))
+@settings(max_examples=150, deadline=None)
+def test_random_bytes_are_only_ever_a_codec_error(message_type: type[Message], payload: bytes) -> None:
+    with pytest.raises(CodecError):
+        codec.decode({b"v": b"1.0", b"p": payload}, message_type)
+
+
+@pytest.mark.parametrize("message_type", TYPES)
+@given(tree=st.dictionaries(st.sampled_from([*sorted(Trajectory.model_fields), "status", "fields"]), plain))
+@settings(max_examples=100, deadline=None)
+def test_maps_with_fields_of_any_type_are_only_ever_a_codec_error(
+    message_type: type[Message], tree: dict[str, Any]
+) -> None:
+    tree.pop("sampling", None)
+    try:
+        codec.decode({b"v": b"1.0", b"p": msgpack.packb(tree)}, message_type)
+    except CodecError:
+        return
+    assert message_type is Score  # the only one whose required fields can be met by chance
+
+
+@given(trajectories(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_message_is_decoded_or_a_codec_error(message: Trajectory, data: st.DataObject) -> None:
+    payload = bytearray(codec.encode_payload(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(payload)))
+    for damaged in (bytes(payload), bytes(payload[:cut])):
+        try:
+            decoded = codec.decode({b"v": b"1.0", b"p": damaged}, Trajectory)
+        except CodecError:
+            continue
+        assert len(decoded.logprobs) == decoded.num_tokens
+
+
+HOSTILE = {
+    "a map that claims 4 billion entries": b"\xdf\xff\xff\xff\xff",
+    "an array that claims 4 billion elements": b"\x81\xa1a\xdd\xff\xff\xff\xff",
+    "bytes that claim 4 GB": b"\x81\xa1a\xc6\xff\xff\xff\xff",
+    "text that claims 4 GB": b"\x81\xdb\xff\xff\xff\xff",
+    "an extension type": b"\x81\xa1a\xc7\x04\x05abcd",
+    "arrays nested a million deep": b"\x91" * 1_000_000,
+    "arrays nested, each claiming 900 thousand elements": b"\xdd\x00\x0d\xbb\xa0" * 200_000,
+    "maps nested a million deep": b"\x81\xa1a" * 1_000_000,
+    "something after the message": b"\x80\x80",
+    "a key that is a number": b"\x81\x01\x02",
+    "a key that is bytes": b"\x81\xc4\x06ticket\x02",
+    "text that is not UTF-8": b"\x81\xa1a\xa2\xff\xfe",
+    "a list": b"\x93\x01\x02\x03",
+    "a number": b"\x07",
+    "nothing": b"",
+    "a pickle": pickle.dumps({"ticket": 1}),
+    "a pickle that runs a command": b"cposix\nsystem\n(S'false'\ntR.",
+    "JSON": b'{"ticket": 1}',
+}
+
+
+@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_payloads_are_only_ever_a_codec_error(payload: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(CodecError) as caught:
+            codec.decode({b"v": b"1.0", b"p": payload}, Trajectory)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+    assert peak < 128 << 20
+    assert not str(caught.value).endswith(": ")
+
+
+BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "ids that are not whole numbers of 4 bytes": ({"completion_ids": b"12345"}, "whole number of int32"),
+    "fewer logprobs than tokens": ({"logprobs": b"\0" * 8}, "3 completion ids but 2 logprobs"),
+    "a mask of another length": ({"loss_mask": b"\x00\xff"}, "a loss mask of 8"),
+    "a mask that is all padding": ({"loss_mask": b"\x07"}, "padding"),
+    "more padding than a byte holds": ({"loss_mask": b"\x09\xff\xff"}, "padding"),
+    "ids as text": ({"completion_ids": "abc"}, "completion_ids"),
+    "ids as nested lists": ({"completion_ids": [[1], [2], [3]]}, "one dimension"),
+    "ragged ids": ({"completion_ids": [[1], [2, 3]]}, "completion_ids"),
+    "ids as fractions": ({"completion_ids": [0.5, 1.5, 2.5]}, "expected int32"),
+    "ids beyond int32": ({"completion_ids": [1, 2, 2**40]}, "do not fit int32"),
+    "no version spans": ({"spans": []}, "must start at token 0"),
+    "spans that start late": ({"spans": [[0, 1]]}, "must start at token 0"),
+    "spans beyond the tokens": ({"spans": [[0, 0], [1, 3]]}, "do not fit"),
+    "spans that go back": ({"spans": [[0, 0], [1, 2], [2, 1]]}, "do not fit"),
+    "a negative version": ({"spans": [[-1, 0]]}, "negative"),
+    "an index outside its group": ({"index": 4096}, "outside a group"),
+    "a negative ticket": ({"ticket": -1}, "ticket"),
+    "a ticket as text": ({"ticket": "first"}, "ticket"),
+    "an unknown finish": ({"finish": "crash"}, "finish"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
+def test_a_field_that_contradicts_the_others_is_named(change: dict[str, Any], says: str) -> None:
+    tree = msgpack.unpackb(codec.encode_payload(make_trajectory())) | change
+    with pytest.raises(CodecError, match=re.escape(says)):
+        codec.decode({b"v": b"1.0", b"p": msgpack.packb(tree)}, Trajectory)
+
+
+def test_what_cannot_be_sent_is_refused_by_the_sender() -> None:
+    with pytest.raises(TypeError, match="object cannot be sent"):
+        codec.encode(make_trajectory(extra={"thing": object()}))
+
+
+UNSAFE = re.compile(
+    r"^\s*(?:import|from)\s+(?:cloud)?(?:pickle|dill|marshal|shelve|joblib)\b"
+    r"|\btorch\.load\(|allow_pickle|read_pickle|\byaml\.(?:unsafe_|full_)?load\("
+    r"|trust_remote_code=True|PickleSerializer"
+)
+RUNS_TEXT = re.compile(r"(?<![.\w])(?:eval|exec)\(")
+SANDBOX = "services/jobs/sandbox/"
+"""Where running untrusted code is the purpose."""
+RQ = re.compile(r"^\s*(?:import rq\b|from rq\S* import .*\b(?:Queue|\w*Worker|Job|Repeat)\b)", re.MULTILINE)
+"""RQ pickles its jobs unless it is given another serializer."""
+
+
+def sources() -> list[Path]:
+    folders = ("common", "services", "benchmarks", "examples", "infra")
+    return [path for folder in folders for path in sorted((REPO / folder).rglob("*.py"))]
+
+
+def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads() -> None:
+    offenders = [
+        f"{path.relative_to(REPO)}:{number}"
+        for path in sources()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if UNSAFE.search(line)
+        or (RUNS_TEXT.search(line) and not path.relative_to(REPO).as_posix().startswith(SANDBOX))
+    ]
+    texts = {path: path.read_text(encoding="utf-8") for path in sources()}
+    offenders += [
+        f"{path.relative_to(REPO)} uses RQ without JSONSerializer"
+        for path, text in texts.items()
+        if RQ.search(text) and "JSONSerializer" not in text
+    ]
+    assert len(texts) > 100
+    assert offenders == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "    from dill import loads",
+        "state = torch.load(path, weights_only=True)",
+        "np.load(path, allow_pickle=True)",
+        "yaml.load(text)",
+        "value = eval(text)",
+    ],
+)
+def test_what_would_unpickle_is_found(line: str) -> None:
+    assert UNSAFE.search(line) or RUNS_TEXT.search(line)
+    assert not UNSAFE.search("model.eval()") and not RUNS_TEXT.search("model.eval()")

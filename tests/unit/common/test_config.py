@@ -1,0 +1,270 @@
+"""One YAML file per run: every mistake is answered with field, value and remedy."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from common.config import OptimizerConfig, RunConfig, load_config, parse_config
+from common.config.section import Section
+from common.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[3]
+SECTIONS = sorted((REPO / "examples" / "rewards").glob("*.yaml"))
+"""Examples of the `reward` section alone."""
+EXAMPLES = sorted(set((REPO / "examples").glob("**/*.yaml")) - set(SECTIONS))
+MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+
+
+def write(folder: Path, tree: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def refused(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(MINIMAL | tree, "run.yaml")
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(REPO)))
+def test_every_example_is_a_valid_config_whose_files_exist(path: Path) -> None:
+    config = load_config(path)
+    train = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    for file in (*train, *config.data.eval.values()):
+        assert Path(file).is_absolute(), file
+        assert Path(file).exists(), file
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda path: path.name)
+def test_every_example_of_a_section_is_valid(path: Path) -> None:
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = load_config(path, ["model.path=model", "data.train=train.jsonl"])
+    assert config.reward.named.keys() == tree["reward"]["rewards"].keys()
+
+
+def test_two_lines_are_a_config() -> None:
+    config = parse_config(MINIMAL, "run.yaml")
+    assert config.trainer.max_staleness == 1
+    assert config.reward.on_failure == "drop_sample"
+
+
+def test_the_resolved_config_reads_back_the_same() -> None:
+    config = parse_config(MINIMAL, "run.yaml")
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_field_without_its_section_suggests_where_it_is() -> None:
+    assert "steps: no such field; did you mean trainer.steps?" in refused({"steps": 8})
+    assert "did you mean trainer.algorithm.value.lr or trainer.optimizer.lr?" in refused({"lr": 0.1})
+
+
+def test_an_unknown_field_suggests_the_one_that_was_meant() -> None:
+    said = refused({"trainer": {"max_stalenes": 2}})
+    assert "run.yaml: 1 problem(s)" in said
+    assert "trainer.max_stalenes: no such field; did you mean 'max_staleness'?" in said
+    assert "trainer.optimizer.zzz: no such field; fields here: betas, eps, lr" in refused(
+        {"trainer": {"optimizer": {"zzz": 1}}}
+    )
+
+
+def test_an_unknown_section_is_refused() -> None:
+    assert "trainner: no such field; did you mean 'trainer'?" in refused({"trainner": {}})
+
+
+def test_a_missing_section_is_named() -> None:
+    with pytest.raises(ConfigError, match="data: required, but not given"):
+        parse_config({"model": {"path": "m"}}, "run.yaml")
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    said = refused({"trainer": {"group_size": 0, "stepz": 1}, "seed": -1})
+    assert "3 problem(s)" in said
+    assert all(name in said for name in ("trainer.group_size", "trainer.stepz", "seed"))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("trainer", "group_size", 0),
+        ("trainer", "max_staleness", -1),
+        ("trainer", "batch_order", "random"),
+        ("rollout", "workers", 100_000),
+        ("rollout", "engine", "magic"),
+        ("reward", "timeout_s", 0),
+        ("reward", "timeout_s", math.nan),
+        ("reward", "timeout_s", math.inf),
+        ("streams", "lease_s", 0.01),
+        ("streams", "max_message_mb", 10_000),
+        ("data", "max_prompt_tokens", 0),
+    ],
+)
+def test_a_value_out_of_bounds_is_named_with_what_was_given(section: str, field: str, value: Any) -> None:
+    said = refused({section: MINIMAL.get(section, {}) | {field: value}})
+    assert f"{section}.{field}: input should be" in said
+    assert f"got {value!r}" in said
+
+
+@pytest.mark.parametrize("tree", [{"trainer": {"group_size": "many"}}, {"trainer": []}, {"seed": "7.5"}])
+def test_a_value_of_the_wrong_type_is_refused(tree: dict[str, Any]) -> None:
+    refused(tree)
+
+
+def test_checks_across_sections_say_how_to_resolve_them() -> None:
+    assert "lower one or raise the other" in refused({"rollout": {"sampling": {"max_tokens": 100_000}}})
+    assert "no group could ever be trained" in refused({"reward": {"min_group_size": 9}})
+    assert "filter_zero_variance needs" in refused(
+        {
+            "trainer": {"group_size": 1, "algorithm": {"filter_zero_variance": True}},
+            "reward": {"min_group_size": 1},
+        }
+    )
+    assert "belong together" in refused({"reward": {"on_failure": "value"}})
+    assert "belong together" in refused({"reward": {"failure_value": 0.0}})
+
+
+@pytest.mark.parametrize("run_id", ["a b", "-x", "x/y", "a" * 101, "x\n"])
+def test_a_run_id_that_could_leave_its_place_is_refused(run_id: str) -> None:
+    assert "run_id" in refused({"run_id": run_id})
+
+
+def numbers_without_bounds(model: type[BaseModel], where: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found += numbers_without_bounds(kind, f"{where}{name}.")
+        elif kind in (int, float, int | None, float | None) and not field.metadata:
+            found.append(f"{where}{name}")
+    return found
+
+
+def fields_without_documentation(model: type[BaseModel], where: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found += fields_without_documentation(kind, f"{where}{name}.")
+        elif not field.description:
+            found.append(f"{where}{name}")
+    return found
+
+
+def test_every_number_has_bounds_but_rewards() -> None:
+    assert numbers_without_bounds(RunConfig) == [
+        "reward.failure_value",
+        "trainer.evaluation.success_threshold",
+    ]
+
+
+def test_every_field_is_documented() -> None:
+    assert fields_without_documentation(RunConfig) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "field", "value"),
+    [
+        ("trainer.group_size=16", "trainer", "group_size", 16),
+        ("trainer.deterministic=true", "trainer", "deterministic", True),
+        ("reward.timeout_s=2.5", "reward", "timeout_s", 2.5),
+        ("reward.timeout_s=1e2", "reward", "timeout_s", 100.0),
+        ("reward.delay_s=[1, 40]", "reward", "delay_s", (1.0, 40.0)),
+        ("reward.delay_s=null", "reward", "delay_s", None),
+        ("reward.function=a.py:f=1", "reward", "function", "a.py:f=1"),
+        ("trainer.optimizer={lr: 1e-3}", "trainer", "optimizer", OptimizerConfig(lr=1e-3)),
+        ("data.prompt_suffix='7'", "data", "prompt_suffix", "7"),
+        ("data.prompt_suffix=nan", "data", "prompt_suffix", "nan"),
+        ('data.prompt_suffix="1e5"', "data", "prompt_suffix", "1e5"),
+        (" trainer.steps =3", "trainer", "steps", 3),
+    ],
+)
+def test_an_override_has_the_type_its_text_means(
+    tmp_path: Path, override: str, section: str, field: str, value: Any
+) -> None:
+    got = getattr(getattr(load_config(write(tmp_path, MINIMAL), [override]), section), field)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_an_override_reaches_into_sections_that_the_file_does_not_have(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, MINIMAL), ["trainer.optimizer.lr=1e-5", "rollout.vllm.max_num_seqs=3"]
+    )
+    assert config.trainer.optimizer.lr == 1e-5
+    assert config.rollout.vllm.max_num_seqs == 3
+
+
+def test_the_last_override_wins(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, MINIMAL), ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize("override", ["trainer.steps", "=3", "trainer.=3", ".steps=3", ""])
+def test_an_override_of_the_wrong_form_is_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"must have the form section\.field=value"):
+        load_config(write(tmp_path, MINIMAL), [override])
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="seed is not a section but 3"):
+        load_config(write(tmp_path, MINIMAL | {"seed": 3}), ["seed.deep=1"])
+
+
+def test_an_override_of_a_field_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'steps'"):
+        load_config(write(tmp_path, MINIMAL), ["trainer.step=3"])
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "more.jsonl", "eval.jsonl", "reward.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "model").mkdir()
+    tree = {
+        "model": {"path": "model"},
+        "data": {"train": ["train.jsonl", "./more.jsonl"], "eval": {"held_out": "eval.jsonl"}},
+        "reward": {"function": "reward.py:score"},
+    }
+    config = load_config(write(tmp_path, tree))
+    assert config.model.path == str(tmp_path / "model")
+    assert config.data.train == [str(tmp_path / "train.jsonl"), str(tmp_path / "more.jsonl")]
+    assert config.data.eval == {"held_out": str(tmp_path / "eval.jsonl")}
+    assert config.reward.function == f"{tmp_path / 'reward.py'}:score"
+
+
+def test_names_that_are_not_files_stay_names(tmp_path: Path) -> None:
+    tree = {"model": {"path": "Qwen/Qwen2.5-0.5B"}, "data": {"train": "/data/t.jsonl"}}
+    config = load_config(write(tmp_path, tree | {"reward": {"function": "package.module:name"}}))
+    assert config.model.path == "Qwen/Qwen2.5-0.5B"
+    assert config.data.train == "/data/t.jsonl"
+    assert config.reward.function == "package.module:name"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1", "mapping of sections, got list"),
+        ("", "got NoneType"),
+        ("7", "got int"),
+    ],
+)
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["\xff\xfe", "data: \x00", "model: !!python/object:os.system {}"])
+def test_a_file_that_is_not_plain_yaml_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        load_config(path)

@@ -1,0 +1,175 @@
+"""`trainer.algorithm`: presets fill in, and each combination that would not do what it says is refused."""
+
+from typing import Any, get_args
+
+import pytest
+
+from common.config import AlgorithmConfig, RunConfig, load_config, parse_config
+from common.config.algorithm import ADVANTAGES, LOSSES, is_users_own
+from common.config.algorithm_presets import PRESETS, Preset
+from common.errors import ConfigError
+from services.trainer.algorithm.advantages.registry import find_advantage
+from services.trainer.algorithm.losses.registry import find_loss
+
+MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+
+
+def config_of(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
+    trainer = {"algorithm": algorithm, **sections.pop("trainer", {})}
+    return parse_config(MINIMAL | {"trainer": trainer} | sections, "run.yaml")
+
+
+FROZEN = {"reference": {"model": "frozen"}}
+ROLLOUT = {"old_logprobs": "rollout"}
+FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "reason"),
+    [
+        ({"advantage": "gae"}, {}, "set value.head to true"),
+        ({"value": {"head": True}}, {}, "does not use its values"),
+        ({"kl": {"place": "loss"}}, {}, "needs a reference model"),
+        ({"kl": {"place": "reward"}}, {}, "set reference.model to frozen or updated"),
+        ({"kl": {"place": "reward"}, **FROZEN}, FILTERED, "put the penalty into the loss"),
+        ({**ROLLOUT}, FILTERED, "needs trainer.algorithm.old_logprobs: recompute"),
+        ({"loss": "gspo"}, {}, "importance.level: token would weigh or mask single tokens"),
+        (
+            {"loss": "gspo", "importance": {"mode": "mask"}},
+            {"trainer": {"mini_batches": 2}},
+            "take level sequence or geometric",
+        ),
+        ({"loss": "gspo", "importance": {"level": "sequence"}}, {}, "always 1 with one update a step"),
+        ({"loss": "sapo"}, {}, "always 1 with one update a step"),
+        ({"dual_clip": 3.0}, {}, "always 1 with one update a step"),
+        ({"dual_clip": 1.0, **ROLLOUT}, {}, "dual_clip: input should be greater than 1"),
+        ({"dual_clip": 1.2, **ROLLOUT}, {}, "must exceed 1 + clip_high (1.28)"),
+        ({"dual_clip": 3.0, "loss": "cispo", **ROLLOUT}, {}, "cispo has no use for it"),
+        ({"loss": "cispo"}, {}, "set `old_logprobs: rollout`"),
+        ({"loss": "reinforce", **ROLLOUT}, {}, "would leave staleness uncorrected"),
+        ({"importance": {"mode": "mask"}, **ROLLOUT}, {}, "would weigh every token twice"),
+        (
+            {"loss": "gspo", "advantage": "gae", "value": {"head": True}, **ROLLOUT},
+            {},
+            "needs one advantage for it",
+        ),
+        (
+            {
+                "loss": "gspo",
+                "advantage": "reinforce_plus_plus",
+                "kl": {"place": "reward"},
+                **FROZEN,
+                **ROLLOUT,
+            },
+            {},
+            "gives one for each token",
+        ),
+        ({"gamma": 0.9}, {}, "knows one reward for a sequence"),
+        ({"overlong": {"penalty": 1.0}, "mask_truncated": True}, {}, "choose one"),
+        ({"advantage": "pass_at_k", "pass_k": 9}, {}, "holds no set of that many"),
+        ({"advantage": "grp"}, {}, "did you mean 'grpo'"),
+        ({"loss": "zzz"}, {}, "take one of ppo, gspo"),
+        ({"preset": "grpoo"}, {}, "algorithm.preset: input should be 'grpo'"),
+        ({"preset": ["grpo"]}, {}, "algorithm.preset"),
+        ({"importance": {"low": 1.5}}, {}, "importance.low"),
+        *(
+            (
+                {"advantage": name},
+                {"trainer": {"group_size": 1}, "reward": {"min_group_size": 1}},
+                "be 0. Take",
+            )
+            for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+        ),
+    ],
+)
+def test_a_bad_combination_is_refused_with_the_reason(algorithm, sections, reason):
+    with pytest.raises(ConfigError) as caught:
+        config_of(algorithm, **sections)
+    assert reason in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "trainer"),
+    [
+        ({"advantage": "reinforce_plus_plus"}, {"group_size": 1}),
+        ({"advantage": "gae", "value": {"head": True}}, {"group_size": 1}),
+        ({"loss": "gspo", "importance": {"level": "geometric", "mode": "mask"}}, {"mini_batches": 2}),
+        ({"loss": "gspo", "importance": {"mode": "off"}}, {"mini_batches": 4}),
+        ({"dual_clip": 3.0}, {"mini_batches": 2}),
+        ({"kl": {"place": "loss"}, "reference": {"model": "updated", "every": 1}}, {}),
+        ({"advantage": "mine.py:f", "loss": "package.module:g"}, {}),
+    ],
+)
+def test_what_fits_is_accepted(algorithm, trainer):
+    config_of(algorithm, trainer=trainer, reward={"min_group_size": 1})
+
+
+class TestPresets:
+    def test_each_name_has_values_and_is_a_run_as_it_is(self):
+        assert tuple(PRESETS) == get_args(Preset)
+        for name in PRESETS:
+            config = config_of({"preset": name}).trainer.algorithm
+            assert config.preset == name
+            for field, value in PRESETS[name].items():
+                found = getattr(config, field)
+                if isinstance(value, dict):
+                    found = {key: getattr(found, key) for key in value}
+                assert found == value, (name, field)
+
+    def test_what_is_given_wins_also_within_a_section(self):
+        config = config_of(
+            {"preset": "dapo", "clip_high": 0.3, "overlong": {"penalty": 0.5}}
+        ).trainer.algorithm
+        assert (config.clip_high, config.overlong.penalty, config.overlong.buffer_share) == (0.3, 0.5, 0.2)
+        assert config.filter_zero_variance
+
+    def test_the_resolved_config_reads_back_the_same(self):
+        config = config_of({"preset": "ppo", "gae_lambda": 0.9})
+        assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+    def test_on_the_command_line_too(self, tmp_path):
+        path = tmp_path / "run.yaml"
+        path.write_text("model: {path: m}\ndata: {train: t.jsonl}\n")
+        config = load_config(path, ["trainer.algorithm.preset=gspo", "trainer.algorithm.clip_low=0.1"])
+        assert (config.trainer.algorithm.loss, config.trainer.algorithm.clip_low) == ("gspo", 0.1)
+
+
+def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {path: m}\ndata: {train: t.jsonl}\n"
+        "trainer: {algorithm: {importance: {mode: off}, kl: {place: off}, reference: {model: off}}}\n"
+    )
+    algorithm = load_config(path).trainer.algorithm
+    assert (algorithm.importance.mode, algorithm.kl.place, algorithm.reference.model) == ("off",) * 3
+
+
+def test_every_name_of_the_config_has_a_function_behind_it():
+    for name in ADVANTAGES:
+        value = {"head": name == "gae"}
+        assert find_advantage(AlgorithmConfig(advantage=name, value=value)).estimate is not None
+    for name in LOSSES:
+        level = {"level": "sequence"} if name == "gspo" else {}
+        old = "rollout" if name == "cispo" else "recompute"
+        assert find_loss(AlgorithmConfig(loss=name, importance=level, old_logprobs=old)).__name__ == name
+
+
+def test_paths_of_a_users_own_are_relative_to_the_config(tmp_path):
+    (tmp_path / "mine.py").touch()
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {path: m}\ndata: {train: t.jsonl}\n"
+        "trainer: {algorithm: {advantage: 'mine.py:f', loss: ppo}}\n"
+    )
+    algorithm = load_config(path).trainer.algorithm
+    assert (algorithm.advantage, algorithm.loss) == (f"{tmp_path / 'mine.py'}:f", "ppo")
+    assert is_users_own(algorithm.advantage) and not is_users_own(algorithm.loss)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mini_batches", "needs"),
+    [({}, 1, False), ({}, 2, True), (ROLLOUT, 2, False), ({"loss": "reinforce"}, 2, False)],
+)
+def test_proximal_logprobs_are_wanted_only_where_they_differ_and_are_used(algorithm, mini_batches, needs):
+    assert config_of(algorithm, trainer={"mini_batches": mini_batches}).trainer.needs_proximal is needs

@@ -1,0 +1,239 @@
+"""Datasets: two layouts, two formats, and errors that name the line."""
+
+import json
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from common.errors import ConfigError
+from common.run.dataset import Row, gsm8k_answer, read_dataset
+
+SAMPLE = Path(__file__).parents[2] / "data" / "gsm8k_sample.jsonl"
+
+VERL: dict[str, Any] = {
+    "data_source": "math",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "ability": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def write_jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, *rows: dict[str, Any]) -> Path:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def error_of(path: Path, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_dataset(path, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_verls_columns_are_read_from_either_format(tmp_path: Path, write: Any) -> None:
+    path = write(
+        tmp_path / f"a.{'jsonl' if write is write_jsonl else 'parquet'}", VERL, {**VERL, "ability": None}
+    )
+    first, second = read_dataset(path)
+    assert first.prompt == [{"role": "user", "content": "1+1?"}]
+    assert (first.data_source, first.ground_truth, first.number) == ("math", "2", 0)
+    chat = {"prompt": [{"role": "user", "content": "1+1?"}]}  # reward functions may want it as it is
+    assert first.extra == {"ability": "sums", "split": "train", "index": 0, **chat}
+    assert second.extra == {"split": "train", "index": 0, **chat}
+    assert second.origin == f"{path} {'line 2' if write is write_jsonl else 'row 1'}"
+
+
+def test_a_prompt_may_be_text_and_the_truth_a_column_of_its_own(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"problem": "1+1=", "ground_truth": 2, "level": 3})
+    assert read_dataset(path, "problem") == [Row("1+1=", "", 2, {"level": 3}, 0, f"{path} line 1")]
+
+
+def test_the_solution_of_a_dataset_for_trl_is_its_truth_and_stays_a_column(tmp_path: Path) -> None:
+    (row,) = read_dataset(write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1?", "solution": "$2$"}))
+    assert (row.prompt, row.ground_truth, row.extra) == ("1+1?", "$2$", {"solution": "$2$"})
+
+
+def test_extra_info_wins_over_a_column_of_the_same_name(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {**VERL, "index": 7})
+    assert read_dataset(path)[0].extra["index"] == 0
+
+
+def test_a_null_truth_is_for_rewards_that_need_none(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "a.jsonl", {"prompt": "Write a poem.", "reward_model": {"ground_truth": None}}
+    )
+    assert read_dataset(path)[0].ground_truth is None
+
+
+def test_several_files_are_one_dataset_with_rows_counted_on(tmp_path: Path) -> None:
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", VERL, VERL) for name in "ab"]
+    assert [(row.number, row.origin[-8:]) for row in read_dataset(files)] == [
+        (0, "l line 1"), (1, "l line 2"), (2, "l line 1"), (3, "l line 2"),
+    ]  # fmt: skip
+    assert len(read_dataset(files, max_rows=3)) == 3
+
+
+def test_blank_lines_and_a_byte_order_mark_are_skipped_but_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(VERL).encode() + b"\r\n\r\n" + json.dumps(VERL).encode())
+    assert [row.origin for row in read_dataset(path)] == [f"{path} line 1", f"{path} line 3"]
+
+
+def test_separators_inside_text_do_not_end_a_line(tmp_path: Path) -> None:
+    prompt = "one\u2028two\x85three"
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({**VERL, "prompt": prompt}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [row.prompt for row in read_dataset(path)] == [prompt]
+
+
+def test_parquet_fills_messages_with_nulls_that_do_not_reach_the_template(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief.", "name": "s"}, {"role": "user", "content": "1+1?"}]
+    path = write_parquet(tmp_path / "a.parquet", {**VERL, "prompt": messages})
+    assert read_dataset(path)[0].prompt == messages
+
+
+def test_values_become_what_a_message_can_carry(tmp_path: Path) -> None:
+    extra = {"day": date(2026, 1, 2), "price": Decimal("1.50"), "tags": ["a", None]}
+    path = write_parquet(tmp_path / "a.parquet", {**VERL, "extra_info": extra})
+    assert read_dataset(path)[0].extra == {
+        "ability": "sums", "day": "2026-01-02", "price": "1.50", "tags": ["a", None],
+        "prompt": VERL["prompt"],
+    }  # fmt: skip
+
+
+def test_gsm8k_is_read_as_it_comes() -> None:
+    rows = read_dataset(SAMPLE)
+    assert len(rows) == 40
+    first = rows[0]
+    assert isinstance(first.prompt, str) and first.prompt.startswith("Natalia sold clips")
+    assert (first.data_source, first.ground_truth) == ("openai/gsm8k", "72")
+    assert first.extra["question"] == first.prompt
+    assert first.extra["answer"].endswith("#### 72")
+    assert all(row.ground_truth.lstrip("-").isdigit() for row in rows)
+
+
+def test_gsm8k_with_question_named_as_the_prompt_column_is_the_same() -> None:
+    assert read_dataset(SAMPLE, "question") == read_dataset(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("6 * 7 = 42\n#### 42", "42"),
+        ("#### 1,080", "1080"),
+        ("#### 109,200,000 ", "109200000"),
+        ("#### -3", "-3"),
+        ("#### $2.50", "2.50"),
+        ("#### .5", ".5"),
+        ("#### 1\n#### 2", "2"),
+        ("####5", "5"),
+        ("#### forty-two", None),
+        ("42", None),
+        ("#### 42 apples", None),
+        ("#### ", None),
+        ("#### ,", None),
+    ],
+)
+def test_the_answer_is_the_number_at_the_end_without_commas(answer: str, number: str | None) -> None:
+    assert gsm8k_answer(answer) == number
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "1+1?", "answer": "two"}, "'answer' must end in '#### <number>' (GSM8K)"),
+        ({"question": "1+1?", "answer": 2}, "answer must be text, got a number 2"),
+        ({"question": " ", "answer": "#### 2"}, "'question' is empty"),
+        ({"text": "1+1?", "label": 2}, "column 'prompt' (the prompt; data.prompt_column) is missing; "
+         "the columns are 'text', 'label'"),
+        ({}, "is missing; the columns are none"),
+        ({**VERL, "prompt": None}, "column 'prompt' (the prompt; data.prompt_column) is missing"),
+        ({**VERL, "prompt": ""}, "column 'prompt' is empty"),
+        ({**VERL, "prompt": []}, "prompt must be text or a list of chat messages, got a list []"),
+        ({**VERL, "prompt": 7}, "prompt must be text or a list of chat messages, got a number 7"),
+        ({**VERL, "prompt": ["hi"]}, "prompt[0] must be an object with role and content, got text 'hi'"),
+        ({**VERL, "prompt": [{"content": "hi"}]}, "prompt[0].role must be text, got null"),
+        ({**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+         "prompt[0].content must be text, got a list"),
+        ({**VERL, "data_source": 3}, "data_source must be text, got a number 3"),
+        ({**VERL, "extra_info": "x"}, "extra_info must be an object, got text 'x'"),
+        ({**VERL, "reward_model": "2"}, "reward_model must be an object with ground_truth, got text '2'"),
+        ({**VERL, "reward_model": {"style": "rule"}}, "'reward_model.ground_truth' (write null where"),
+        ({"prompt": "1+1?"}, "is missing; the columns are 'prompt'."),
+        ({**VERL, "extra_info": {"n": [2**70]}}, "extra_info.n[0] holds 1180591620717411303424, more"),
+        ("{\"prompt\": ", "is not valid JSON: Expecting value at column"),
+        ("[1, 2]", "holds a list [1, 2]; expected a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named_by_file_and_line_and_told_in_plain_words(
+    tmp_path: Path, row: Any, words: str
+) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", VERL, "", row, VERL)
+    message = error_of(path)
+    assert message.startswith(f"{path} line 3")
+    assert words in message
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(VERL).encode() + b'\n{"prompt": "caf\xe9"}\n')
+    assert error_of(path) == f"{path} line 2 is not UTF-8 text (byte 16 of the line)."
+
+
+def test_a_bad_parquet_row_is_named_by_file_and_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", VERL, {**VERL, "reward_model": None})
+    assert error_of(path).startswith(f"{path} row 1: 'reward_model.ground_truth'")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b"", "has no rows"),
+        ("a.jsonl", b"\n \n", "has no rows"),
+        ("a.parquet", b"", "is not a whole Parquet file"),
+        ("a.parquet", b"PAR1 torn", "is not a whole Parquet file"),
+        ("a.csv", b"prompt\nhi\n", "ends in .csv; expected .jsonl or .parquet"),
+        ("a", b"x", "ends in nothing; expected .jsonl or .parquet"),
+        (
+            "a.json",
+            b'[\n{"prompt": "x"}\n]\n',
+            "The file looks like one JSON document. Expected one JSON object on",
+        ),
+    ],
+)
+def test_a_file_that_is_no_dataset_is_told_in_plain_words(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    message = error_of(tmp_path / name)
+    assert str(tmp_path / name) in message and words in message
+
+
+def test_a_torn_parquet_file_is_told_in_plain_words(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", *[VERL] * 50)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "is not a whole Parquet file" in error_of(path)
+
+
+def test_missing_files_and_folders_are_told_apart(tmp_path: Path) -> None:
+    assert "does not exist" in error_of(tmp_path / "a.jsonl")
+    assert "is a folder; name the .jsonl or .parquet files in it" in error_of(tmp_path)
+    with pytest.raises(ConfigError, match="at least one file"):
+        read_dataset([])
+
+
+def test_an_empty_file_among_others_is_an_error_too(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"b\.jsonl has no rows"):
+        read_dataset([write_jsonl(tmp_path / "a.jsonl", VERL), tmp_path / "b.jsonl"])

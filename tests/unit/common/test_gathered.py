@@ -1,0 +1,73 @@
+"""Observations that gather before they are counted: each once, and all before anybody looks."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+
+from common.telemetry import batched, metrics
+from common.telemetry.batched import Gathered, Histogram
+
+
+def test_who_looks_at_the_registry_sees_every_observation() -> None:
+    booked: list[int] = []
+    items: Gathered[int] = Gathered(booked.extend)
+    items.add(1)
+    items.add(2)
+    assert booked == []
+    generate_latest(REGISTRY)
+    assert booked == [1, 2]
+    generate_latest(REGISTRY)
+    assert booked == [1, 2], "counted once"
+
+
+def test_they_are_booked_before_any_metric_is_collected() -> None:
+    items: Gathered[int] = Gathered(lambda found: metrics.COMMITTED_VERSION.set(found[-1]))
+    items.add(4711)
+    assert REGISTRY.get_sample_value("tidemill_committed_version") == 4711
+
+
+def test_no_more_than_a_bounded_number_waits() -> None:
+    sizes: list[int] = []
+    items: Gathered[int] = Gathered(lambda found: sizes.append(len(found)))
+    for number in range(batched.MOST + 1):
+        items.add(number)
+    assert sizes == [batched.MOST]
+
+
+def test_none_is_lost_or_counted_twice_while_threads_look() -> None:
+    booked: list[int] = []
+    items: Gathered[int] = Gathered(booked.extend)
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            items.book()
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for looker in lookers:
+        looker.start()
+    for number in range(20_000):
+        items.add(number)
+    over.set()
+    for looker in lookers:
+        looker.join()
+    items.book()
+    assert sorted(booked) == list(range(20_000))
+
+
+@pytest.mark.parametrize("values", [[0.5], [0.1, 1.0, 1.5, 2.0, 7.0, 1e9], [2.0] * 50])
+def test_many_observations_are_the_same_as_one_at_a_time(values: Sequence[float]) -> None:
+    def exposition(together: bool) -> bytes:
+        registry = CollectorRegistry()
+        histogram = Histogram("h", "help", ["lane"], buckets=(1, 2, 5), registry=registry).labels("train")
+        if together:
+            histogram.observe_many(values)
+        else:
+            for value in values:
+                histogram.observe(value)
+        lines = generate_latest(registry).splitlines()
+        return b"\n".join(line for line in lines if b"_created" not in line)
+
+    assert exposition(together=True) == exposition(together=False)

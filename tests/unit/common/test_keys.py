@@ -1,0 +1,90 @@
+"""Keys carry the run's hash tag, are distinct, and are spelled in one place."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.process.heartbeats import ROLES
+from common.wire.keys import PREFIX, RUNS, Keys
+from common.wire.messages import Lane
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def all_keys(keys: Keys) -> list[str]:
+    laned = [make(lane) for make in (keys.prompts, keys.trajectories, keys.scores) for lane in Lane]
+    groups = [keys.progress(ticket, lane) for ticket in (0, 1) for lane in Lane]
+    public = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
+    plain = [value for name in public if isinstance(value := getattr(keys, name), str)]
+    beats = [keys.workers(role) for role in ROLES]
+    others = (keys.run_id, *queues(keys), *names(keys))
+    return laned + groups + beats + [key for key in plain if key not in others]
+
+
+def queues(keys: Keys) -> list[str]:
+    return [keys.sandbox_queue, keys.jobs_queue]
+
+
+def names(keys: Keys) -> list[str]:
+    return [keys.sandbox_names, keys.jobs_names]
+
+
+def test_names_of_jobs_are_apart_by_queue_and_run_and_are_such_as_rq_accepts() -> None:
+    found = [name for run_id in ("a", "b", "a.b") for name in names(Keys(run_id))]
+    assert len({*found}) == 6
+    assert all(re.fullmatch(r"(sandbox|jobs)-[0-9a-f]{16}-", name) for name in found)
+
+
+def test_queues_of_rq_carry_the_id_of_their_run() -> None:
+    assert all(name.startswith("tidemill:run-1:") for name in queues(Keys("run-1")))
+    assert len({*queues(Keys("a")), *queues(Keys("b"))}) == 4
+
+
+def test_every_key_carries_the_hash_tag_of_its_run() -> None:
+    for key in all_keys(Keys("run-1")):
+        assert key.startswith("tidemill:{run-1}:"), key
+
+
+def test_no_two_keys_are_the_same_within_or_between_runs() -> None:
+    keys = all_keys(Keys("a")) + all_keys(Keys("b")) + all_keys(Keys("a.b"))
+    assert len(keys) >= 3 * 16
+    assert len(set(keys)) == len(keys)
+    assert RUNS not in keys
+
+
+def test_the_lane_of_evaluation_is_a_suffix() -> None:
+    assert Keys("r").prompts() == "tidemill:{r}:prompts"
+    assert Keys("r").prompts(Lane.EVAL) == "tidemill:{r}:prompts:eval"
+
+
+def test_a_key_is_named_without_its_prefix() -> None:
+    keys = Keys("r")
+    assert keys.name_of(keys.scores(Lane.EVAL)) == "scores:eval"
+
+
+@pytest.mark.parametrize("run_id", ["a", "7", "gsm8k_2026-10-01.3", "A" * 100])
+def test_usual_run_ids_are_accepted(run_id: str) -> None:
+    assert Keys(run_id).run_id == run_id
+
+
+@pytest.mark.parametrize(
+    "run_id", ["", "-a", ".", "a b", "a:b", "a}b", "{a}", "ä", "a/b", "../a", "a" * 101, "a\n"]
+)
+def test_run_ids_that_could_leave_their_place_are_refused(run_id: str) -> None:
+    with pytest.raises(ConfigError, match="run id"):
+        Keys(run_id)
+
+
+def test_key_names_are_spelled_in_one_place_only() -> None:
+    spelled = re.compile(rf"{PREFIX}:[{{<a-z*%]")
+    offenders = [
+        f"{path.relative_to(REPO)}:{number}: {line.strip()}"
+        for folder in ("common", "services", "benchmarks")
+        for path in sorted((REPO / folder).rglob("*"))
+        if path.suffix in (".py", ".lua") and path != REPO / "common" / "keys.py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if spelled.search(line)
+    ]
+    assert offenders == []

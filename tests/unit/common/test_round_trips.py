@@ -1,0 +1,90 @@
+"""What counts as waiting for Redis, on a clock that only the test moves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from common.process import activity
+from common.process.activity import BOOKKEEPING, WAIT_REDIS, Activity
+from common.redis import round_trips
+from common.redis.round_trips import RoundTrips
+from tests.unit.common.test_activity import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(round_trips, "time", clock)
+    monkeypatch.setattr(activity, "time", clock)
+    return clock
+
+
+@contextmanager
+def a_command(trips: RoundTrips) -> Iterator[None]:
+    begun = trips.begin()
+    try:
+        yield
+    finally:
+        trips.end(begun)
+
+
+def test_commands_that_overlap_are_counted_once(clock: Clock) -> None:
+    trips = RoundTrips()
+    with a_command(trips):
+        clock.now += 1
+        with a_command(trips):
+            clock.now += 2
+        assert trips.total_s() == 3
+        clock.now += 1
+    clock.now += 10
+    assert trips.total_s() == 4
+
+
+def test_a_command_that_failed_took_its_time_all_the_same(clock: Clock) -> None:
+    trips = RoundTrips()
+    with pytest.raises(OSError), a_command(trips):
+        clock.now += 3
+        raise OSError
+    assert trips.total_s() == 3
+
+
+def test_a_command_that_blocks_counts_as_much_as_one_that_does_not(clock: Clock) -> None:
+    trips = RoundTrips()
+    with a_command(trips):
+        clock.now += 0.25
+    begun = clock.now
+    clock.now += 20
+    trips.brought_news(begun)
+    assert trips.total_s() == 0.5
+    clock.now += 0.125
+    trips.brought_news(begun)  # another one that ends just after it
+    assert trips.total_s() == 0.625
+
+
+def test_one_outage_is_not_what_a_command_takes_at_present(clock: Clock) -> None:
+    trips = RoundTrips()
+    for seconds in (0.001, 30, 0.003):
+        with a_command(trips):
+            clock.now += seconds
+    assert trips.present_s == pytest.approx(0.003)
+
+
+@pytest.mark.parametrize("state", ["wait:scores", BOOKKEEPING])
+def test_who_has_nothing_to_do_while_a_command_is_under_way_waits_for_redis(clock: Clock, state: str) -> None:
+    trips = RoundTrips()
+    service = Activity("trainer", state, trips.total_s)
+    clock.now += 4
+    with a_command(trips):
+        clock.now += 6
+    assert service.totals() == {WAIT_REDIS: 6, state: 4}
+
+
+def test_who_works_while_a_command_is_under_way_does_not_wait(clock: Clock) -> None:
+    trips = RoundTrips()
+    service = Activity("trainer", "train", trips.total_s)
+    with a_command(trips):
+        clock.now += 5
+        service.enter("wait:scores")
+        clock.now += 2
+    assert service.totals() == {"train": 5, WAIT_REDIS: 2, "wait:scores": 0}

@@ -1,0 +1,150 @@
+"""What vLLM is started with: on a CPU float32, a libnuma, and nothing to compile without a compiler."""
+
+import argparse
+import ctypes
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import NamedRewardConfig
+from common.errors import ConfigError
+from common.process import vllm_machine
+from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
+from services.reward.remote.serving import check_local_replicas, server_command, server_environment
+from tests.support.runs import REPO
+
+
+@pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
+def is_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: True)
+
+
+@pytest.fixture
+def no_libnuma(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_machine, "LIBNUMA", "libnowhere.so.1")
+
+
+def context(*further: str) -> Any:
+    options = argparse.Namespace(reward="grader", model="", host="::1", port=1, index=0, server_args=further)
+    return SimpleNamespace(options=options)
+
+
+def judge(*args: str, **env: str) -> NamedRewardConfig:
+    local = {"model": "m", "args": args, "env": env}
+    return NamedRewardConfig.model_validate(
+        {"judge": {"template": "{{ completion }}", "local_replicas": local}}
+    )
+
+
+def pooling_model() -> NamedRewardConfig:
+    return NamedRewardConfig.model_validate({"model": {"server": "vllm", "local_replicas": {"model": "m"}}})
+
+
+def dtypes_of(command: list[str]) -> list[str]:
+    return [after for before, after in pairwise(command) if before == "--dtype"]
+
+
+@pytest.mark.parametrize("reward", [judge(), pooling_model()], ids=["judge", "model"])
+def test_a_server_on_a_cpu_computes_in_float32(reward: NamedRewardConfig, is_cpu: bool) -> None:
+    assert dtypes_of(server_command(context(), reward, 1)) == (["float32"] if is_cpu else [])
+
+
+@pytest.mark.parametrize("said", [("--dtype", "half"), ("--dtype=half",), ("--config", "theirs.yaml")])
+def test_what_the_user_says_of_the_dtype_counts(said: tuple[str, ...], on_cpu: None) -> None:
+    for command in (
+        server_command(context(), judge(*said), 1),
+        server_command(context(*said), judge(), 1),
+    ):
+        assert "float32" not in command and command[-len(said) :] == list(said)
+
+
+def test_a_server_of_another_kind_is_given_nothing(no_libnuma: None) -> None:
+    local = {"model": "m", "command": ["serve", "{model}"]}
+    other = {"judge": {"template": "{{ completion }}", "local_replicas": local}}
+    assert server_command(context(), NamedRewardConfig.model_validate(other), 1) == ["serve", "m"]
+    own = NamedRewardConfig.model_validate({"model": {"local_replicas": {"model": "m"}}})
+    assert "--dtype" not in server_command(context(), own, 1)
+
+
+def test_bfloat16_is_refused_where_the_cpu_lists_tiles_that_may_not_be_used() -> None:
+    """On a CPU without tiles vLLM computes it without them."""
+    program = (
+        "from common import vllm_machine as m\n"
+        "m.is_cpu_build = lambda: True\n"
+        "try: print(m.machine_arguments(['--dtype', 'bfloat16'], 'reward grader'))\n"
+        "except Exception as error: print(error)\n"
+    )
+    command = [sys.executable, "-m", "tests.support.without_amx", sys.executable, "-c", program]
+    said = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+    if torch.cpu._is_amx_tile_supported():
+        assert said.startswith("reward grader: ") and "SIGILL" in said and "Use float32" in said
+    else:
+        assert said == "[]\n"
+
+
+@pytest.mark.parametrize("missing", ["compiler", "headers"])
+def test_nothing_is_compiled_where_a_part_of_the_compiler_is_missing(
+    missing: str, tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "g++").touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert "TORCH_COMPILE_DISABLE" not in machine_environment({})
+    (tmp_path / {"compiler": "g++", "headers": "Python.h"}[missing]).unlink()
+    assert machine_environment({})["TORCH_COMPILE_DISABLE"] == "1"
+    assert machine_environment({"TORCH_COMPILE_DISABLE": "0"})["TORCH_COMPILE_DISABLE"] == "0"
+
+
+def test_a_libnuma_of_the_environment_is_found_by_all_processes_of_vllm(
+    no_libnuma: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_machine, "OWN_LIBRARIES", tmp_path)
+    with pytest.raises(ConfigError, match="libnowhere"):
+        check_machine("these tests")
+    some_library = next(Path(torch.__file__).parent.glob("lib/libshm.so"))
+    shutil.copy(some_library, tmp_path / "libnowhere.so.1")
+    check_machine("these tests")
+    command_environment = server_environment(context(), judge(LD_LIBRARY_PATH="/theirs"))
+    assert command_environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/theirs"
+
+
+def test_without_libnuma_it_is_said_what_to_install(no_libnuma: None) -> None:
+    what = "apt-get install libnuma1"
+    with pytest.raises(ConfigError, match=f"reward grader: .*{what}"):
+        check_local_replicas("grader", judge())
+    with pytest.raises(ConfigError, match=what):
+        server_command(context(), judge(), 1)
+
+
+def test_a_build_for_gpus_needs_and_gets_nothing(no_libnuma: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: False)
+    check_machine("these tests")
+    assert machine_environment({"A": "b"}) == {"A": "b"}
+    assert machine_arguments([], "these tests") == []
+
+
+def test_the_search_path_is_the_same_once_the_library_is_loaded(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that is loaded is found by its name from then on, but only in the process that loaded it."""
+    monkeypatch.setattr(vllm_machine, "OWN_LIBRARIES", tmp_path)
+    monkeypatch.setattr(vllm_machine, "LIBNUMA", "libshm.so")
+    shutil.copy(next(Path(torch.__file__).parent.glob("lib/libshm.so")), tmp_path)
+    check_machine("these tests")
+    ctypes.CDLL("libshm.so")
+    assert machine_environment({})["LD_LIBRARY_PATH"] == str(tmp_path)

@@ -1,0 +1,266 @@
+"""What `tidemill check` finds, without starting anything."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from common.config import DataConfig, ModelConfig
+from common.config.checks import RewardFindings, check_reward
+from common.errors import ConfigError
+from common.run.dataset import Row
+from services.console.check import preflight
+from services.console.check.explain import describe
+from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
+from services.console.check.preflight import Findings, PreflightError, examine
+from tests.support.trajectories import make_config
+
+
+def make_folder(path: Path, context: int = 64, **settings: Any) -> Path:
+    """A model folder whose tokenizer makes one token of each word."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(
+        json.dumps({"architectures": ["Tiny"], "max_position_embeddings": context})
+    )
+    (path / "model.safetensors").write_bytes(b"\0" * 100)
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def rows(*prompts: Any) -> list[Row]:
+    return [Row(prompt, "", None, {}, i, f"train.jsonl line {i + 1}") for i, prompt in enumerate(prompts)]
+
+
+def data(limit: int, **fields: Any) -> DataConfig:
+    return DataConfig(train="train.jsonl", max_prompt_tokens=limit, **fields)
+
+
+def lengths_problem(folder: Path, found: list[Row], section: DataConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_lengths({"train": found}, ModelFacts(folder), section, [])
+    return str(caught.value)
+
+
+def test_a_complete_model_folder_is_described(tmp_path: Path) -> None:
+    facts = inspect_model(ModelConfig(path=str(make_folder(tmp_path)), max_model_len=64))
+    assert (facts.architecture, facts.context, facts.weight_bytes) == ("Tiny", 64, 100)
+
+
+def test_a_model_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        inspect_model(ModelConfig(path=str(tmp_path), max_model_len=64))
+
+
+def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        inspect_model(ModelConfig(path=str(tmp_path / "none")))
+
+
+def test_a_hub_name_is_left_to_the_services() -> None:
+    assert inspect_model(ModelConfig(path="Qwen/Qwen2.5-0.5B-Instruct")).is_remote
+
+
+def test_weights_are_needed_only_by_who_loads_them(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "model.safetensors").unlink()
+    model = ModelConfig(path=str(tmp_path), max_model_len=64)
+    with pytest.raises(ConfigError, match="has no weights"):
+        inspect_model(model)
+    assert inspect_model(model, needs_weights=False).context == 64
+
+
+def test_a_context_shorter_than_the_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len is 65, .* context of 64"):
+        inspect_model(ModelConfig(path=str(make_folder(tmp_path)), max_model_len=65))
+
+
+def test_a_text_model_inside_another_tells_its_context(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 32}}))
+    assert inspect_model(ModelConfig(path=str(tmp_path), max_model_len=32)).context == 32
+
+
+def test_a_prompt_at_the_limit_passes_and_one_token_more_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    check_lengths({"train": rows("a b c")}, ModelFacts(folder), data(3), [])
+    problem = lengths_problem(folder, rows("a", "a b c d"), data(3))
+    assert "train.jsonl line 2: the prompt has 4 tokens, data.max_prompt_tokens is 3" in problem
+
+
+def test_the_suffix_counts(tmp_path: Path) -> None:
+    problem = lengths_problem(make_folder(tmp_path), rows("a b c"), data(3, prompt_suffix=" now"))
+    assert "has 4 tokens" in problem
+
+
+def test_the_chat_template_counts(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ eos_token }} go"
+    folder = make_folder(tmp_path, chat_template=template, eos_token={"content": "END"})
+    section = data(6, system_prompt="be brief")
+    # system be brief / user a / END go: seven words
+    assert "has 7 tokens" in lengths_problem(folder, rows("a"), section)
+    check_lengths({"train": rows("a")}, ModelFacts(folder), data(6, chat_template="never"), [])
+
+
+def test_a_template_that_cannot_be_rendered_here_is_left_to_the_trainer(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, chat_template="{{ raise_exception('users only') }}")
+    notes: list[str] = []
+    check_lengths({"train": rows("a")}, ModelFacts(folder), data(3), notes)
+    assert len(notes) == 1 and "users only" in notes[0] and "trainer starts" in notes[0]
+
+
+def test_overlong_prompts_may_be_dropped_unless_none_is_left(tmp_path: Path) -> None:
+    folder, notes = make_folder(tmp_path), list[str]()
+    section = data(2, overlong_prompts="drop")
+    check_lengths({"train": rows("a", "a b c")}, ModelFacts(folder), section, notes)
+    assert notes == ["train: 1 of 2 prompts are too long and will be left out"]
+    assert "all 1 prompts" in lengths_problem(folder, rows("a b c"), section)
+
+
+@pytest.fixture
+def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config in which everything is right; the reward's own check has tests of its own."""
+    monkeypatch.setattr(preflight, "check_reward", lambda config, row, calls: RewardFindings())
+    monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
+    make_folder(tmp_path / "model")
+    row = {"prompt": "a b", "reward_model": {"ground_truth": "1"}}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: model, max_model_len: 64}\n"
+        "data: {train: train.jsonl, eval: {held: train.jsonl}, max_prompt_tokens: 16}\n"
+        "rollout: {engine: transformers, sampling: {max_tokens: 16}}\n"
+        "trainer: {steps: 5, groups_per_step: 4, group_size: 2, max_staleness: 0, checkpoint_every: 2}\n"
+    )
+    return tmp_path / "config.yaml"
+
+
+def test_a_good_config_is_explained(run_files: Path) -> None:
+    findings = examine(run_files)
+    assert findings.rows == {"train": 3, "eval held": 3}
+    text = dict(describe(findings))
+    assert "4 groups of 2 = 8 trajectories, at most 128 completion tokens" in text["step"]
+    assert "on-policy" in text["staleness"]
+    assert "6.67 epochs" in text["run"]
+
+
+def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
+    (run_files.parent / "model" / "tokenizer.json").unlink()
+    with open(run_files.parent / "train.jsonl", "a") as file:
+        file.write('{"reward_model": {"ground_truth": "1"}}\n')
+    with pytest.raises(PreflightError) as caught:
+        examine(run_files)
+    assert caught.value.exit_code == 2
+    assert "2 problems" in str(caught.value)
+    assert "train.jsonl line 4" in str(caught.value) and "no tokenizer" in str(caught.value)
+
+
+def test_an_engine_that_is_not_installed_is_refused(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PreflightError, match="vllm, which is not installed"):
+        examine(run_files, ["rollout.engine=vllm"])
+
+
+def test_a_redis_that_cannot_be_reached_is_a_mistake(
+    run_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", f"unix://{run_files.parent}/nobody.sock")
+    with pytest.raises(PreflightError, match="cannot reach Redis"):
+        examine(run_files)
+
+
+def test_findings_without_a_model_are_explained_too() -> None:
+    assert dict(describe(Findings(make_config())))["model"].startswith("model")
+
+
+class TestReward:
+    @pytest.fixture
+    def check(self, run_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Check a config whose reward does `body`; its own process is started for that."""
+        monkeypatch.setattr(preflight, "check_reward", check_reward)
+
+        def check(body: str, calls_reward: bool) -> str:
+            reward = run_files.parent / "reward.py"
+            head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+            reward.write_text(f"{head}\n    {body}\n")
+            override = f"reward.function={reward}:compute_score"
+            findings = preflight.examine(run_files, [override], calls_reward)
+            return " ".join(text for _, text in describe(findings))
+
+        return check
+
+    def test_without_being_called_nothing_more_is_claimed(self, check: Any) -> None:
+        assert "it was not called (--call-reward does)" in check("raise SystemExit('called')", False)
+
+    def test_a_call_is_told_with_its_value(self, check: Any) -> None:
+        said = check("print('noise'); return float(ground_truth) / 4", True)
+        assert "gave 0.25 for the first training row and an empty completion" in said
+        assert "noise" not in said and "not called" not in said
+
+    def test_a_call_that_fails_is_a_mistake(self, check: Any) -> None:
+        with pytest.raises(preflight.PreflightError, match=r"gave no score: .*KeyError"):
+            check("return {}['no such key']", True)
+
+
+class TestServers:
+    """Rewards with servers on this machine: what cannot work is found before anything is started."""
+
+    @pytest.fixture
+    def check(self, run_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(preflight, "check_reward", check_reward)
+
+        def check(reward: dict[str, Any], *overrides: str) -> Findings:
+            tree = json.dumps({"rewards": {"rm": reward}})
+            return examine(run_files, [f"reward={tree}", *overrides])
+
+        return check
+
+    def model(self, path: Path | str, **fields: Any) -> dict[str, Any]:
+        return {"model": {"local_replicas": {"model": str(path)}, **fields}}
+
+    def test_a_reward_model_that_does_not_exist(self, check: Any, tmp_path: Path) -> None:
+        for path in (tmp_path / "nowhere", "models/of/mine"):
+            with pytest.raises(PreflightError, match=f"reward rm: local_replicas.model {path} .*config.json"):
+                check(self.model(path))
+
+    def test_a_chat_for_a_model_without_a_chat_template(self, check: Any, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "rm")
+        with pytest.raises(
+            PreflightError, match=r"reward rm: input: chat needs a chat template.*input: text"
+        ):
+            check(self.model(folder))
+        (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+        given = {"model": str(folder), "args": ["--chat-template", str(tmp_path / "chat.jinja")]}
+        check({"model": {"local_replicas": given}})
+        check(self.model(folder, input="text"))
+
+    def test_gpus_that_are_not_there(
+        self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tool = tmp_path / "bin" / "nvidia-smi"
+        tool.parent.mkdir()
+        tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: 1)'\necho 'GPU 1: A (UUID: 2)'\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+        folder = make_folder(tmp_path / "rm", chat_template="{{ messages[0].content }}")
+        check(self.model(folder, gpus=[1]), "trainer.gpus=[0]")
+        with pytest.raises(PreflightError) as caught:
+            check(self.model(folder, gpus=[1, 2]), "trainer.gpus=[0]", "rollout.gpus=[7]")
+        assert "reward.rewards.rm.model.gpus names GPU 2; this machine has 2, 0 to 1" in str(caught.value)
+        assert "rollout.gpus names GPU 7" in str(caught.value)
+
+    def test_what_a_judge_and_a_reward_model_will_read_is_shown(self, check: Any, tmp_path: Path) -> None:
+        template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        folder = make_folder(tmp_path / "rm", chat_template=template)
+        assert check(self.model(folder)).reads == {"rm": "<user>a b<assistant>(the completion)"}
+        judge = {
+            "model": "m",
+            "base_urls": ["http://localhost:1/v1"],
+            "template": "Q: {{ prompt }}\nA: {{ completion }}",
+        }
+        assert check({"judge": judge}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
+        broken = check({"judge": judge | {"template": "{{ extra.level }}"}})
+        assert "cannot be filled in" in broken.reads["rm"]

@@ -1,0 +1,86 @@
+"""How runs are named, kept and found again, and which processes they have."""
+
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.errors import ConfigError
+from services.console.launch.processes import exporter_spec, metrics_ports, service_specs
+from services.console.launch.up import UpOptions
+from services.console.run.folder import RunFolder, find_run
+from tests.support.trajectories import make_config
+
+
+def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
+    for run_id in ("one", "two"):
+        RunFolder(tmp_path, run_id).create(make_config(run_id=run_id))
+    assert find_run(None, tmp_path).run_id == "two"
+    assert (tmp_path / "latest" / "config.yaml").samefile(tmp_path / "two" / "config.yaml")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
+
+
+def test_the_folder_keeps_the_whole_resolved_config(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "one")
+    config = make_config(run_id="one", trainer={"steps": 7})
+    folder.create(config)
+    assert type(config).model_validate(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
+
+
+def test_a_run_may_be_named_by_its_folder(tmp_path: Path) -> None:
+    assert find_run("runs/abc", tmp_path).run_id == "abc"
+    assert find_run("abc", tmp_path).path == tmp_path / "abc"
+
+
+def test_without_any_run_the_id_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run id was given"):
+        find_run(None, tmp_path)
+
+
+def test_the_address_is_for_its_owner_only_and_comes_before_the_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", "redis://elsewhere")
+    folder = RunFolder(tmp_path, "one")
+    folder.create(make_config(run_id="one"))
+    assert folder.address() == "redis://elsewhere"
+    folder.write_address("unix:///tmp/own.sock")
+    assert folder.address() == "unix:///tmp/own.sock"
+    assert stat.S_IMODE(folder.address_file.stat().st_mode) == 0o600
+
+
+def test_a_latest_that_is_not_a_link_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest" / "precious").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="cannot point"):
+        RunFolder(tmp_path, "one").create(make_config(run_id="one"))
+    assert (tmp_path / "latest" / "precious").is_dir()
+
+
+def test_a_run_has_one_trainer_and_as_many_workers_as_configured() -> None:
+    config = make_config(run_id="r", rollout={"workers": 2, "num_threads": 3}, reward={"workers": 1})
+    specs = service_specs(config)
+    assert [spec.name for spec in specs] == ["trainer", "rollout-0", "rollout-1", "reward-0", "jobs"]
+    assert [spec.ends_run for spec in specs] == [True, False, False, False, False]
+    assert specs[1].env == {"OMP_NUM_THREADS": "3"} and specs[0].env == {}
+
+
+def test_workers_of_one_machine_take_ports_in_a_row() -> None:
+    config = make_config(run_id="r", rollout={"workers": 2, "metrics_port": 9100})
+    assert metrics_ports(service_specs(config)) == {"rollout-0": 9100, "rollout-1": 9101}
+
+
+def test_the_exporter_of_a_run_is_a_process_with_a_port_that_must_be_free() -> None:
+    spec = exporter_spec(make_config(run_id="r"), 9109)
+    assert spec.command[1:] == ("-m", "services.console.exporter", "r", "--port", "9109")
+    assert metrics_ports([spec]) == {"exporter": 9109}
+    assert metrics_ports([exporter_spec(make_config(run_id="r"), 0)]) == {}
+
+
+def test_the_command_to_resume_can_be_copied() -> None:
+    with_exporter = UpOptions(Path("c.yaml"), metrics_port=9109)
+    assert with_exporter.command("r", resume=False) == "tidemill up c.yaml --run-id r --metrics-port 9109"
+    options = UpOptions(Path("my runs/c.yaml"), ("trainer.steps=3",), runs_dir=Path("out"))
+    assert options.command("r-1", resume=True) == (
+        "tidemill up 'my runs/c.yaml' --set trainer.steps=3 --run-id r-1 --runs-dir out --resume"
+    )

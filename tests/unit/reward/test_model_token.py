@@ -1,0 +1,91 @@
+"""Servers of models let in who shows the run's token, and tokens go to servers of the run only."""
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from common.config.reward_kinds import JudgeConfig, RoutingConfig
+from common.run.replicas import MODEL_TOKEN_VARIABLE, complaint, key_for
+from services.reward.model_server.__main__ import main
+from services.reward.model_server.app import TokenGate
+from services.reward.remote.openai_requests import OpenAIRequests
+from services.reward.remote.replica import Replica
+
+TOKEN = "0123456789abcdef-token"
+
+
+async def _said(request: Request) -> Response:
+    return PlainTextResponse("scores")
+
+
+def client(token: str) -> httpx.AsyncClient:
+    app = Starlette(routes=[Route("/{path:path}", _said, methods=["GET", "POST"])])
+    return httpx.AsyncClient(transport=httpx.ASGITransport(TokenGate(app, token)), base_url="http://server")
+
+
+@pytest.mark.parametrize(
+    "shown", [None, "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", TOKEN]
+)
+async def test_nobody_without_the_token_is_let_in(shown: str | None) -> None:
+    headers = {"Authorization": shown} if shown else {}
+    async with client(TOKEN) as http:
+        for path in ("/classify", "/pooling", "/sleep", "/wake_up", "/v1/models"):
+            answer = await http.post(path, headers=headers)
+            assert answer.status_code == 401, path
+            assert MODEL_TOKEN_VARIABLE in answer.text and TOKEN not in answer.text
+
+
+async def test_whoever_shows_the_token_is_let_in_and_anybody_may_ask_for_health() -> None:
+    async with client(TOKEN) as http:
+        assert (await http.post("/classify", headers={"Authorization": f"bearer {TOKEN}"})).text == "scores"
+        for path in ("/health", "/healthz", "/metrics"):
+            assert (await http.get(path)).status_code == 200
+    async with client("") as http:
+        assert (await http.post("/classify")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "is_wrong"),
+    [
+        ("127.0.0.1", "", False),
+        ("localhost", "", False),
+        ("::1", "", False),
+        ("0.0.0.0", "", True),
+        ("::", "", True),
+        ("10.0.0.5", "", True),
+        ("10.0.0.5", TOKEN, False),
+        ("127.0.0.1", "short", True),
+    ],
+)
+def test_a_server_that_others_reach_needs_a_token(host: str, token: str, is_wrong: bool) -> None:
+    assert bool(complaint(host, token)) is is_wrong
+
+
+def test_the_model_server_does_not_start_for_everybody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(MODEL_TOKEN_VARIABLE, raising=False)
+    monkeypatch.setattr("sys.argv", ["server", "--model", "org/model", "--host", "0.0.0.0"])
+    assert main() == 2
+    assert "openssl rand" in capsys.readouterr().err
+
+
+def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge")
+    assert key_for(True, "JUDGE_KEY") == TOKEN
+    assert key_for(False, "JUDGE_KEY") == "sk-judge"
+    assert key_for(False, "") == ""
+    requests = OpenAIRequests(JudgeConfig(model="m", template="x", api_key_env="JUDGE_KEY"))
+    routing = RoutingConfig()
+    ours = Replica("http://10.0.0.9:8000/v1", routing, is_registered=True)
+    theirs = Replica("https://api.example.org/v1", routing)
+    keys = {replica.url: requests._client(replica).api_key for replica in (theirs, ours)}
+    assert keys == {ours.url: TOKEN, theirs.url: "sk-judge"}
+    monkeypatch.delenv(MODEL_TOKEN_VARIABLE)
+    assert key_for(True, "JUDGE_KEY") == "sk-judge", "as before there was a token"

@@ -1,0 +1,187 @@
+"""Several rewards: their weighted sum, what does not apply, and what each failure means."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from common.config import NamedRewardConfig, RewardConfig, parse_config
+from common.errors import ConfigError
+from common.wire.messages import ScoreStatus
+from services.reward.functions.sample import Sample
+from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.rewards.weighted_sum import NONE_APPLIES, Sum
+from tests.support.rewards import together
+from tests.support.trajectories import make_config
+
+
+class Fixed:
+    """Gives one answer for ever."""
+
+    slots = None
+
+    def __init__(self, answer: float | Exception | None, **components: float) -> None:
+        self.answer, self.components, self.calls = answer, components, 0
+
+    async def score(self, sample: Sample) -> Outcome:
+        self.calls += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return Outcome(self.answer, dict(self.components))
+
+    async def close(self) -> None: ...
+
+
+LATE = AttemptError("too late", is_timeout=True)
+
+
+async def total(**rewards: tuple[Any, dict[str, Any]]) -> Sum:
+    hybrid = together(rewards)
+    return hybrid.sum_up(await hybrid.score(Sample((0, 0), False, "gsm8k", "text", "truth")))
+
+
+async def test_the_reward_is_the_weighted_sum_and_each_part_is_kept() -> None:
+    made = await total(rule=(Fixed(1.0, digits=3.0), {"weight": 2.0}), judge=(Fixed(0.5), {"weight": -1.0}))
+    assert (made.status, made.value) == (ScoreStatus.OK, 1.5)
+    assert made.components == {"rule": 1.0, "judge": 0.5, "rule/digits": 3.0}
+
+
+async def test_what_does_not_apply_is_left_out_of_the_sum() -> None:
+    made = await total(
+        rule=(Fixed(None), {"weight": 5.0}),
+        other=(Fixed(9.0), {"applies_to": ["math"]}),
+        judge=(Fixed(0.5), {"applies_to": ["gsm8k"]}),
+    )
+    assert (made.status, made.value) == (ScoreStatus.OK, 0.5)
+    assert made.components == {"rule": None, "other": None, "judge": 0.5}
+
+
+async def test_where_nothing_applies_the_score_has_failed_and_is_no_zero() -> None:
+    made = await total(rule=(Fixed(None), {}), judge=(Fixed(None), {}))
+    assert (made.status, made.value, made.error) == (ScoreStatus.FAILED, None, NONE_APPLIES)
+
+
+@pytest.mark.parametrize("policy", ["drop_sample", "drop_group"])
+async def test_a_failed_part_fails_the_score_with_its_own_policy(policy: str) -> None:
+    made = await total(rule=(Fixed(1.0), {}), judge=(Fixed(LATE), {"on_failure": policy, "max_attempts": 2}))
+    assert (made.status, made.value, made.on_failure) == (ScoreStatus.TIMEOUT, None, policy)
+    assert (made.error, made.attempts) == ("judge: too late", 2)
+    assert made.components == {"rule": 1.0, "judge": None}
+
+
+async def test_the_strictest_policy_of_several_failures_wins() -> None:
+    made = await total(
+        one=(Fixed(ValueError("broken")), {"max_attempts": 1}),
+        two=(Fixed(LATE), {"max_attempts": 1, "on_failure": "drop_group"}),
+    )
+    assert made.on_failure == "drop_group"
+    assert "one: ValueError: broken" in made.error and "two: too late" in made.error
+
+
+async def test_a_failure_with_a_value_goes_into_the_sum_and_is_told() -> None:
+    fixed = {"on_failure": "value", "failure_value": -1.0, "max_attempts": 1, "weight": 2.0}
+    made = await total(rule=(Fixed(1.0), {}), judge=(Fixed(LATE), fixed))
+    assert (made.status, made.value, made.components["judge"]) == (ScoreStatus.OK, -1.0, -1.0)
+    assert made.detail["failures"] == {"judge": "too late"}
+
+
+async def test_each_reward_has_its_own_attempts_and_counts_its_own_failures() -> None:
+    patient, hasty = Fixed(LATE), Fixed(AttemptError("no", kind="http_500"))
+    hybrid = together({"patient": (patient, {"max_attempts": 4}), "hasty": (hasty, {"max_attempts": 1})})
+    await hybrid.score(Sample((0, 0), False, "", "", ""))
+    assert (patient.calls, hasty.calls) == (4, 1)
+    assert hybrid.failures() == {"patient:timeout": 1, "hasty:http_500": 1}
+
+
+async def test_what_a_server_asks_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def note(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    await total(judge=(Fixed(AttemptError("busy", retry_after_s=17.0)), {"max_attempts": 2}))
+    assert pauses == [17.0]
+
+
+async def test_evaluation_never_waits_for_places_that_training_holds() -> None:
+    gate, started = asyncio.Event(), list[bool]()
+
+    class Gated(Fixed):
+        async def score(self, sample: Sample) -> Outcome:
+            started.append(sample.is_evaluation)
+            if not sample.is_evaluation:
+                await gate.wait()
+            return Outcome(1.0)
+
+    hybrid = together({"judge": (Gated(1.0), {"max_concurrent": 2})})
+    training = [asyncio.create_task(hybrid.score(Sample((t, 0), False, "", "", ""))) for t in range(5)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert started == [False, False]
+    evaluated = await asyncio.wait_for(hybrid.score(Sample((9, 0), True, "", "", "")), 10)
+    assert evaluated["judge"].value == 1.0
+    gate.set()
+    await asyncio.gather(*training)
+    assert len(started) == 6
+
+
+def test_limits_of_the_section_hold_for_rewards_that_have_none_of_their_own() -> None:
+    config = RewardConfig.model_validate(
+        {
+            "timeout_s": 5.0, "on_failure": "value", "failure_value": 0.5,
+            "rewards": {
+                "a": {"function": "math"},
+                "b": {"function": "gsm8k", "timeout_s": 9, "on_failure": "drop_group"},
+            },
+        }
+    )  # fmt: skip
+    a, b = config.named["a"], config.named["b"]
+    assert (a.timeout_s, a.on_failure, a.failure_value) == (5.0, "value", 0.5)
+    assert (b.timeout_s, b.on_failure, b.failure_value) == (9.0, "drop_group", None)
+    assert RewardConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (
+            {"function": "math", "rewards": {"a": {"function": "math"}}},
+            "either function, for one reward, or rewards",
+        ),
+        ({"rewards": {"a": {}}}, "exactly one of function, judge, model, sandbox; got none"),
+        ({"rewards": {"a b": {"function": "math"}}}, "at most 64 letters"),
+        ({"kwargs": {"x": 1}, "rewards": {"a": {"function": "math"}}}, "rewards.<name>.kwargs"),
+        ({"group_kwargs": {"x": 1}}, "no group function"),
+        ({"rewards": {"a": {"function": "math", "on_failure": "value"}}}, "failure_value and on_failure"),
+    ],
+)
+def test_a_section_that_contradicts_itself_is_refused(reward: dict[str, Any], expected: str) -> None:
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": reward}
+    with pytest.raises(ConfigError, match=expected):
+        parse_config(tree, "test")
+
+
+def test_one_function_is_a_reward_named_after_itself() -> None:
+    (name, named), *_ = RewardConfig(function="a.py:format_reward", timeout_s=3.0, style="trl").named.items()
+    assert (name, named.timeout_s, named.style, named.kind) == ("format_reward", 3.0, "trl", "function")
+    assert list(RewardConfig().named) == ["gsm8k"]
+    assert NamedRewardConfig(function="gsm8k").is_cached is False
+
+
+async def test_a_reward_of_one_lane_is_left_out_of_the_other() -> None:
+    """One reward for training and another for validation, as verl users have them."""
+    dense, exact = (Fixed(0.3), {"lanes": ["train"]}), (Fixed(1.0), {"lanes": ["eval"]})
+    rewards = together({"dense": dense, "exact": exact, "both": (Fixed(5.0), {})})
+    for is_evaluation, value, left_out in ((False, 5.3, "exact"), (True, 6.0, "dense")):
+        total = rewards.sum_up(await rewards.score(Sample((0, 0), is_evaluation, "", "", None)))
+        assert total.value == pytest.approx(value)
+        assert total.components[left_out] is None
+
+
+@pytest.mark.parametrize(
+    ("lanes", "said"), [(["eval"], "training"), (["train"], "evaluation"), ([], "lanes")]
+)
+def test_each_lane_needs_a_reward(lanes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_config(reward={"rewards": {"only": {"function": "gsm8k", "lanes": lanes}}})

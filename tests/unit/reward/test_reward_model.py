@@ -1,0 +1,91 @@
+"""What a reward model is asked, and how its scores become one value."""
+
+import math
+from typing import Any
+
+import pytest
+
+from common.config.reward_kinds import RewardModelConfig
+from common.wire.messages import Lane
+from services.reward.functions.sample import Sample
+from services.reward.remote.reward_model import make_body, normalise, reduce_scores
+from services.reward.results.outcome import AttemptError
+from tests.support.trajectories import make_trajectory
+
+SAMPLE = Sample((0, 0), False, "d", "the answer", "1", {}, "the prompt: ", (1, 2), (7, 8, 9))
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+
+
+def config(**fields: Any) -> RewardModelConfig:
+    return RewardModelConfig(base_urls=("http://localhost:1",), **fields)
+
+
+def test_token_ids_are_sent_as_they_are() -> None:
+    assert make_body(SAMPLE, config(input="ids"))["input"] == [1, 2, 7, 8, 9]
+
+
+def test_a_chat_ends_with_the_completion() -> None:
+    completion = {"role": "assistant", "content": "the answer"}
+    alone = make_body(SAMPLE, config())["messages"]
+    assert alone == [{"role": "user", "content": "the prompt: "}, completion]
+    sample = Sample((0, 0), False, "d", "the answer", "1", {"prompt": CHAT}, "<s>...")
+    assert make_body(sample, config())["messages"] == [*CHAT, completion]
+
+
+def test_raw_scores_are_asked_for_and_evaluation_goes_first() -> None:
+    evaluation = Sample((0, 0), True, "d", "a", "1")
+    assert make_body(SAMPLE, config(input="text")) == {
+        "input": "the prompt: the answer",
+        "use_activation": False,
+        "priority": 0,
+    }
+    assert make_body(evaluation, config())["priority"] < 0
+    assert "priority" not in make_body(evaluation, config(server="vllm"))
+    cut = make_body(SAMPLE, config(max_tokens=4, head="token", served_name="rm"))
+    assert (cut["truncate_prompt_tokens"], cut["truncation_side"]) == (4, "left")
+    assert (cut["task"], cut["model"]) == ("token_classify", "rm")
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"), [("last", 5.0), ("mean", 4.0), ("min", 3.0), ("sum", 12.0), ("all_mean", 3.0)]
+)
+def test_scores_of_tokens_become_one(reduce: Any, expected: float) -> None:
+    found = reduce_scores(
+        [[1.0], [2.0], [3.0], [4.0], [5.0]], SAMPLE, config(head="token", input="ids", token_reward=reduce)
+    )
+    assert found == expected
+
+
+def test_an_empty_completion_has_no_token_score_and_no_zero() -> None:
+    empty = Sample((0, 0), False, "d", "", "1", {}, "p", (1, 2), ())
+    with pytest.raises(AttemptError, match="empty"):
+        reduce_scores([[1.0], [2.0]], empty, config(head="token", input="ids", token_reward="sum"))
+
+
+def test_one_of_several_labels_is_the_reward() -> None:
+    assert reduce_scores([0.1, 0.7], SAMPLE, config(label=1)) == 0.7
+
+
+def test_normalisation_is_what_it_says() -> None:
+    assert normalise(1.5, config()) == 1.5
+    assert normalise(0.0, config(normalise="sigmoid")) == 0.5
+    assert normalise(-1e6, config(normalise="sigmoid")) == 0.0
+    assert normalise(2.0, config(normalise="sigmoid")) == pytest.approx(1 / (1 + math.exp(-2)))
+    assert normalise(7.0, config(normalise="standardise", mean=3.0, std=2.0)) == 2.0
+    assert normalise(9.0, config(normalise="clip", clip=(-5.0, 5.0))) == 5.0
+    assert normalise(9.0, config(normalise="standardise", mean=3.0, std=2.0, clip=(-1.0, 1.0))) == 1.0
+
+
+def test_a_row_of_text_is_asked_about_without_the_policys_template() -> None:
+    sample = Sample.from_trajectory(
+        make_trajectory(text="2", prompt_text="<|user|>1+1?<|assistant|>", own_text="1+1?"), Lane.TRAIN
+    )
+    asked = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    assert make_body(sample, config())["messages"] == asked
+    assert make_body(sample, config(input="text"))["input"] == "<|user|>1+1?<|assistant|>2"
+
+
+def test_an_answer_that_the_prompt_began_is_one_message() -> None:
+    begun = [CHAT[1], {"role": "assistant", "content": "It is "}]
+    sample = Sample((0, 0), False, "d", "2", "1", {"prompt": begun}, "<s>...")
+    assert make_body(sample, config())["messages"] == [CHAT[1], {"role": "assistant", "content": "It is 2"}]

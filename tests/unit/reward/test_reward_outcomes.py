@@ -1,0 +1,141 @@
+"""What counts as a reward, and what is said about everything else."""
+
+import asyncio
+import json
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from services.reward.results.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        (1, 1.0),
+        (0, 0.0),
+        (-2.5, -2.5),
+        (True, 1.0),
+        (False, 0.0),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (Decimal("0.25"), 0.25),
+        ((0.5, "note"), 0.5),  # of a tuple the first element, as verl takes it
+        ((True, False, "18"), 1.0),
+    ],
+)
+def test_a_finite_number_is_the_reward(returned: Any, value: float) -> None:
+    outcome = interpret(returned)
+    assert outcome.value == value
+    assert type(outcome.value) is float
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (math.nan, "returned nan"),
+        (math.inf, "returned inf"),
+        (-math.inf, "returned -inf"),
+        (10**400, "returned inf"),
+        (np.float32("nan"), "returned nan"),
+        (None, "returned None"),
+        ("1.0", "returned the text '1.0'"),
+        (np.array([0.5]), r"returned an array of shape \(1,\)"),
+        (np.array([0.5, 1.0]), r"returned an array of shape \(2,\)"),
+        ([1.0], "returned a list"),
+        (("note", 1.0), "the first element is the text 'note'"),
+        ((), "returned a tuple"),
+        (Decimal("NaN"), "returned nan"),
+        (Decimal("sNaN"), "returned nan"),
+        (1j, "returned a complex"),
+        (object(), "returned an object"),
+        ({}, "without 'score'"),
+        ({"reward": 1.0}, "without 'score' \\('reward'\\)"),
+        ({"score": None}, "'score' is None"),
+        ({"score": math.nan}, "'score' is nan"),
+        ({"score": "1"}, "'score' is the text '1'"),
+        ({"score": {"score": 1.0}}, "'score' is a dict"),
+    ],
+)
+def test_anything_else_is_a_failure_with_its_reason(returned: Any, reason: str) -> None:
+    with pytest.raises(AttemptError, match=f"{reason}.*expected a finite number") as caught:
+        interpret(returned)
+    assert not caught.value.is_timeout
+
+
+def test_a_coroutine_is_told_to_be_declared_async() -> None:
+    async def score() -> float:
+        return 1.0
+
+    coroutine = score()
+    with pytest.raises(AttemptError, match="async def"):
+        interpret(coroutine)
+    coroutine.close()
+
+
+def test_further_numbers_become_components_and_the_rest_detail() -> None:
+    outcome = interpret(
+        {
+            "score": 0.5,
+            "fluency": 1,
+            "is_short": True,
+            "judge": None,
+            "broken": math.nan,
+            "share": Decimal("0.5"),
+            "verdict": "good",
+            7: [1],
+        }
+    )
+    assert outcome.value == 0.5
+    assert outcome.components == {
+        "fluency": 1.0,
+        "is_short": 1.0,
+        "judge": None,
+        "broken": None,
+        "share": 0.5,
+    }
+    assert outcome.detail == {"verdict": "good", "7": [1]}
+
+
+def test_detail_can_always_be_sent_and_stays_bounded() -> None:
+    loop: dict[str, Any] = {}
+    loop["self"] = loop
+    outcome = interpret(
+        {
+            "score": 1.0,
+            "loop": loop,
+            "object": object(),
+            "text": "x" * (MAX_DETAIL_CHARS + 1),
+            "surrogate": "\ud800",
+            "list": [2**70, {1: {2}}],
+        }
+    )
+    assert len(msgpack.packb(outcome.detail)) < 2 * MAX_DETAIL_CHARS
+    assert len(outcome.detail["text"]) == MAX_DETAIL_CHARS
+    assert outcome.detail["list"] == [str(2**70), {"1": "{2}"}]
+    json.dumps(outcome.detail)
+
+
+@pytest.mark.parametrize("error", [ValueError("no\nluck"), SystemExit(3), RecursionError("deep")])
+def test_whatever_a_function_raises_is_contained_with_its_place(error: BaseException) -> None:
+    with (
+        pytest.raises(
+            AttemptError, match=rf"{type(error).__name__}: .*\(test_reward_outcomes.py, line \d+\)"
+        ),
+        contained(),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
+def test_cancellation_and_ctrl_c_are_not_contained(error: type[BaseException]) -> None:
+    with pytest.raises(error), contained():
+        raise error

@@ -1,0 +1,183 @@
+import asyncio
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.config.run import RunConfig
+from common.errors import EngineError
+from common.wire.messages import SamplingParams
+from services.rollout.engines import build_engine, simulated
+from services.rollout.engines.engine import Generation, GenerationRequest
+
+
+class FakeTime:
+    """Time that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.moved = asyncio.Condition()
+
+    async def sleep(self, seconds: float) -> None:
+        deadline = self.now + seconds
+        async with self.moved:
+            await self.moved.wait_for(lambda: self.now >= deadline)
+
+    async def move(self, seconds: float) -> None:
+        await settle()
+        async with self.moved:
+            self.now += seconds
+            self.moved.notify_all()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(simulated, "asyncio", SimpleNamespace(sleep=fake.sleep, Semaphore=asyncio.Semaphore))
+    monkeypatch.setattr(simulated, "_now", lambda: fake.now)
+    return fake
+
+
+async def started_engine(seed: int = 0, **options: Any) -> simulated.SimulatedEngine:
+    config = RunConfig.model_validate(
+        {
+            "seed": seed,
+            "model": {"path": "none", "max_model_len": 64},
+            "data": {"train": "none", "max_prompt_tokens": 16},
+            "rollout": {"engine": "simulated", "simulated": options, "sampling": {"max_tokens": 32}},
+        }
+    )
+    engine = build_engine(config)
+    assert isinstance(engine, simulated.SimulatedEngine)
+    await engine.start()
+    return engine
+
+
+def request(name: str = "a", max_tokens: int = 32) -> GenerationRequest:
+    return GenerationRequest(name, [1, 2, 3], SamplingParams(max_tokens=max_tokens))
+
+
+async def test_tokens_depend_on_the_seed_and_the_request_alone() -> None:
+    engine, again, other = await started_engine(1), await started_engine(1), await started_engine(2)
+    first = await engine.generate(request())
+    assert (await again.generate(request())).token_ids == first.token_ids
+    assert (await other.generate(request())).token_ids != first.token_ids
+    assert (await engine.generate(request("b"))).token_ids != first.token_ids
+
+
+async def test_tokens_are_of_the_vocabulary_and_equally_likely() -> None:
+    engine = await started_engine(vocab_size=4, tokens=32)
+    result = await engine.generate(request())
+    assert set(result.token_ids) == {0, 1, 2, 3}
+    assert result.logprobs == [-math.log(4)] * 32
+    assert await engine.score([1], result.token_ids) == result.logprobs
+
+
+async def test_a_completion_that_max_tokens_cuts_has_finish_length() -> None:
+    engine = await started_engine(tokens=16)
+    assert (await engine.generate(request(max_tokens=16))).finish == "stop"
+    cut = await engine.generate(request(max_tokens=15))
+    assert (cut.finish, len(cut.token_ids)) == ("length", 15)
+
+
+async def test_an_update_half_way_through_splits_the_spans_in_the_middle(time: FakeTime) -> None:
+    engine = await started_engine(tokens=16, group_s=10.0)
+    running = asyncio.create_task(engine.generate(request()))
+    await time.move(5.0)
+    await engine.load(1, [])
+    await time.move(5.0)
+    assert (await running).spans == ((0, 0), (1, 8))
+
+
+async def test_of_two_updates_at_the_same_token_the_later_one_counts(time: FakeTime) -> None:
+    engine = await started_engine(tokens=16, group_s=10.0)
+    running = asyncio.create_task(engine.generate(request()))
+    await time.move(2.5)
+    await engine.load(1, [])
+    await engine.load(2, [])
+    await time.move(7.5)
+    assert (await running).spans == ((0, 0), (2, 4))
+    assert engine.version == 2
+
+
+async def test_updates_before_the_start_and_after_the_end_leave_one_span(time: FakeTime) -> None:
+    engine = await started_engine(tokens=16, group_s=10.0)
+    await engine.load(3, [])
+    await time.move(1.0)
+    running = asyncio.create_task(engine.generate(request()))
+    await time.move(10.0)
+    await engine.load(4, [])
+    assert (await running).spans == ((3, 0),)
+
+
+async def test_a_load_takes_its_time_and_pauses_nothing(time: FakeTime) -> None:
+    engine = await started_engine(load_s=3.0)
+    loading = asyncio.create_task(engine.load(1, []))
+    await time.move(2.0)
+    assert engine.version == 0
+    await time.move(1.0)
+    assert engine.version == 1
+    update = await loading
+    assert (update.version, update.load_s, update.paused_s) == (1, 3.0, 0.0)
+
+
+async def test_a_finished_completion_frees_a_slot_for_the_next(time: FakeTime) -> None:
+    engine = await started_engine(capacity=2, group_s=1.0)
+    tasks = [asyncio.create_task(engine.generate(request(str(i)))) for i in range(3)]
+    await time.move(1.0)
+    assert [task.done() for task in tasks] == [True, True, False]
+    assert engine.num_running == 1
+    await time.move(1.0)
+    assert tasks[2].done()
+    assert engine.num_running == 0
+
+
+async def test_a_cancelled_completion_frees_its_slot(time: FakeTime) -> None:
+    engine = await started_engine(capacity=1, group_s=1.0)
+    first, second = (asyncio.create_task(engine.generate(request(name))) for name in "ab")
+    await settle()
+    first.cancel()
+    await time.move(0.0)
+    await time.move(1.0)
+    assert isinstance(await second, Generation)
+
+
+async def test_jitter_spreads_durations_around_the_mean(time: FakeTime) -> None:
+    engine = await started_engine(group_s=10.0, jitter=0.5)
+    tasks = [asyncio.create_task(engine.generate(request(str(i)))) for i in range(200)]
+    await time.move(4.99)
+    assert not any(task.done() for task in tasks)
+    await time.move(5.01)
+    assert 60 < sum(task.done() for task in tasks) < 140
+    await time.move(5.0)
+    assert all(task.done() for task in tasks)
+
+
+async def test_requests_that_cannot_be_served_are_refused() -> None:
+    engine = await started_engine()
+    with pytest.raises(ValueError, match="empty prompt"):
+        await engine.generate(GenerationRequest("a", [], SamplingParams(max_tokens=4)))
+    with pytest.raises(ValueError, match="60 prompt tokens"):
+        await engine.generate(GenerationRequest("a", [1] * 60, SamplingParams(max_tokens=5)))
+
+
+async def test_an_engine_that_was_not_started_says_so() -> None:
+    engine = await started_engine()
+    fresh = simulated.SimulatedEngine(
+        RunConfig.model_validate({"model": {"path": ""}, "data": {"train": ""}})
+    )
+    assert (engine.version, fresh.version) == (0, -1)
+    with pytest.raises(EngineError, match="never started"):
+        await fresh.generate(request())
+
+
+async def test_decoded_text_is_readable() -> None:
+    engine = await started_engine()
+    assert engine.decode([17, 4]) == "t17 t4"

@@ -1,0 +1,320 @@
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from common.config.run import RunConfig
+from common.errors import EngineError, WeightsError
+from common.wire.messages import SamplingParams
+from services.rollout.engines import build_engine
+from services.rollout.engines.engine import Generation, GenerationRequest
+from services.rollout.engines.model import copy_weights, match_weights, read_weights
+from services.rollout.engines.transformers import TransformersEngine
+from tests.support.models import tiny_llama, tiny_model
+
+EOS_IDS = [1, 5]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), eos_token_id=EOS_IDS)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("new"), seed=1, eos_token_id=EOS_IDS) / "model.safetensors"
+
+
+def make_engine(folder: Path, **options: Any) -> TransformersEngine:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "max_model_len": 64},
+            "data": {"train": "none", "max_prompt_tokens": 16},
+            "rollout": {"engine": "transformers", "transformers": options, "sampling": {"max_tokens": 32}},
+        }
+    )
+    engine = build_engine(config)
+    assert isinstance(engine, TransformersEngine)
+    return engine
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[TransformersEngine]:
+    engine = make_engine(folder)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def make_requests(count: int, **sampling: Any) -> list[GenerationRequest]:
+    """Prompts of 1 to 9 tokens, each four times in a row, as a group has them."""
+    params = SamplingParams.model_validate({"max_tokens": 24} | sampling)
+    return [
+        GenerationRequest(f"r{i}", [3 + (i // 4 * 5 + j * 7) % 29 for j in range(1 + i // 4 % 9)], params)
+        for i in range(count)
+    ]
+
+
+async def generate_all(
+    engine: TransformersEngine, requests: list[GenerationRequest]
+) -> list[tuple[GenerationRequest, Generation]]:
+    results = await asyncio.gather(*(engine.generate(request) for request in requests))
+    return list(zip(requests, results, strict=True))
+
+
+@torch.inference_mode()
+def forward_logprobs(
+    model: LlamaForCausalLM, prompt: list[int], completion: list[int], t: float
+) -> list[float]:
+    """Logprobs from one plain forward pass: no padding, no cache, no batch."""
+    ids_1T = torch.tensor([[*prompt, *completion]])
+    logits_TV = model(ids_1T, use_cache=False).logits[0, len(prompt) - 1 : -1] / t
+    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+    return logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+def assert_parity(model: LlamaForCausalLM, request: GenerationRequest, result: Generation) -> None:
+    temperature = request.sampling.temperature or 1.0
+    expected = forward_logprobs(model, list(request.prompt_ids), result.token_ids, temperature)
+    assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_logprobs_equal_those_of_a_plain_forward_pass(
+    engine: TransformersEngine, model: LlamaForCausalLM
+) -> None:
+    for request, result in await generate_all(engine, make_requests(60)):
+        assert_parity(model, request, result)
+        assert result.spans == ((0, 0),)
+
+
+async def test_each_row_of_a_batch_has_its_own_temperature_and_length(
+    engine: TransformersEngine, model: LlamaForCausalLM
+) -> None:
+    requests = [
+        GenerationRequest(
+            f"r{i}", [3 + i], SamplingParams(max_tokens=1 + i % 5, temperature=0.3 + 0.2 * (i % 6))
+        )
+        for i in range(24)
+    ]
+    for request, result in await generate_all(engine, requests):
+        assert_parity(model, request, result)
+        assert len(result.token_ids) <= request.sampling.max_tokens
+
+
+async def test_filtered_rows_sample_within_their_filter_and_report_its_logprobs(
+    engine: TransformersEngine, model: LlamaForCausalLM
+) -> None:
+    filtered, plain = make_requests(16, top_k=2), make_requests(16)
+    results = await generate_all(engine, [*filtered, *plain])
+    for request, result in results[:16]:
+        ids_1T = torch.tensor([[*request.prompt_ids, *result.token_ids]])
+        with torch.inference_mode():
+            top_TK = model(ids_1T).logits[0, len(request.prompt_ids) - 1 : -1].topk(2)
+        for token, logprob, values, ids in zip(result.token_ids, result.logprobs, *top_TK, strict=True):
+            place = ids.tolist().index(token)
+            assert logprob == pytest.approx(torch.log_softmax(values, -1)[place].item(), abs=1e-4)
+    for request, result in results[16:]:
+        assert_parity(model, request, result)
+
+
+async def test_temperature_zero_is_greedy(engine: TransformersEngine, model: LlamaForCausalLM) -> None:
+    requests = [*make_requests(8, temperature=0.0), *make_requests(8)]
+    for request, result in (await generate_all(engine, requests))[:8]:
+        ids = list(request.prompt_ids)
+        for token in result.token_ids:
+            with torch.inference_mode():
+                assert token == model(torch.tensor([ids])).logits[0, -1].argmax().item()
+            ids.append(token)
+        assert_parity(model, request, result)
+
+
+async def test_every_end_token_ends_a_completion_and_is_its_last_token(engine: TransformersEngine) -> None:
+    results = await generate_all(engine, make_requests(128))
+    last_ids = set()
+    for request, result in results:
+        assert not set(result.token_ids[:-1]) & set(EOS_IDS)
+        if result.finish == "stop":
+            last_ids.add(result.token_ids[-1])
+        else:
+            assert len(result.token_ids) == request.sampling.max_tokens
+            assert result.token_ids[-1] not in EOS_IDS
+    assert last_ids == set(EOS_IDS)
+    assert {result.finish for _, result in results} == {"stop", "length"}
+
+
+async def test_a_request_gets_the_same_tokens_in_any_batch(engine: TransformersEngine) -> None:
+    requests = make_requests(12)
+    together = await generate_all(engine, requests)
+    for request, result in together:
+        assert (await engine.generate(request)).token_ids == result.token_ids
+    group = [result.token_ids for _, result in together[:4]]
+    assert len({tuple(ids) for ids in group}) > 1, "the members of a group must differ"
+
+
+async def test_more_requests_than_a_batch_holds_are_all_served(folder: Path, model: LlamaForCausalLM) -> None:
+    engine = make_engine(folder, max_batch_size=5, gather_ms=0)
+    await engine.start()
+    for request, result in await generate_all(engine, make_requests(23)):
+        assert_parity(model, request, result)
+    assert engine.num_running == 0
+    await engine.close()
+
+
+async def test_a_load_waits_for_the_running_batch_and_the_next_one_has_the_new_weights(
+    folder: Path, model: LlamaForCausalLM, new_weights: Path
+) -> None:
+    engine = make_engine(folder, max_batch_size=8, gather_ms=0)
+    await engine.start()
+    running = asyncio.create_task(generate_all(engine, make_requests(24)))
+    await asyncio.wait_for(engine.generate(make_requests(1)[0]), timeout=60)
+    update = await engine.load(1, [new_weights])
+    after = await generate_all(engine, make_requests(8))
+    new_model = tiny_llama(seed=1)
+    assert engine.version == update.version == 1
+    assert 0 <= update.paused_s <= update.load_s
+    for request, result in [*(await running), *after]:
+        assert_parity(model if result.spans == ((0, 0),) else new_model, request, result)
+    assert {result.spans for _, result in await running} >= {((0, 0),)}
+    assert {result.spans for _, result in after} == {((1, 0),)}
+    await engine.close()
+
+
+async def test_score_follows_the_weights(
+    engine: TransformersEngine, model: LlamaForCausalLM, new_weights: Path
+) -> None:
+    prompt, completion = [3, 4, 5], [6, 7, 8, 1]
+    before = await engine.score(prompt, completion)
+    assert before == pytest.approx(forward_logprobs(model, prompt, completion, 1.0), abs=1e-4)
+    await engine.load(1, [new_weights])
+    after = await engine.score(prompt, completion)
+    assert after == pytest.approx(forward_logprobs(tiny_llama(seed=1), prompt, completion, 1.0), abs=1e-4)
+    assert after != pytest.approx(before, abs=1e-2)
+
+
+async def test_weights_that_do_not_fit_change_nothing(
+    engine: TransformersEngine, new_weights: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(new_weights)
+    name = "model.layers.1.mlp.up_proj.weight"
+    bad = {
+        "missing": (
+            {key: value for key, value in tensors.items() if key != name},
+            "lack 1 of the model's parameters: ",
+        ),
+        "unknown": (tensors | {"model.extra": torch.zeros(1)}, "1 names unknown"),
+        "shape": (tensors | {name: torch.zeros(3, 3)}, "has shape"),
+    }
+    before = await engine.score([3], [4, 5])
+    for case, (content, message) in bad.items():
+        save_file(content, tmp_path / f"{case}.safetensors")
+        with pytest.raises(WeightsError, match=message):
+            await engine.load(1, [tmp_path / f"{case}.safetensors"])
+    (tmp_path / "torn.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0half")
+    for files in ([tmp_path / "torn.safetensors"], [tmp_path / "gone.safetensors"], []):
+        with pytest.raises(WeightsError):
+            await engine.load(1, files)
+    assert engine.version == 0
+    assert await engine.score([3], [4, 5]) == before
+
+
+async def test_weights_may_come_in_several_files(
+    engine: TransformersEngine, new_weights: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(new_weights)
+    parts = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for part, names in zip(parts, (sorted(tensors)[::2], sorted(tensors)[1::2]), strict=True):
+        save_file({name: tensors[name] for name in names}, part)
+    await engine.load(4, parts)
+    expected = forward_logprobs(tiny_llama(seed=1), [3], [4, 5], 1.0)
+    assert await engine.score([3], [4, 5]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    published, model = MixtralForCausalLM(config), MixtralForCausalLM(config).eval()
+    published.save_pretrained(tmp_path)
+    tensors = read_weights([tmp_path / "model.safetensors"])
+    assert tensors.keys() - model.state_dict().keys(), "the layouts do not differ: this tests nothing"
+    copy_weights(match_weights(model, tensors))
+    for name, value in published.named_parameters():
+        assert torch.equal(model.get_parameter(name), value), name
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 4, "empty prompt"),
+        ([3] * 50, 15, "50 prompt tokens .* 15 exceed model.max_model_len 64"),
+        ([3, 32], 4, "between 0 and 31, got 3 to 32"),
+        ([3, -1], 4, "between 0 and 31, got -1 to 3"),
+    ],
+)
+async def test_requests_that_cannot_be_served_are_refused(
+    engine: TransformersEngine, prompt: list[int], max_tokens: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        await engine.generate(GenerationRequest("a", prompt, SamplingParams(max_tokens=max_tokens)))
+    assert engine.num_running == 0
+
+
+async def test_a_request_may_fill_the_context(engine: TransformersEngine, model: LlamaForCausalLM) -> None:
+    request = GenerationRequest("full", [3] * 40, SamplingParams(max_tokens=24))
+    assert_parity(model, request, await engine.generate(request))
+
+
+async def test_cancelling_a_request_leaves_the_others_alone(folder: Path, model: LlamaForCausalLM) -> None:
+    engine = make_engine(folder, max_batch_size=4, gather_ms=0)
+    await engine.start()
+    requests = make_requests(12)
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    cancelled = [task for task in tasks[1::2] if task.cancel()]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert cancelled and all(task.cancelled() for task in cancelled)
+    for request, task in zip(requests, tasks, strict=True):
+        if task not in cancelled:
+            assert_parity(model, request, task.result())
+    assert engine.num_running == 0
+    await engine.close()
+
+
+async def test_closing_fails_what_runs_and_what_waits(folder: Path) -> None:
+    engine = make_engine(folder, max_batch_size=4, gather_ms=0)
+    await engine.start()
+    tasks = [asyncio.create_task(engine.generate(request)) for request in make_requests(64)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await engine.close()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    assert errors and all(isinstance(error, EngineError) for error in errors)
+    with pytest.raises(EngineError, match="not running"):
+        await engine.generate(make_requests(1)[0])
+
+
+async def test_a_failing_model_is_an_engine_error(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("services.rollout.engines.decoding.decode_batch", fail)
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.generate(make_requests(1)[0])
+
+
+async def test_decoded_text_has_no_special_tokens(engine: TransformersEngine) -> None:
+    assert engine.decode([3, 13, 1]) == "w0 w10"

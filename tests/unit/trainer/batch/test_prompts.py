@@ -1,0 +1,250 @@
+"""Prompts: rows as token ids, in an order that one integer describes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from common.config.run import DataConfig
+from common.errors import ConfigError
+from common.run.dataset import Row
+from services.trainer.batch import prompts as module
+from services.trainer.batch.prompts import (
+    Prompt,
+    PromptSource,
+    encode_rows,
+    load_eval_prompts,
+    load_tokenizer,
+    load_training_prompts,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
+    "<s>{{ m.role }} {{ m.content }}{% if not loop.last %} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} <s>assistant {% endif %}"
+)
+
+
+def make_tokenizer(template: str | None = None, max_number: int = 100) -> PreTrainedTokenizerFast:
+    """Words are tokens; `<s>` is put before a text unless special tokens are off."""
+    words = [
+        "<unk>",
+        "<s>",
+        "system",
+        "user",
+        "assistant",
+        "Be",
+        "brief",
+        ".",
+        "?",
+        "Think",
+        "Answer",
+        ":",
+        "So",
+    ]
+    vocab = {word: index for index, word in enumerate([*words, *map(str, range(max_number))])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make_rows(*prompts: Any) -> list[Row]:
+    return [
+        Row(prompt, "test", str(i), {"i": i}, i, f"a.jsonl line {i + 1}") for i, prompt in enumerate(prompts)
+    ]
+
+
+def make_source(num_rows: int = 10, seed: int = 0, shuffle: bool = True) -> PromptSource:
+    ids = [np.array([row], np.int32) for row in range(num_rows)]
+    return PromptSource([Prompt(ids[row], "", "", None, {}, row) for row in range(num_rows)], seed, shuffle)
+
+
+def data(**fields: Any) -> DataConfig:
+    return DataConfig(train="unused.jsonl", **fields)
+
+
+def words(tokenizer: PreTrainedTokenizerFast, prompt: Prompt) -> str:
+    return " ".join(tokenizer.convert_ids_to_tokens(prompt.ids.tolist()))
+
+
+def order(source: PromptSource, positions: range) -> list[int]:
+    return [source.prompt_at(position).row for position in positions]
+
+
+def test_each_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
+    source = make_source()
+    epochs = [order(source, range(10 * epoch, 10 * epoch + 10)) for epoch in range(4)]
+    assert all(sorted(rows) == list(range(10)) for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 4
+    assert [source.epoch_of(position) for position in (0, 9, 10, 35)] == [0, 0, 1, 3]
+
+
+def test_the_order_is_a_function_of_seed_and_position_alone() -> None:
+    resumed = make_source()
+    assert order(resumed, range(23, 40)) == order(make_source(), range(40))[23:]
+    assert order(resumed, range(3)) == order(make_source(), range(3)), (
+        "also when asked for an earlier position"
+    )
+    assert order(make_source(seed=1), range(10)) != order(make_source(), range(10))
+
+
+def test_the_order_never_changes_between_releases() -> None:
+    assert order(make_source(8, seed=3), range(16)) == [0, 4, 7, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 7, 4, 5]
+
+
+def test_without_shuffling_rows_come_in_order_in_every_epoch() -> None:
+    assert order(make_source(3, shuffle=False), range(7)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_position_before_the_first_is_refused() -> None:
+    with pytest.raises(ValueError, match="counts from 0"):
+        make_source().prompt_at(-1)
+
+
+def test_a_resume_on_other_prompts_is_refused() -> None:
+    saved = make_source().fingerprint
+    make_source().check_fingerprint(saved)
+    for other in (make_source(9), make_source(seed=1), make_source(shuffle=False)):
+        with pytest.raises(ConfigError, match="changed since the checkpoint"):
+            other.check_fingerprint(saved)
+    prompt = make_source().prompts[0]
+    changed = Prompt(prompt.ids, "", "", "another truth", {}, 0)
+    with pytest.raises(ConfigError, match="changed since"):
+        PromptSource([changed, *make_source().prompts[1:]], 0, True).check_fingerprint(saved)
+
+
+def test_plain_text_gets_the_suffix_and_the_tokenizers_own_special_tokens() -> None:
+    tokenizer = make_tokenizer()
+    (prompt,) = encode_rows(make_rows("1 2 ?"), tokenizer, data(prompt_suffix=" Answer :"))
+    assert prompt.text == "1 2 ? Answer :"
+    assert words(tokenizer, prompt) == "<s> 1 2 ? Answer :"
+    assert prompt.ids.dtype == np.int32 and not prompt.ids.flags.writeable
+    assert (prompt.data_source, prompt.ground_truth, prompt.extra, prompt.row) == ("test", "0", {"i": 0}, 0)
+
+
+def test_a_chat_template_is_applied_where_there_is_one_and_special_tokens_are_not_doubled() -> None:
+    tokenizer = make_tokenizer(TEMPLATE)
+    config = data(system_prompt="Be brief .", prompt_suffix=" Think .")
+    (prompt,) = encode_rows(make_rows("1 2 ?"), tokenizer, config)
+    assert words(tokenizer, prompt) == "<s> system Be brief . <s> user 1 2 ? Think . <s> assistant"
+    assert tokenizer(prompt.text, add_special_tokens=False)["input_ids"] == prompt.ids.tolist()
+
+
+def test_a_rows_own_system_prompt_wins_and_the_suffix_goes_to_the_last_question() -> None:
+    chat = [
+        {"role": "system", "content": "So"},
+        {"role": "user", "content": "1 ?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3 ?"},
+    ]
+    tokenizer = make_tokenizer(TEMPLATE)
+    (prompt,) = encode_rows(
+        make_rows(chat), tokenizer, data(system_prompt="Be brief .", prompt_suffix=" Think .")
+    )
+    expected = "<s> system So <s> user 1 ? <s> assistant 2 <s> user 3 ? Think . <s> assistant"
+    assert words(tokenizer, prompt) == expected
+    assert chat[3]["content"] == "3 ?", "the row itself is not changed"
+
+
+def test_a_chat_that_ends_with_the_assistant_is_continued() -> None:
+    chat = [{"role": "user", "content": "1 ?"}, {"role": "assistant", "content": "Answer :"}]
+    tokenizer = make_tokenizer(TEMPLATE)
+    (prompt,) = encode_rows(make_rows(chat), tokenizer, data())
+    assert words(tokenizer, prompt) == "<s> user 1 ? <s> assistant Answer :"
+
+
+def test_never_leaves_the_template_out_and_always_insists_on_one() -> None:
+    tokenizer = make_tokenizer(TEMPLATE)
+    with capture_logs() as logs:
+        (prompt,) = encode_rows(make_rows("1 ?"), tokenizer, data(chat_template="never", system_prompt="So"))
+    assert words(tokenizer, prompt) == "<s> 1 ?"
+    assert "no effect" in logs[0]["event"]
+    with pytest.raises(ConfigError, match="'always', but the tokenizer has no chat template"):
+        encode_rows(make_rows("1 ?"), make_tokenizer(), data(chat_template="always"))
+
+
+def test_without_a_template_a_chat_of_one_message_is_its_text_and_a_longer_one_is_refused() -> None:
+    one = [{"role": "user", "content": "1 ?"}]
+    tokenizer = make_tokenizer()
+    assert words(tokenizer, encode_rows(make_rows(one), tokenizer, data())[0]) == "<s> 1 ?"
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 2: the prompt is a chat of 2 messages"):
+        encode_rows(make_rows("1 ?", one * 2), tokenizer, data())
+
+
+def test_a_chat_that_the_template_refuses_is_named() -> None:
+    rows = make_rows("1 ?", [{"role": "tool", "content": "1"}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 2: the prompt does not fit .*unknown role tool"):
+        encode_rows(rows, make_tokenizer(TEMPLATE), data())
+
+
+def test_a_prompt_that_is_too_long_is_named_with_its_length() -> None:
+    rows = make_rows("1", "1 2 3 4", "1 2 3 4 5")
+    with pytest.raises(ConfigError) as caught:
+        encode_rows(rows, make_tokenizer(), data(max_prompt_tokens=4))
+    assert str(caught.value).startswith(
+        "a.jsonl line 2: the prompt has 5 tokens, data.max_prompt_tokens is 4. 2 of 3 prompts are too long, "
+        "the longest has 6 tokens."
+    )
+
+
+def test_prompts_that_are_too_long_can_be_dropped_with_a_count() -> None:
+    config = data(max_prompt_tokens=4, overlong_prompts="drop")
+    with capture_logs() as logs:
+        kept = encode_rows(make_rows("1", "1 2 3 4", "2"), make_tokenizer(), config)
+    assert [prompt.row for prompt in kept] == [0, 2]
+    assert (logs[0]["num_dropped"], logs[0]["num_rows"], logs[0]["longest"]) == (1, 3, 5)
+    with pytest.raises(ConfigError, match="all 1 prompts have more than"):
+        encode_rows(make_rows("1 2 3 4"), make_tokenizer(), config)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    tokenizer = make_tokenizer("{{ '' }}")
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 1: the prompt has no tokens"):
+        encode_rows(make_rows("1"), tokenizer, data())
+
+
+def test_batches_of_any_size_give_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = make_rows(*[" ".join(map(str, range(i % 7 + 1))) for i in range(25)])
+    whole = [prompt.ids.tolist() for prompt in encode_rows(rows, make_tokenizer(), data())]
+    monkeypatch.setattr(module, "BATCH_ROWS", 4)
+    assert [prompt.ids.tolist() for prompt in encode_rows(rows, make_tokenizer(), data())] == whole
+
+
+def test_training_and_evaluation_files_are_read_as_configured() -> None:
+    sample = str(Path(__file__).parents[3] / "data" / "gsm8k_sample.jsonl")
+    config = DataConfig(train=[sample, sample], eval={"first": sample}, shuffle=False)
+    source = load_training_prompts(config, make_tokenizer(), seed=0)
+    assert len(source) == 80 and source.prompt_at(45).ground_truth == source.prompt_at(5).ground_truth
+    sets = load_eval_prompts(config, make_tokenizer(), max_prompts=3)
+    assert [prompt.row for prompt in sets["first"]] == [0, 1, 2]
+    assert sets["first"][0].text.startswith("Natalia sold clips")
+
+
+def test_a_model_folder_without_a_tokenizer_is_told_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=f"model folder {tmp_path} has no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    make_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path))("1 2")["input_ids"] == make_tokenizer()("1 2")["input_ids"]
+
+
+def test_a_row_of_text_keeps_it_apart_from_the_template_around_it() -> None:
+    """Judges and reward models have templates of their own, into which the policy's must not go."""
+    config = data(system_prompt="Be brief .", prompt_suffix=" Think .")
+    tokenizer = make_tokenizer(TEMPLATE)
+    (templated,) = encode_rows(make_rows("1 2 ?"), tokenizer, config)
+    assert templated.own_text == "1 2 ?" != templated.text
+    (plain,) = encode_rows(make_rows("1 2 ?"), make_tokenizer(), data())
+    assert (plain.own_text, plain.text) == ("", "1 2 ?")
+    (chat,) = encode_rows(make_rows([{"role": "user", "content": "1 ?"}]), tokenizer, config)
+    assert chat.own_text == ""

@@ -1,0 +1,138 @@
+"""Which groups a step takes: examples worked by hand, and the promise that nothing ever grows too old."""
+
+import random
+from typing import Any
+
+import pytest
+
+from services.trainer.batch.batch_assembler import select_groups
+from services.trainer.batch.stream_join import PendingGroup
+
+
+def groups_of(*versions: tuple[int, int, int]) -> dict[int, PendingGroup]:
+    """From (ticket, step, oldest version)."""
+    return {
+        ticket: PendingGroup(ticket, step, 0, group_size=2, started_version=version)
+        for ticket, step, version in versions
+    }
+
+
+def select(groups: dict[int, PendingGroup], complete: list[int], **fields: Any) -> list[int]:
+    values: dict[str, Any] = {"order": "as_ready", "step": 5, "places": 2}
+    values |= {"groups_per_step": 2, "max_staleness": 1} | fields
+    return select_groups(groups, complete, **values)
+
+
+class TestInOrder:
+    def test_only_the_steps_own_groups_are_taken_in_the_order_in_which_they_completed(self):
+        groups = groups_of((10, 5, 4), (11, 5, 4), (12, 6, 5), (13, 6, 5))
+        assert select(groups, [13, 11, 12, 10], order="in_order") == [11, 10]
+        assert select(groups, [13, 12], order="in_order") == []
+
+    def test_no_more_are_taken_than_there_are_places(self):
+        groups = groups_of((10, 5, 4), (11, 5, 4))
+        assert select(groups, [11, 10], order="in_order", places=1) == [11]
+
+    def test_a_replacement_belongs_to_the_step_it_was_issued_for(self):
+        groups = groups_of((10, 5, 4), (27, 5, 4), (12, 6, 5))
+        assert select(groups, [12, 27], order="in_order") == [27]
+
+
+class TestAsReady:
+    def test_without_pressure_the_oldest_complete_groups_are_taken(self):
+        # All started at version 5, so they may wait until step 6; 4 due by step 6, where 2 + 2 places are:
+        # step 6 is tight, but every group is due by then.
+        groups = groups_of((10, 5, 5), (11, 5, 5), (12, 6, 5), (13, 6, 5))
+        assert select(groups, [13, 12, 11]) == [11, 12]
+
+    def test_a_slow_group_that_is_due_now_keeps_its_place(self):
+        # 10 was started at version 4: with k = 1 it must be trained by step 5. Places of step 5: 2.
+        # First place: one due (10), two free, so 11 may go. Second place: one due, one free: wait for 10.
+        groups = groups_of((10, 5, 4), (11, 5, 5), (12, 6, 5), (13, 6, 5))
+        assert select(groups, [11, 12, 13]) == [11]
+        assert select(groups, [10, 11, 12, 13]) == [10, 11]
+
+    def test_when_all_places_are_due_only_due_groups_are_taken(self):
+        groups = groups_of((10, 5, 4), (11, 5, 4), (12, 6, 5))
+        assert select(groups, [12]) == []
+        assert select(groups, [12, 11]) == [11]
+
+    def test_pressure_of_a_later_step_counts_now(self):
+        # k = 2, B = 2, step 5. Due by 6: tickets 10, 11, 12, 13 (started at 4). Places up to step 6: 4.
+        # So 14 and 15 (started at 5, due by 7) must not be taken before them, though they are complete.
+        groups = groups_of((10, 5, 4), (11, 5, 4), (12, 5, 4), (13, 5, 4), (14, 7, 5), (15, 7, 5))
+        assert select(groups, [14, 15], max_staleness=2) == []
+        assert select(groups, [13, 14, 15], max_staleness=2) == [13]
+        # One of the four less, and one later group may pass. A second one may not.
+        del groups[10]
+        assert select(groups, [14, 15], max_staleness=2) == [14]
+
+    def test_a_group_that_has_not_started_counts_as_old_as_it_may_become(self):
+        # Nothing is known of 10 but its min_version: s - k = 4.
+        groups = groups_of((11, 5, 5), (12, 6, 5))
+        groups[10] = PendingGroup(10, step=5, min_version=4, group_size=2)
+        assert select(groups, [11, 12]) == [11]
+        groups[10].started_version = 5
+        assert select(groups, [11, 12]) == [11, 12]
+
+    def test_groups_that_the_step_has_taken_are_not_counted_again(self):
+        groups = groups_of((10, 5, 4), (11, 5, 5), (12, 6, 5))
+        groups[10].is_taken = True
+        assert select(groups, [11, 12], places=1) == [11]
+
+    def test_on_policy_takes_exactly_the_steps_own_groups(self):
+        groups = groups_of((10, 5, 5), (11, 5, 5))
+        assert select(groups, [11], max_staleness=0) == [11]
+        assert select(groups, [], max_staleness=0) == []
+
+    @pytest.mark.parametrize("max_staleness", [0, 1, 3])
+    def test_no_group_is_ever_dropped_or_trained_too_late_however_slow_it_is(self, max_staleness):
+        rng = random.Random(max_staleness)
+        for _ in range(30):
+            trained = _simulate(rng, max_staleness, num_steps=12, groups_per_step=3)
+            assert sorted(ticket for ticket, _, _ in trained) == list(range(36))
+            assert max(step - version for _, step, version in trained) <= max_staleness
+
+
+def _simulate(
+    rng: random.Random, max_staleness: int, num_steps: int, groups_per_step: int
+) -> list[tuple[int, int, int]]:
+    """A run where groups start and finish at random; returns (ticket, step trained, version) of each."""
+    groups: dict[int, PendingGroup] = {}
+    complete: list[int] = []
+    trained: list[tuple[int, int, int]] = []
+    issued = 0
+    for step in range(num_steps):
+        limit = min(step + 1 + max_staleness, num_steps) * groups_per_step
+        for ticket in range(issued, limit):
+            own_step = ticket // groups_per_step
+            groups[ticket] = PendingGroup(ticket, own_step, max(0, own_step - max_staleness), 1)
+        issued, places = limit, groups_per_step
+        while places:
+            chosen = select(
+                groups,
+                complete,
+                step=step,
+                places=places,
+                groups_per_step=groups_per_step,
+                max_staleness=max_staleness,
+            )
+            for ticket in chosen:
+                complete.remove(ticket)
+                trained.append((ticket, step, groups.pop(ticket).started_version))
+            places -= len(chosen)
+            if places and not chosen:
+                _let_a_random_group_advance(rng, groups, complete, step)
+    return trained
+
+
+def _let_a_random_group_advance(
+    rng: random.Random, groups: dict[int, PendingGroup], complete: list[int], version: int
+) -> None:
+    unfinished = [group for group in groups.values() if group.ticket not in complete]
+    assert unfinished, "nothing may be taken and nothing is missing: the run would hang"
+    group = rng.choice(unfinished)
+    if group.started_version < 0:
+        group.started_version = rng.randint(group.min_version, version)
+    else:
+        complete.append(group.ticket)

@@ -1,0 +1,109 @@
+"""A number that leaves its healthy range is said once, in plain words; and once when it is back."""
+
+import math
+from typing import Any
+
+import pytest
+
+from common.config.trainer import DiagnosticsConfig, HealthyRange
+from common.errors import ConfigError
+from common.telemetry import metrics
+from services.trainer.metrics.diagnostics import MAX_WARNINGS, Diagnostics
+from services.trainer.metrics.warning_texts import CHECKS, time_advice
+from tests.support.training import trainer_config
+
+GAP = "logprob_gap/mean"
+
+
+def diagnostics(patience: int = 2, **ranges: Any) -> Diagnostics:
+    return Diagnostics(DiagnosticsConfig(patience_steps=patience, **ranges))
+
+
+def said(watch: Diagnostics, metric: str, values: list[float | None]) -> list[tuple[int, int | None]]:
+    """For each step, what began (since, None) or ended (since, until) with it."""
+    return [
+        (warning.since_step, warning.until_step)
+        for step, value in enumerate(values)
+        for warning in watch.observe(step, {metric: value})
+    ]
+
+
+def test_a_warning_is_said_once_when_it_begins_and_once_when_it_ends() -> None:
+    watch = diagnostics(logprob_gap=HealthyRange(high=0.1))
+    began = watch.observe(0, {GAP: 0.5}) + watch.observe(1, {GAP: 0.2})
+    assert [(w.metric, w.since_step, w.until_step, w.worst) for w in began] == [(GAP, 0, None, 0.5)]
+    assert watch.observe(2, {GAP: 0.9}) == [] and watch.observe(3, {GAP: 0.05}) == []
+    (ended,) = watch.observe(4, {GAP: 0.1})
+    assert (ended.since_step, ended.until_step, ended.worst) == (0, 3, 0.9)
+    assert watch.observe(5, {GAP: 0.05}) == []
+
+
+def test_one_bad_step_is_noise() -> None:
+    assert said(diagnostics(2), GAP, [0.5, 0.0, 0.5, 0.0, 0.5]) == []
+    assert said(diagnostics(1), GAP, [0.0, 0.5, 0.0]) == [(1, None), (1, 2)]
+
+
+def test_a_number_that_flickers_at_its_bound_is_not_said_again_and_again() -> None:
+    assert said(diagnostics(3), GAP, [0.5] * 3 + [0.0, 0.5] * 20) == [(0, None)]
+
+
+def test_what_is_not_a_number_is_outside_and_the_worst() -> None:
+    watch = diagnostics(2)
+    assert said(watch, GAP, [math.nan, None]) == [(0, None)]
+    assert watch.warnings[0].worst is None
+
+
+def test_both_ends_of_a_range_have_their_own_words() -> None:
+    high, low = diagnostics(1), diagnostics(1)
+    (exploding,) = high.observe(0, {"grad_norm": 1000.0})
+    (silent,) = low.observe(0, {"grad_norm": 0.0})
+    assert exploding.text == "gradients are exploding: grad_norm is 1000, healthy is 1e-08 to 100"
+    assert silent.text.startswith("there is no gradient") and silent.advice != exploding.advice
+
+
+def test_the_worst_value_of_a_low_bound_is_the_lowest() -> None:
+    watch = diagnostics(1)
+    said(watch, "sampling/effective_sample_size", [0.4, 0.2, 0.3])
+    assert watch.warnings[0].worst == 0.2
+
+
+def test_a_resumed_trainer_goes_on_with_the_warnings_and_says_none_again() -> None:
+    records = [{"kind": "step", "step": step, GAP: 0.5} for step in range(5)]
+    watch = Diagnostics.resumed(DiagnosticsConfig(patience_steps=2), records)
+    assert watch.observe(5, {GAP: 0.5}) == []
+    assert [(item["check"], item["since_step"]) for item in watch.as_state()] == [("logprob_gap", 0)]
+    gauge = metrics.UNHEALTHY.labels("logprob_gap")
+    assert gauge._value.get() == 1.0
+    said(watch, GAP, [0.0, 0.0])
+    assert gauge._value.get() == 0.0
+
+
+def test_the_advice_about_waiting_is_about_the_longest_wait() -> None:
+    numbers = {"time/wait_share": 0.9, "time/wait_scores_s": 8.0, "time/wait_trajectories_s": 1.0}
+    (warning,) = diagnostics(1).observe(0, numbers)
+    assert warning.advice.startswith("It waited 8 s for scores: add reward workers")
+    assert "tidemill top" in time_advice({})
+
+
+def test_a_range_without_bounds_and_a_run_without_diagnostics_say_nothing() -> None:
+    assert said(diagnostics(1, logprob_gap=HealthyRange()), GAP, [9.0, math.nan]) == []
+    assert Diagnostics(DiagnosticsConfig(enabled=False, patience_steps=1)).observe(0, {GAP: 9.0}) == []
+
+
+def test_warnings_are_bounded_and_ended_ones_go_first() -> None:
+    watch = diagnostics(1)
+    watch.observe(0, {"entropy": 0.0})
+    said(watch, GAP, [0.5, 0.0] * (MAX_WARNINGS + 10))
+    assert len(watch.warnings) == MAX_WARNINGS
+    assert watch.warnings[0].check == "entropy", "it still holds"
+
+
+def test_every_check_has_its_range_its_words_and_its_remedy() -> None:
+    ranges = {name for name, f in DiagnosticsConfig.model_fields.items() if f.annotation is HealthyRange}
+    assert {check.name for check in CHECKS} == ranges
+    assert all(check.problem and (check.advice or check.name == "waiting") for check in CHECKS)
+
+
+def test_a_range_upside_down_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no value would be healthy"):
+        trainer_config(diagnostics={"entropy": {"low": 2, "high": 1}})

@@ -1,0 +1,217 @@
+"""Every step and every evaluation is on record once, also after a resume."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common import files
+from common.files import StorageError
+from common.run.plots import plot_learning_curve, smooth
+from common.run.records import read_records
+from services.trainer.metrics import recorder
+from services.trainer.metrics.recorder import Recorder
+
+
+def steps_on_record(run_dir: Path) -> list[int]:
+    return [record["step"] for record in read_records(run_dir / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def evaluations_on_record(run_dir: Path) -> list[tuple[int, str]]:
+    records = read_records(run_dir / "metrics.jsonl")
+    return [(record["version"], record["set"]) for record in records if record["kind"] == "evaluation"]
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard would show: tag -> (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return {
+        tag: [(e.step, round(e.value, 4)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def record_run(run_dir: Path, tensorboard: bool = False) -> None:
+    """Steps 0 to 3, evaluated at versions 0, 2 and 4."""
+    with Recorder(run_dir, tensorboard) as record:
+        record.evaluation(0, "test", {"score": 0.1})
+        for step in range(4):
+            record.step(step, {"reward": step / 10, "rewards/format/mean": 1.0})
+            if step % 2:
+                record.evaluation(step + 1, "test", {"score": 0.2 + step / 10})
+
+
+def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
+    with Recorder(tmp_path, tensorboard=False) as record:
+        record.step(0, {"reward": 0.5, "num_groups": 8, "completions/mean_length": np.float32(12.5)})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    parsed = json.loads(line)
+    assert parsed.pop("time") > 1.7e9
+    assert parsed == {
+        "kind": "step", "step": 0, "reward": 0.5, "num_groups": 8, "completions/mean_length": 12.5,
+    }  # fmt: skip
+
+
+def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_path: Path) -> None:
+    with Recorder(tmp_path, tensorboard=False) as record:
+        record.step(
+            0, {"kl": float("nan"), "loss": float("inf"), "entropy": None, "grad_norm": np.float64("-inf")}
+        )
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is not JSON")
+
+    parsed = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert [parsed[name] for name in ("kl", "loss", "entropy", "grad_norm")] == [None] * 4
+
+
+def test_a_metric_cannot_take_the_name_of_a_field(tmp_path: Path) -> None:
+    with Recorder(tmp_path, tensorboard=False) as record, pytest.raises(ValueError, match="named step, time"):
+        record.step(0, {"step": 1.0, "time": 1.0})
+
+
+@pytest.mark.parametrize("resume_at", [0, 1, 2, 3, 4])
+def test_a_resume_cuts_off_what_will_be_done_again(tmp_path: Path, resume_at: int) -> None:
+    record_run(tmp_path)
+    with Recorder(tmp_path, tensorboard=False, resume_at=resume_at) as record:
+        assert steps_on_record(tmp_path) == list(range(resume_at))
+        assert evaluations_on_record(tmp_path) == [(v, "test") for v in (0, 2, 4) if v <= resume_at]
+        for step in range(resume_at, 4):
+            record.step(step, {"reward": 1.0})
+    assert steps_on_record(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_repeated_step_or_evaluation_is_recorded_once_and_the_first_one_stays(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with Recorder(tmp_path, tensorboard=False, resume_at=4) as record:
+        assert record.has_evaluation(4, "test") and not record.has_evaluation(4, "other")
+        record.evaluation(4, "test", {"score": 9.0})
+        record.step(3, {"reward": 9.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_line_that_a_crash_cut_off_is_removed_before_the_next_is_written(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    os.truncate(path, path.stat().st_size - 5)
+    assert steps_on_record(tmp_path) == [0, 1, 2, 3]
+    with Recorder(tmp_path, tensorboard=False, resume_at=4) as record:
+        assert not record.has_evaluation(4, "test"), "its line was the one cut off"
+        record.evaluation(4, "test", {"score": 0.5})
+    assert evaluations_on_record(tmp_path) == [(0, "test"), (2, "test"), (4, "test")]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_crash_while_lines_are_cut_off_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", fail)
+    with pytest.raises(StorageError, match="No space left"):
+        Recorder(tmp_path, tensorboard=False, resume_at=1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+class FullDisk:
+    """A file on a disk that has room for 10 more bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.closed = False
+        self.room = 10
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
+
+    def fileno(self) -> int:
+        return int(self.file.fileno())
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path: Path) -> None:
+    record = Recorder(tmp_path, tensorboard=False)
+    record.step(0, {"reward": 0.0})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    file = record._file
+    record._file = FullDisk(file)  # type: ignore[assignment]
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        record.step(1, {"reward": 0.1})
+    assert caught.value.can_clear
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    record._file = file
+    record.step(1, {"reward": 0.1})
+    record.close()
+    assert steps_on_record(tmp_path) == [0, 1]
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    record_run(tmp_path, tensorboard=True)
+    with Recorder(tmp_path, tensorboard=True, resume_at=2) as record:
+        record.step(2, {"reward": 0.7})
+    shown = scalars(tmp_path)
+    assert shown["reward"] == [(0, 0.0), (1, 0.1), (2, 0.7)]
+    assert shown["eval/test/score"] == [(0, 0.1), (2, 0.3)], "version 2 was evaluated before the checkpoint"
+    assert shown["rewards/format/mean"] == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_run_goes_on_when_tensorboard_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file is in the way")
+    with Recorder(tmp_path, tensorboard=True) as record:
+        record.step(0, {"reward": 0.5})
+    assert steps_on_record(tmp_path) == [0]
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    record = recorder.Recorder(tmp_path, tensorboard=False)
+    record.close()
+    record.close()
+
+
+def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert plot_learning_curve(records, tmp_path / "reward.png")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    "records",
+    [[], [{"kind": "step", "step": 0, "reward": None}], [{"kind": "evaluation", "version": 0, "set": "a"}]],
+    ids=["no records", "no finite reward", "no reward at all"],
+)
+def test_no_picture_is_drawn_of_nothing(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    assert not plot_learning_curve(records, tmp_path / "reward.png")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"kind": "evaluation", "version": 0, "set": "test", "score": 0.5}],
+        [{"kind": "step", "step": 0, "reward": 0.5}],
+        [{"kind": "step", "step": s, "reward": None if s == 3 else 0.5} for s in range(30)],
+    ],
+    ids=["only an evaluation", "only one step", "a gap"],
+)
+def test_short_and_broken_runs_can_be_drawn(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    assert plot_learning_curve(records, tmp_path / "reward.png")
+
+
+def test_smoothing_averages_over_a_window_that_shrinks_at_the_ends() -> None:
+    assert smooth(np.array([0.0, 3.0, 6.0, 0.0])).tolist() == pytest.approx([1.5, 3.0, 3.0, 3.0])
+    assert smooth(np.array([2.0])).tolist() == [2.0]

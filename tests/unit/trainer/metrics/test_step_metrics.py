@@ -1,0 +1,173 @@
+"""The numbers of a step, computed by hand."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.wire.messages import Trajectory
+from services.trainer.groups.group_filter import CompleteGroup, Judge, TrainableGroup
+from services.trainer.metrics.step_metrics import staleness_shares, step_metrics
+from services.trainer.policy.policy import MicroBatchMetrics, UpdateResult
+from services.trainer.step import MiniBatch, StepResult
+from tests.support.training import make_score, trainer_config
+from tests.support.trajectories import make_trajectory
+
+
+def sample_of(ticket: int, index: int, num_tokens: int, spans: Any, finish: str = "stop") -> Trajectory:
+    return make_trajectory(
+        ticket,
+        index,
+        group_size=2,
+        prompt_ids=np.arange(5, dtype=np.int32),
+        completion_ids=np.arange(num_tokens, dtype=np.int32),
+        logprobs=np.zeros(num_tokens, np.float32),
+        spans=spans,
+        finish=finish,
+    )
+
+
+def group_of(samples: list[Trajectory], scores: list[Any]) -> TrainableGroup:
+    ticket = samples[0].ticket
+    group = CompleteGroup(ticket, 4, dict(enumerate(samples)), dict(enumerate(scores)))
+    verdict = Judge(trainer_config(reward__min_group_size=1, max_staleness=3)).judge(group, step=4)
+    assert isinstance(verdict, TrainableGroup)
+    return verdict
+
+
+def step_of_two_groups() -> StepResult:
+    first = group_of(
+        [sample_of(0, 0, 2, ((4, 0),)), sample_of(0, 1, 4, ((3, 0), (4, 3)), finish="length")],
+        [
+            make_score(0, 0, 1.0, latency_s=1.0, components={"format": 1.0, "length": None}),
+            make_score(0, 1, 0.0, latency_s=2.0, components={"format": 0.0}),
+        ],
+    )
+    second = group_of(
+        [sample_of(1, 0, 3, ((2, 0),)), sample_of(1, 1, 1, ((4, 0),))],
+        [make_score(1, 0, 0.5, latency_s=3.0), make_score(1, 1, None, latency_s=6.0)],
+    )
+    sums = MicroBatchMetrics(
+        sequences=3,
+        tokens=9,
+        denominator=4.5,
+        loss_sum=-9.0,
+        entropy_sum=18.0,
+        kl_sum=0.45,
+        rollout_kl_sum=0.9,
+        clipped_low=1,
+        clipped_high=2,
+        clipped_dual=3,
+        weight_sum=9.9,
+        weight_max=1.5,
+        weights_bounded=3,
+        raw_weight_sum=12.0,
+        raw_weight_square_sum=20.0,
+        mismatch_sum=1.8,
+        mismatch_max=0.7,
+    )
+    return StepResult([first, second], [MiniBatch([], sums, UpdateResult(grad_norm=0.25, lr=1e-3))])
+
+
+def test_rewards_are_those_that_were_trained_on():
+    numbers = step_metrics(4, step_of_two_groups(), num_dropped=3, step_time_s=1.5)
+    assert numbers["reward"] == pytest.approx((1.0 + 0.0 + 0.5) / 3)
+    # Over the batch 1, 0, 0.5: unbiased deviation 0.5, as TRL logs it.
+    assert numbers["reward_std"] == pytest.approx(0.5)
+    # The first group's unbiased deviation is sqrt(0.5); a group of one sample has none.
+    assert numbers["reward_group_std"] == pytest.approx((math.sqrt(0.5) + 0.0) / 2)
+    assert numbers["frac_reward_zero_std"] == 0.5
+    assert numbers["scores/failed_ratio"] == 0.25
+    assert numbers["scores/latency_s"] == (1.0 + 2.0 + 3.0 + 6.0) / 4
+    assert (numbers["groups_dropped"], numbers["step_time_s"]) == (3.0, 1.5)
+    assert numbers["groups_dropped_ratio"] == 3 / 5
+
+
+def test_components_are_averaged_over_the_samples_they_applied_to():
+    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
+    assert numbers["rewards/format/mean"] == 0.5
+    assert numbers["rewards/format/std"] == pytest.approx(math.sqrt(0.5))
+    assert "rewards/length/mean" not in numbers
+
+
+def test_completions_are_counted_with_those_left_out():
+    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
+    lengths = {name: numbers[f"completions/{name}_length"] for name in ("mean", "min", "max")}
+    assert lengths == {"mean": 2.5, "min": 1.0, "max": 4.0}
+    assert numbers["completions/clipped_ratio"] == 0.25
+    assert numbers["completion_tokens"] == 10.0
+    assert numbers["step_tokens"] == 4 * 5 + 10
+
+
+def test_staleness_is_that_of_tokens():
+    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
+    # 2 tokens of version 4; 3 of version 3 and 1 of version 4; 3 of version 2; 1 of version 4.
+    assert numbers["staleness/max"] == 2.0
+    assert numbers["staleness/mean"] == (3 * 1 + 3 * 2) / 10
+    shares = {name: value for name, value in numbers.items() if name.startswith("staleness/share_")}
+    assert shares == {"staleness/share_0": 0.4, "staleness/share_1": 0.3, "staleness/share_2": 0.3}
+
+
+def test_tokens_older_than_the_last_bucket_of_staleness_are_in_it():
+    assert staleness_shares(np.array([0, 8, 9, 40])) == {
+        "staleness/share_0": 0.25,
+        **{f"staleness/share_{age}": 0.0 for age in range(1, 8)},
+        "staleness/share_8": 0.75,
+    }
+    assert staleness_shares(np.array([], dtype=np.int64)) == {}
+
+
+def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominator():
+    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
+    assert numbers["loss"] == -2.0
+    expected = {
+        "entropy": 2.0,
+        "kl": 0.05,
+        "rollout_kl": 0.1,
+        "clip_ratio/low_mean": 1 / 9,
+        "clip_ratio/high_mean": 2 / 9,
+        "clip_ratio/region_mean": 3 / 9,
+        "clip_ratio/dual_mean": 3 / 9,
+        "sampling/importance_sampling_ratio/mean": 1.1,
+        "sampling/importance_sampling_ratio/max": 1.5,
+        "sampling/importance_sampling_ratio/bounded_mean": 3 / 9,
+        # 12^2 / (9 tokens * 20)
+        "sampling/effective_sample_size": 0.8,
+        "logprob_gap/mean": 0.2,
+        "logprob_gap/max": 0.7,
+        "grad_norm": 0.25,
+        "learning_rate": 1e-3,
+        "update_skipped": 0.0,
+        "micro_batches": 0.0,
+    }
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected)
+    assert not any(name.startswith("value/") for name in numbers), "there is no value head"
+
+
+def test_a_value_head_is_judged_by_the_variance_it_explains():
+    # Returns 0, 1, 2, 1: mean 1, variance 0.5. Squared errors of 0.1 each: 1 - 0.1 / 0.5 = 0.8.
+    result = step_of_two_groups()
+    result.mini_batches[0].sums = MicroBatchMetrics(
+        tokens=4, value_loss_sum=0.2, value_square_error_sum=0.4, return_sum=4.0, return_square_sum=6.0
+    )
+    numbers = step_metrics(4, result, 0, 1.0)
+    assert numbers["value/explained_variance"] == pytest.approx(0.8)
+    assert (numbers["value/loss"], numbers["value/return_mean"]) == (0.05, 1.0)
+
+
+def test_a_step_with_nothing_to_train_has_finite_numbers():
+    empty = [sample_of(0, index, 0, ((4, 0),)) for index in range(2)]
+    group = group_of(empty, [make_score(0, 0, 1.0), make_score(0, 1, 1.0)])
+    update = UpdateResult(0.0, 1e-3, skipped=True, reason="nothing")
+    numbers = step_metrics(4, StepResult([group], [MiniBatch([], MicroBatchMetrics(), update)]), 0, 1.0)
+    assert all(math.isfinite(value) for value in numbers.values())
+    assert (numbers["loss"], numbers["update_skipped"], numbers["staleness/max"]) == (0.0, 1.0, 0.0)
+
+
+def test_every_number_is_a_plain_float():
+    numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
+    assert {type(value) for value in numbers.values()} == {float}
+    result = step_of_two_groups()
+    result.mini_batches[0].update = UpdateResult(grad_norm=math.nan, lr=1e-3)
+    assert math.isnan(step_metrics(4, result, 0, 1.0)["grad_norm"])

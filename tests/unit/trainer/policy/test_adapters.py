@@ -1,0 +1,291 @@
+"""LoRA: only adapters are trained, engines get an ordinary model that computes the same."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from common.config.trainer import TrainerConfig
+from common.errors import ConfigError
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
+from services.trainer.weights.store import WeightStore
+from tests.support.models import (
+    gradients_of,
+    make_policy,
+    make_samples,
+    one_batch,
+    run_config,
+    tiny_llama,
+    tiny_model,
+    train,
+)
+
+pytest.importorskip("peft", reason="the lora extra is not installed")
+
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 16}}
+FROZEN: dict[str, Any] = {"algorithm": {"reference": {"model": "frozen"}}}
+
+
+def trained(steps: int = 2, policy: TransformersPolicy | None = None, **options: Any) -> TransformersPolicy:
+    policy = policy or make_policy(**(LORA | options))
+    for step in range(steps):
+        assert not train(policy, [one_batch(make_samples(6, seed=step))]).skipped
+    return policy
+
+
+def assert_same_logprobs(
+    mine: TransformersPolicy, theirs: TransformersPolicy, samples: list[Sample], atol: float = 1e-5
+) -> None:
+    for left, right in zip(mine.logprobs(samples), theirs.logprobs(samples), strict=True):
+        np.testing.assert_allclose(left, right, atol=atol)
+
+
+def merged_model(policy: TransformersPolicy, folder: Path, start: torch.nn.Module) -> Any:
+    """What an engine loads: the version's file in the folder of the starting model."""
+    start.save_pretrained(folder)
+    policy.save_weights(folder)
+    model, info = type(start).from_pretrained(folder, dtype=policy._dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+def test_new_adapters_change_nothing_and_depend_on_the_seed_alone():
+    digests = set()
+    for seed in (1, 2):
+        model = tiny_llama()
+        torch.manual_seed(seed)
+        policy = make_policy(model=model, **LORA)
+        digests.add(policy.digest())
+    assert len(digests) == 1
+    assert_same_logprobs(policy, make_policy(), make_samples(6), atol=0.0)
+
+
+def test_only_adapters_are_trained_in_float32():
+    policy, before = make_policy(torch.bfloat16, **LORA), dict(tiny_llama().named_parameters())
+    trained(2, policy)
+    assert {p.dtype for _, p in policy._parameters} == {torch.float32}
+    assert all(".lora_" in name for name, _ in policy._parameters)
+    for name, parameter in policy._model.named_parameters():
+        if ".lora_" not in name:
+            start = before[name.replace(".base_layer.", ".")]
+            assert torch.equal(parameter, start.to(parameter.dtype)), name
+
+
+def untied_llama() -> LlamaForCausalLM:
+    return tiny_llama(tie_word_embeddings=False)
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3, bos_token_id=1, eos_token_id=1
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def tiny_mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, initializer_range=0.3)).eval()
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, untied_llama, tiny_gpt2, tiny_mixtral])
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_merged_weights_compute_what_the_adapters_do(make_model, stabilized, tmp_path):
+    lora = {"rank": 4, "alpha": 16, "rank_stabilized": stabilized}
+    # Kernels of experts know no float64.
+    dtype, atol = (torch.float32, 1e-4) if make_model is tiny_mixtral else (torch.float64, 1e-5)
+    policy, samples = trained(policy=make_policy(dtype, model=make_model(), lora=lora)), make_samples(12)
+    merged = merged_model(policy, tmp_path, make_model())
+    assert_same_logprobs(policy, make_policy(dtype, model=merged), samples, atol)
+    start = make_policy(dtype, model=make_model()).logprobs(samples)
+    moved = [np.abs(a - b).max() for a, b in zip(policy.logprobs(samples), start, strict=True)]
+    assert max(moved) > 0.1, "the adapters did something"
+
+
+def test_an_adapter_on_an_output_head_of_its_own_is_merged_too(tmp_path):
+    lora = {"rank": 4, "alpha": 16, "target_modules": ["lm_head", "self_attn.v_proj"]}
+    policy = trained(policy=make_policy(torch.float64, model=untied_llama(), lora=lora))
+    merged = merged_model(policy, tmp_path, untied_llama())
+    assert not torch.equal(merged.lm_head.weight.float(), untied_llama().lm_head.weight)
+    assert_same_logprobs(policy, make_policy(torch.float64, model=merged), make_samples(12))
+
+
+def test_bfloat16_weights_are_merged_in_float32_and_rounded_once(tmp_path):
+    model = untied_llama()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    policy = trained(policy=make_policy(torch.bfloat16, model=model, **LORA))
+    policy.save_weights(tmp_path)
+    name = "model.layers.0.mlp.down_proj"
+    saved = load_file(tmp_path / "model.safetensors")[f"{name}.weight"]
+    layer = policy._model.get_submodule(name)
+    delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * 4.0
+    expected = (start[f"{name}.weight"].bfloat16().float() + delta).bfloat16()
+    assert saved.dtype == torch.bfloat16 and torch.equal(saved, expected.detach())
+
+
+def test_frozen_matrices_take_half_the_memory_in_bfloat16_and_compute_the_same():
+    samples = make_samples(8)
+    policy = make_policy(torch.bfloat16, model=untied_llama(), **LORA)
+    assert_same_logprobs(policy, make_policy(torch.bfloat16, model=untied_llama()), samples, atol=0.0)
+    dtypes = {name: parameter.dtype for name, parameter in policy._model.named_parameters()}
+    assert dtypes["model.layers.0.mlp.up_proj.base_layer.weight"] == torch.bfloat16
+    assert dtypes["lm_head.weight"] == torch.bfloat16
+    assert dtypes["model.embed_tokens.weight"] == dtypes["model.norm.weight"] == torch.float32
+
+
+def test_the_reference_is_the_start_without_a_second_copy():
+    samples = make_samples(8)
+    start = make_policy().logprobs(samples)
+    policy = make_policy(**LORA, **FROZEN)
+    num_parameters = sum(1 for _ in policy._model.parameters())
+    trained(3, policy)
+    reference = [tokens.reference_logprobs for tokens in policy.prepare(samples)]
+    for left, right in zip(reference, start, strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert not isinstance(getattr(policy._reference, "_model", None), torch.nn.Module)
+    assert sum(1 for _ in policy._model.parameters()) == num_parameters
+    assert not train(policy, [one_batch(samples)]).skipped, "adapters are on and trainable again"
+
+
+def test_reference_logprobs_leave_accumulated_gradients_alone():
+    policy, samples = make_policy(**LORA, **FROZEN), make_samples(6)
+    policy.accumulate(one_batch(samples))
+    before = gradients_of(policy).clone()
+    policy.prepare(samples)
+    assert torch.equal(gradients_of(policy), before)
+
+
+def test_held_weights_are_the_adapters_at_the_start_of_the_step():
+    policy = make_policy(**LORA, mini_batches=2, groups_per_step=2)
+    samples = make_samples(6)
+    trained(1, policy)
+    before = policy.logprobs(samples)
+    policy.hold_weights()
+    trained(1, policy)
+    proximal = [tokens.proximal_logprobs for tokens in policy.prepare(samples)]
+    for left, right in zip(proximal, before, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_continues_bit_by_bit(tmp_path):
+    policy = trained(2, **FROZEN)
+    policy.save_state(tmp_path)
+    saved = load_file(tmp_path / "policy.safetensors")
+    assert all(".lora_" in name for name in saved if name != "rng.cpu")
+    resumed = make_policy(**LORA, **FROZEN)
+    resumed.load_state(tmp_path)
+    assert resumed.digest() == policy.digest()
+    trained(3, policy)
+    trained(3, resumed)
+    assert resumed.digest() == policy.digest()
+
+
+def test_a_checkpoint_of_other_adapters_or_another_base_is_refused():
+    state = trained(1).state()
+    for other, reason in (
+        (make_policy(seed=1, **LORA), "belong to the model"),
+        (make_policy(lora={"rank": 4, "alpha": 8}), "belong to the model"),
+        (make_policy(lora={"rank": 2, "alpha": 8}), "do not fit the model"),
+        (make_policy(), "do not fit the model"),
+    ):
+        before = other.digest()
+        with pytest.raises(ConfigError, match=reason):
+            other.load_state(state)
+        assert other.digest() == before
+    with pytest.raises(ConfigError, match="do not fit the model"):
+        make_policy(**LORA).load_state(make_policy().state())
+
+
+def test_the_digest_covers_adapters_base_and_scale():
+    digests = [
+        make_policy(**LORA).digest(),
+        trained(1).digest(),
+        make_policy(lora={"rank": 4, "alpha": 8}).digest(),
+        make_policy(seed=1, **LORA).digest(),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, tiny_gpt2])
+def test_every_version_has_its_adapters_in_the_format_of_peft(make_model, tmp_path):
+    from peft import PeftModel
+
+    policy = trained(policy=make_policy(torch.float64, model=make_model(), **LORA))
+    samples = make_samples(8)
+    manifest = WeightStore(tmp_path).write(7, policy)
+    assert [file.name for file in manifest.files] == ["model.safetensors"], "engines get merged weights only"
+    folder = tmp_path / "weights" / manifest.folder / "adapter"
+    assert sorted(p.name for p in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = PeftModel.from_pretrained(make_model().double(), folder).merge_and_unload().requires_grad_(True)
+    assert_same_logprobs(policy, make_policy(torch.float64, model=loaded), samples)
+
+
+def test_adapters_are_written_as_the_same_bytes_each_time(tmp_path):
+    policy = trained()
+    for name in ("a", "b"):
+        policy.save_weights(tmp_path / name)
+    for path in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+
+
+def test_gradient_checkpointing_changes_no_gradient_of_adapters():
+    samples, gradients = make_samples(6), []
+    for is_on in (False, True):
+        policy = make_policy(torch.float64, **LORA, gradient_checkpointing=is_on)
+        policy.accumulate(one_batch(samples))
+        gradients.append(gradients_of(policy))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+def test_a_value_head_is_trained_beside_adapters():
+    algorithm = {"advantage": "gae", "value": {"head": True}}
+    policy = make_policy(**LORA, algorithm=algorithm)
+    names = {name.partition(".")[0] for name, _ in policy._parameters}
+    assert names == {"model", "value_head"}
+    other = make_policy(**LORA, algorithm=algorithm)
+    other.load_state(policy.state())
+    assert other.digest() == policy.digest()
+
+
+def test_adapters_are_loaded_as_configured(tmp_path):
+    tiny_model(tmp_path)
+    policy = load_policy(run_config(tmp_path, trainer={**LORA, "device": "cpu"}))
+    assert policy.digest() == load_policy(run_config(tmp_path, trainer=LORA)).digest()
+    seeded = run_config(tmp_path, trainer=LORA).model_copy(update={"seed": 5})
+    assert load_policy(seeded).digest() != policy.digest()
+
+
+def test_unknown_target_modules_are_refused_with_those_that_exist():
+    with pytest.raises(ConfigError, match=r"no linear layer 'query'; it has down_proj, gate_proj, k_proj, "):
+        make_policy(lora={"target_modules": ["q_proj", "query"]})
+    with pytest.raises(ConfigError, match="lm_head shares its weights with the embedding"):
+        make_policy(lora={"target_modules": ["lm_head"]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"lora": {"dropout": 0.05}}, "leave it at 0"),
+        ({"lora": {"target_modules": []}}, "target_modules"),
+        ({"lora": {"rank": 0}}, "rank"),
+        ({**LORA, "policy": "simulated"}, "take policy transformers"),
+        ({**LORA, "algorithm": {"reference": {"model": "updated"}}}, "frozen or off, not updated"),
+        ({**LORA, "algorithm": {"reference": {"model": "frozen", "dtype": "bfloat16"}}}, "leave .*dtype out"),
+    ],
+)
+def test_what_does_not_go_with_adapters_is_refused_with_the_reason(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        TrainerConfig.model_validate(fields)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tidemill\[lora\]'"):
+        make_policy(**LORA)

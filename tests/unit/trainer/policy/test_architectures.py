@@ -1,0 +1,162 @@
+"""Any Hugging Face causal language model: the policy's numbers are those of the model's plain forward pass.
+
+Each family does something that packing, tiles or chunked logits could get wrong: biases, norms of queries
+and keys, windows shorter than the sequences, capped logits, learned positions, experts, recurrent state.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from common.errors import ConfigError
+from common.run.chat_template import exact_attention
+from common.wire.messages import SamplingParams
+from services.rollout.engines import build_engine
+from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.transformers import TransformersEngine
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.acceleration import pick_layout
+from services.trainer.policy.forward import TokenScorer
+from services.trainer.policy.transformers_policy import load_policy
+from tests.support.architectures import FAMILIES, make_config, make_model
+from tests.support.models import (
+    accumulate_all,
+    gradients_of,
+    make_policy,
+    make_samples,
+    one_batch,
+    run_config,
+    train,
+    write_tokenizer,
+)
+
+FLOAT32_ONLY = ("Mixtral", "Phimoe", "GptOss")
+"""Kernels of experts know no float64."""
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, sample: Sample) -> np.ndarray:
+    """One sequence, whole logits, nothing of ours."""
+    ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
+    logits_TV = model(input_ids=ids[None], use_cache=False).logits[0]
+    logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
+    start = len(sample.prompt_ids)
+    return logprobs_TV[torch.arange(start - 1, len(ids) - 1), ids[start:]].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
+    samples = make_samples(12, max_completion=20)
+    dtype, tolerance = (torch.float32, 1e-4) if family in FLOAT32_ONLY else (torch.float64, 1e-6)
+    policy = make_policy(dtype, model=make_model(family))
+    # That of a GPU without flash attention; the policy itself has chosen the CPU's, padded rows.
+    on_gpu = pick_layout(policy._model, policy._scorer, True, torch.device("cuda"))
+    assert policy.layout == "padded"
+    accumulate_all(policy, [one_batch([sample]) for sample in samples])
+    expected = gradients_of(policy).clone()
+    plain = make_model(family).to(dtype)
+    for layout in {"padded", on_gpu}:
+        policy.layout = layout
+        for sample, mine in zip(samples, policy.logprobs(samples), strict=True):
+            np.testing.assert_allclose(mine, plain_logprobs(plain, sample), atol=1e-5)
+        policy.zero()
+        accumulate_all(policy, [one_batch(samples)])
+        # Some families compute norms and routers in float32 whatever the weights are.
+        assert ((gradients_of(policy) - expected).norm() / expected.norm()).item() < tolerance
+
+
+def test_packing_on_gpus_is_chosen_where_every_layer_attends_to_everything():
+    models = {name: make_model(name) for name in FAMILIES}
+    layouts = {
+        name: pick_layout(model, TokenScorer(model, torch.float32), True, torch.device("cuda"))
+        for name, model in models.items()
+    }
+    padded = {name for name, layout in layouts.items() if layout == "padded"}
+    windows = {"Mistral", "Gemma2", "Gemma3Text", "Gemma3", "Gemma4Text", "Gemma4", "GptOss"}
+    assert padded == windows | {"Mamba", "RecurrentGemma", "Falcon"}, "a block mask would replace their own"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_weights_load_into_the_plain_model(family, tmp_path):
+    policy, samples = make_policy(model=make_model(family)), make_samples(6)
+    assert not train(policy, [one_batch(samples)]).skipped
+    make_model(family).save_pretrained(tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    policy.save_weights(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == names
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for sample, mine in zip(samples, policy.logprobs(samples), strict=True):
+        np.testing.assert_allclose(mine, plain_logprobs(loaded, sample), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Gemma3"])
+async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_trainer(family, tmp_path):
+    """Master weights and norms are float32 in the trainer alone: the gap is that of bfloat16, no more."""
+    policy, samples = make_policy(torch.bfloat16, model=make_model(family)), make_samples(12)
+    train(policy, [one_batch(samples)])
+    make_model(family).save_pretrained(tmp_path / "start")
+    write_tokenizer(tmp_path / "start")
+    model = {"dtype": "bfloat16", "max_model_len": 64}
+    engine = build_engine(
+        run_config(tmp_path / "start", model=model, rollout={"engine": "transformers", "num_threads": 1})
+    )
+    await engine.start()
+    await engine.load(1, policy.save_weights(tmp_path / "trained"))
+    assert isinstance(engine, TransformersEngine) and engine._model is not None
+    master = dict(policy._model.named_parameters())
+    for name, weight in engine._model.named_parameters():
+        assert master[name].dtype == torch.float32
+        assert torch.equal(weight, master[name].bfloat16()), name
+    scores = [
+        np.array(await engine.score(sample.prompt_ids.tolist(), sample.completion_ids.tolist()), np.float32)
+        for sample in samples
+    ]
+    await engine.close()
+    gaps = np.abs(np.concatenate(scores) - np.concatenate(policy.logprobs(samples)))
+    assert 0.0 < gaps.mean() < 0.05 and gaps.max() < 0.3
+    own = [
+        replace(sample, rollout_logprobs=logprobs) for sample, logprobs in zip(samples, scores, strict=True)
+    ]
+    metrics = policy.accumulate(one_batch(own))
+    assert metrics.rollout_kl_sum / metrics.tokens < 2e-3
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "Gemma4", "GptOss"])
+async def test_the_engine_samples_from_the_distribution_that_the_trainer_scores(family, tmp_path):
+    """With a cache and padding on the left, against one pass without either."""
+    policy = make_policy(model=make_model(family, attention=exact_attention(make_config(family))))
+    policy.save_weights(tmp_path)
+    policy._model.config.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    options = {"engine": "transformers", "num_threads": 1}
+    engine = build_engine(run_config(tmp_path, model={"dtype": "float32"}, rollout=options))
+    await engine.start()
+    sampling = SamplingParams(max_tokens=12, temperature=1.0)
+    prompts = [list(range(3, 3 + length)) for length in (2, 5, 9)]
+    generations = await asyncio.gather(
+        *(engine.generate(GenerationRequest(str(i), ids, sampling)) for i, ids in enumerate(prompts))
+    )
+    await engine.close()
+    for ids, generation in zip(prompts, generations, strict=True):
+        logprobs = np.array(generation.logprobs, np.float32)
+        sample = replace(
+            make_samples(1)[0],
+            prompt_ids=np.array(ids, np.int32),
+            completion_ids=np.array(generation.token_ids, np.int32),
+            rollout_logprobs=logprobs,
+            mask=np.ones(len(logprobs), np.bool_),
+        )
+        np.testing.assert_allclose(policy.logprobs([sample])[0], logprobs, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_context_that_is_shorter_than_the_run_is_told_wherever_it_stands(family, tmp_path):
+    make_model(family).save_pretrained(tmp_path)
+    config = run_config(tmp_path, model={"max_model_len": 256}, trainer={"device": "cpu"})
+    with pytest.raises(ConfigError, match="256 exceeds the model's context of 128"):
+        load_policy(config)

@@ -1,0 +1,128 @@
+"""The attention that models are loaded with computes what their authors wrote, in every service."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.reward.model_server.scoring_model import ScoringModel
+from services.rollout.engines.decoding import score_completion
+from services.rollout.engines.model import load_model as load_for_engine
+from services.trainer.policy import model_loading
+from services.trainer.policy.model_loading import choose_attention, load_model
+from services.trainer.policy.transformers_policy import load_policy
+from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
+from tests.support.models import make_samples, run_config, write_tokenizer
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def flash_is_installed(monkeypatch):
+    monkeypatch.setattr(model_loading, "is_flash_attn_2_available", lambda: True)
+
+
+def with_capped_attention(path: Path) -> PreTrainedModel:
+    """A Gemma 2 whose cap is low enough to matter; returned with plain attention."""
+    make_model("Gemma2").save_pretrained(path)
+    write_tokenizer(path)
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+def test_trainer_and_engine_cap_attention_scores(tmp_path):
+    plain = with_capped_attention(tmp_path)
+    config = run_config(tmp_path, trainer={"device": "cpu"})
+    samples = make_samples(6)
+    engine = load_for_engine(config.model.model_copy(update={"dtype": "float32"}), "cpu")
+    for sample, mine in zip(samples, load_policy(config).logprobs(samples), strict=True):
+        ids = sample.prompt_ids.tolist(), sample.completion_ids.tolist()
+        expected = score_completion(plain, *ids)
+        np.testing.assert_allclose(mine, expected, atol=1e-5)
+        np.testing.assert_allclose(score_completion(engine, *ids), expected, atol=1e-5)
+
+
+def test_reward_models_cap_attention_scores(tmp_path):
+    torch.manual_seed(0)
+    config = make_config("Gemma2")
+    config.num_labels, config.architectures = 1, ["Gemma2ForSequenceClassification"]
+    transformers.Gemma2ForSequenceClassification(config).save_pretrained(tmp_path)
+    plain = transformers.Gemma2ForSequenceClassification.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
+    rows = [[3, 4, 5, 6, 7, 8, 9], [5, 9, 11]]
+    with torch.no_grad():
+        expected = [plain(input_ids=torch.tensor([row])).logits[0].item() for row in rows]
+    scores = ScoringModel(str(tmp_path), device="cpu").score(rows)
+    np.testing.assert_allclose([score.item() for score in scores], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("Llama", "flash_attention_2"),
+        ("Gemma2", "flash_attention_2"),
+        ("Gemma3", {"text_config": "flash_attention_2"}),
+        ("GptOss", None),
+    ],
+)
+def test_flash_attention_is_used_where_the_model_supports_it(family, expected, flash_is_installed):
+    assert choose_attention(make_config(family), CUDA, torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (make_config("GptOss"), "GptOssForCausalLM has attention sinks"),
+        (make_config("Falcon"), "FalconForCausalLM with ALiBi"),
+        (transformers.MptConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=32), "for MptForCausalLM"),
+        (
+            transformers.Llama4TextConfig(**SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2),
+            "for Llama4ForCausalLM",
+        ),
+    ],
+    ids=["GptOss", "Falcon", "MPT", "Llama4"],
+)
+def test_a_model_without_flash_attention_is_trained_without_and_the_log_says_why(
+    config, reason, flash_is_installed, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(model_loading.log, "warning", lambda *args, **fields: said.append(fields))
+    assert choose_attention(config, CUDA, torch.bfloat16) is None
+    (fields,) = said
+    assert reason in fields["reason"]
+
+
+def test_without_flash_attention_capped_scores_take_the_plain_kernel(flash_is_installed):
+    config = make_config("Gemma2")
+    assert choose_attention(config, CUDA, torch.float32) == "eager"
+    assert choose_attention(config, torch.device("cpu"), torch.bfloat16) == "eager"
+    config.attn_logit_softcapping = None
+    assert choose_attention(config, CUDA, torch.float32) is None
+    assert choose_attention(make_config("Llama"), CUDA, torch.float32) is None
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Gemma4"])
+def test_a_model_of_text_and_images_is_loaded_with_what_is_chosen_for_its_text(family, tmp_path, monkeypatch):
+    make_model(family).save_pretrained(tmp_path)
+    chosen = {"text_config": "eager"}
+    monkeypatch.setattr("services.trainer.policy.model_loading.choose_attention", lambda *_: chosen)
+    model = load_model(run_config(tmp_path).model, torch.device("cpu"))
+    assert model.config.get_text_config()._attn_implementation == "eager"
+    assert model.config._attn_implementation == "sdpa"
+
+
+# Mamba has no attention; transformers' plain kernel counts Falcon's distances (ALiBi) twice, the fused once.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("Mamba", "Falcon")])
+def test_what_is_chosen_computes_what_plain_attention_does(family):
+    """Found by comparing, not by knowing: a family whose fused kernel leaves something out fails here."""
+    chosen = model_loading.exact_attention(make_config(family))
+    ids_BT = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        mine, plain = (
+            make_model(family, attention=kernel)(input_ids=ids_BT, use_cache=False).logits
+            for kernel in (chosen, "eager")
+        )
+    torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,315 @@
+"""Logprobs of the forward pass: every layout equals row by row, chunked equals whole, nothing leaks."""
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PreTrainedModel,
+)
+
+from services.trainer.groups.samples import Sample
+from services.trainer.policy import packing
+from services.trainer.policy.forward import (
+    TokenScorer,
+    has_plain_head,
+    output_head,
+    score_hidden,
+    score_logits,
+)
+from services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tiles
+from tests.support.models import PIECES, make_samples, tiny_llama
+
+
+def completions_of(samples: list[Sample]) -> list[np.ndarray]:
+    """Marks every completion token as scored."""
+    return [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples]
+
+
+def row_by_row(model: PreTrainedModel, samples: list[Sample], temperature: float = 1.0) -> list[torch.Tensor]:
+    """The reference: one unpadded sequence at a time, whole logits."""
+    results = []
+    for sample in samples:
+        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        logprobs = (logits.double() / temperature).log_softmax(-1)
+        start = len(sample.prompt_ids)
+        results.append(logprobs[torch.arange(start - 1, len(ids) - 1), ids[start:]])
+    return results
+
+
+def scored(
+    model: PreTrainedModel,
+    samples: list[Sample],
+    layout: Layout,
+    max_tokens: int = 64,
+    temperature: float = 1.0,
+) -> list[torch.Tensor]:
+    """Logprobs through tiles, put back into the order of the samples."""
+    scorer = TokenScorer(model, torch.float32)
+    results: list[torch.Tensor] = [torch.zeros(0)] * len(samples)
+    for tile in make_tiles(make_rows(samples, completions_of(samples)), layout, max_tokens):
+        with torch.no_grad():
+            logprobs_N = scorer.score(tile, temperature).logprobs_N
+        pieces = logprobs_N.split([len(row.targets) for row in tile.rows])
+        for i, piece in zip(tile.samples, pieces, strict=True):
+            results[i] = piece
+    return results
+
+
+def assert_close(mine: list[torch.Tensor], expected: list[torch.Tensor], atol: float = 1e-5) -> None:
+    for left, right in zip(mine, expected, strict=True):
+        np.testing.assert_allclose(left, right, atol=atol)
+
+
+def reference_varlen_attention(module, query, key, value, attention_mask, **kwargs):
+    """What flash attention's varlen kernel does, in plain torch: sequences apart at `cu_seq_lens`."""
+    assert attention_mask is None
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    boundaries = [0, query.shape[2]]
+    if "cu_seq_lens_q" in kwargs:  # absent where one sequence is probed
+        boundaries = kwargs["cu_seq_lens_q"].tolist()
+        assert boundaries == kwargs["cu_seq_lens_k"].tolist() and boundaries[-1] == query.shape[2]
+        assert max(b - a for a, b in pairwise(boundaries)) == kwargs["max_length_q"] == kwargs["max_length_k"]
+    parts = [
+        F.scaled_dot_product_attention(*(x[:, :, a:b] for x in (query, key, value)), is_causal=True)
+        for a, b in pairwise(boundaries)
+    ]
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("layout", ["padded", "block", "varlen"])
+@pytest.mark.parametrize("max_tokens", [16, 64, 4096])
+def test_every_layout_equals_row_by_row(layout, max_tokens, monkeypatch):
+    model, samples = tiny_llama(), make_samples(24)
+    expected = row_by_row(model, samples)
+    if layout == "varlen":
+        AttentionInterface.register("reference_varlen", reference_varlen_attention)
+        model.set_attn_implementation("reference_varlen")
+    monkeypatch.setattr(packing, "BLOCK_WIDTH", 48)
+    assert_close(scored(model, samples, layout, max_tokens), expected)
+
+
+@pytest.mark.parametrize("layout", ["padded", "block", "varlen"])
+def test_positions_start_anew_in_every_sequence(layout):
+    # Rotary positions are relative, so only a model with learned ones (GPT-2) shows an offset.
+    model, samples = unusual_model("gpt2"), make_samples(16)
+    expected = row_by_row(model, samples)
+    if layout == "varlen":
+        AttentionInterface.register("reference_varlen", reference_varlen_attention)
+        model.set_attn_implementation("reference_varlen")
+    assert_close(scored(model, samples, layout, 256), expected)
+
+
+@pytest.mark.parametrize("layout", ["padded", "block"])
+def test_a_neighbour_in_the_tile_changes_nothing(layout):
+    model, samples = tiny_llama(), make_samples(6)
+    before = scored(model, samples, layout, 4096)
+    changed = [
+        samples[0],
+        *(replace(sample, prompt_ids=sample.prompt_ids[::-1].copy() * 0 + 5) for sample in samples[1:]),
+    ]
+    assert_close(scored(model, changed, layout, 4096)[:1], before[:1], atol=1e-6)
+
+
+def test_position_ids_alone_do_not_isolate():
+    # The trap: restarting position ids, as transformers' packing expects them, but with its default KV cache.
+    model = tiny_llama()
+    a, b = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 10, 11]])
+    packed = torch.cat([a, b], 1)
+    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
+    with torch.no_grad():
+        alone = model(input_ids=b).logits[0]
+        leaky = model(input_ids=packed, position_ids=positions).logits[0, 5:]
+        mask_and_positions = model(
+            input_ids=packed, position_ids=positions, attention_mask=torch.ones_like(packed), use_cache=False
+        ).logits[0, 5:]
+    assert (leaky - alone).abs().max() > 0.1
+    assert (mask_and_positions - alone).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_logprobs_are_of_the_distribution_at_the_temperature(temperature):
+    model, samples = tiny_llama(), make_samples(5)
+    assert_close(
+        scored(model, samples, "padded", temperature=temperature), row_by_row(model, samples, temperature)
+    )
+
+
+def test_score_logits_by_hand():
+    # p = (1/2, 1/4, 1/4) at temperature 1: entropy = 1/2 log 2 + 1/2 log 4 = 1.5 log 2
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]])) + 7.0
+    logprobs, entropies = score_logits(logits, torch.tensor([1]), 1.0)
+    assert logprobs.item() == pytest.approx(np.log(0.25))
+    assert entropies.item() == pytest.approx(1.5 * np.log(2))
+    # at temperature 1/2 the odds are squared: (4, 1, 1) / 6
+    logprobs, _ = score_logits(logits, torch.tensor([0]), 0.5)
+    assert logprobs.item() == pytest.approx(np.log(4 / 6))
+
+
+def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
+    _, entropies = score_logits(logits, torch.tensor([0, 0]), 1.0)
+    assert entropies.tolist() == pytest.approx([np.log(2), 0.0])
+
+
+def test_logits_in_half_precision_are_scored_in_float32():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    logprobs, _ = score_logits(logits, torch.arange(4), 1.3)
+    expected = (logits.double() / 1.3).log_softmax(-1).diagonal()
+    assert logprobs.dtype == torch.float32
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_elements", [1, 7 * 32, 10 * 32 + 5])
+def test_chunked_equals_whole_in_value_and_gradient(max_elements):
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(8, 32, bias=False)
+    hidden = torch.randn(23, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 32, (23,), generator=generator)
+    upstream = torch.randn(23, generator=generator)
+
+    def run(limit: int) -> list[torch.Tensor]:
+        hidden.grad = head.weight.grad = None
+        logprobs, entropies = score_hidden(hidden, head, targets, 0.7, limit)
+        (logprobs * upstream).sum().backward()
+        return [logprobs.detach(), entropies, hidden.grad, head.weight.grad]
+
+    for mine, whole in zip(run(max_elements), run(1 << 20), strict=True):
+        torch.testing.assert_close(mine, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_are_never_whole_in_memory():
+    sizes: list[int] = []
+    head = torch.nn.Linear(8, 32)
+    head.register_forward_hook(lambda _, __, output: sizes.append(output.numel()))
+    hidden = torch.randn(100, 8, requires_grad=True)
+    logprobs, _ = score_hidden(hidden, head, torch.zeros(100, dtype=torch.long), 1.0, max_elements=320)
+    logprobs.sum().backward()
+    assert max(sizes) == 320
+    assert sum(sizes) == 2 * 100 * 32  # once forward, once again for the gradient
+
+
+SMALL = {"vocab_size": len(PIECES), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+
+
+def unusual_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3, **IDS)
+        ).eval()
+    if name == "cohere":
+        return CohereForCausalLM(CohereConfig(**SMALL, **HEADS, **IDS, logit_scale=0.25)).eval()
+    if name == "granite":
+        return GraniteForCausalLM(GraniteConfig(**SMALL, **HEADS, **IDS, logits_scaling=4.0)).eval()
+    config = Gemma2Config(**SMALL, **HEADS, **IDS, head_dim=8, sliding_window=4, initializer_range=0.3)
+    return Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_plain"), [("gpt2", True), ("cohere", False), ("granite", False), ("gemma2", False)]
+)
+def test_models_that_scale_or_cap_their_logits_are_found_and_scored_right(name, is_plain):
+    model, samples = unusual_model(name), make_samples(8)
+    assert has_plain_head(model) is is_plain
+    assert_close(scored(model, samples, "padded"), row_by_row(model, samples))
+
+
+def test_models_that_scale_the_hidden_state_before_the_head_are_found():
+    class Scaled(type(tiny_llama())):
+        def forward(self, input_ids, **kwargs):
+            hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+            return SimpleNamespace(logits=self.lm_head(hidden / 4.0))
+
+    model = tiny_llama()
+    model.__class__ = Scaled
+    assert not has_plain_head(model)
+
+
+def test_the_probe_leaves_no_hook_behind():
+    model = tiny_llama()
+    assert has_plain_head(model)
+    assert not output_head(model)._forward_hooks
+
+
+def test_rows_end_where_nothing_is_left_to_predict():
+    (sample,) = make_samples(1)
+    sample = replace(
+        sample,
+        prompt_ids=np.array([3, 4], dtype=np.int32),
+        completion_ids=np.array([5, 6, 7, 8], dtype=np.int32),
+        rollout_logprobs=np.zeros(4, dtype=np.float32),
+        mask=np.array([True, False, True, False]),
+    )
+    (row,) = make_rows([sample], [sample.mask])
+    # 5 is predicted at position 1 (token 4), 7 at position 3 (token 6); 7 and 8 need not be read
+    assert row.ids.tolist() == [3, 4, 5, 6]
+    assert row.sources.tolist() == [1, 3]
+    assert row.targets.tolist() == [5, 7]
+
+
+def test_samples_without_scored_tokens_have_no_row():
+    samples = make_samples(3)
+    marks = [np.zeros(len(sample.completion_ids), dtype=np.bool_) for sample in samples]
+    marks[1][0] = True
+    assert [row.sample for row in make_rows(samples, marks)] == [1]
+
+
+@pytest.mark.parametrize("layout", ["padded", "block", "varlen"])
+def test_tiles_hold_every_row_once_within_the_budget(layout, monkeypatch):
+    monkeypatch.setattr(packing, "BLOCK_WIDTH", 30)
+    samples = make_samples(50)
+    tiles = make_tiles(make_rows(samples, completions_of(samples)), layout, 60)
+    assert sorted(i for tile in tiles for i in tile.samples) == list(range(50))
+    assert max(tile.ids_BT.numel() for tile in tiles) <= 60
+    assert make_tiles([], layout, 60) == []
+
+
+def test_padding_is_small_when_rows_are_sorted():
+    samples = make_samples(200, max_prompt=20, max_completion=40)
+    rows = make_rows(samples, completions_of(samples))
+    tiles = make_tiles(rows, "padded", 512)
+    assert sum(tile.ids_BT.numel() for tile in tiles) <= 1.1 * sum(map(len, rows))
+
+
+@pytest.mark.parametrize(
+    ("expected", "packing_wanted", "device", "attention", "fields"),
+    [
+        ("varlen", True, "cuda", "flash_attention_2", {}),
+        ("block", True, "cuda", "sdpa", {}),
+        ("padded", False, "cuda", "flash_attention_2", {}),
+        ("padded", True, "cpu", "sdpa", {}),
+        ("padded", True, "cuda", "eager", {}),
+        ("padded", True, "cuda", "sdpa", {"sliding_window": 16}),
+        ("block", True, "cuda", "sdpa", {"sliding_window": 16, "layer_types": ["full_attention"]}),
+        ("padded", True, "cuda", "sdpa", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("varlen", True, "cuda", "flash_attention_2", {"layer_types": ["sliding_attention"]}),
+        ("padded", True, "cuda", "flash_attention_2", {"layer_types": ["linear_attention"]}),
+    ],
+)
+def test_packing_is_used_only_where_it_is_exact_and_fast(expected, packing_wanted, device, attention, fields):
+    config = SimpleNamespace(_attn_implementation=attention, **fields)
+    assert choose_layout(packing_wanted, torch.device(device), config) == expected
+
+
+def test_recurrent_models_are_never_packed():
+    config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    assert choose_layout(True, torch.device("cuda"), config, is_recurrent=True) == "padded"

@@ -1,0 +1,178 @@
+"""Learning rate, clipping and division of gradients, weight decay on matrices only, state without pickle."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from common.config.trainer import OptimizerConfig
+from common.errors import ConfigError
+from services.trainer.policy.optimizer import (
+    build_optimizer,
+    finish_gradients,
+    is_matrix,
+    learning_rate,
+    load_optimizer_tensors,
+    optimizer_tensors,
+)
+from tests.support.architectures import FAMILIES, make_model
+
+
+def rates(num_updates: int, **fields) -> list[float]:
+    config = OptimizerConfig(lr=0.8, **fields)
+    return [learning_rate(config, update, num_updates) for update in range(num_updates)]
+
+
+def test_constant_rate():
+    assert rates(3) == [0.8, 0.8, 0.8]
+
+
+def test_warm_up_is_linear_and_never_zero():
+    # (n + 1) / (3 + 1) of 0.8, then the peak
+    assert rates(5, warmup_steps=3) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+
+
+def test_linear_decay_after_warm_up():
+    # 1 / 2 of 0.8; then x = 0, 1/4, 2/4, 3/4
+    assert rates(5, warmup_steps=1, schedule="linear") == pytest.approx([0.4, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_decay():
+    # x = 0, 1/4, 1/2, 3/4: 0.4 * (1 + cos(pi x))
+    expected = [0.8, 0.4 * (1 + math.sqrt(0.5)), 0.4, 0.4 * (1 - math.sqrt(0.5))]
+    assert rates(4, schedule="cosine") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_past_the_end_the_rate_stays_at_zero(schedule):
+    config = OptimizerConfig(lr=0.8, schedule=schedule)
+    assert learning_rate(config, 9, 4) == pytest.approx(0.0)
+    assert learning_rate(config, 4, 4) == pytest.approx(0.0)
+
+
+def named(*gradients: list[float]) -> list[tuple[str, nn.Parameter]]:
+    parameters = []
+    for i, gradient in enumerate(gradients):
+        parameter = nn.Parameter(torch.zeros(len(gradient)))
+        parameter.grad = torch.tensor(gradient)
+        parameters.append((f"p{i}", parameter))
+    return parameters
+
+
+def test_gradients_are_divided_and_clipped_over_all_parameters():
+    # norm of (6, 8, 0) is 10; divided by 2 it is 5; clipped to 1 the gradients are (0.6, 0.8, 0)
+    parameters = named([6.0], [8.0, 0.0])
+    assert finish_gradients(parameters, denominator=2.0, max_norm=1.0) == pytest.approx(5.0)
+    assert parameters[0][1].grad.tolist() == pytest.approx([0.6])
+    assert parameters[1][1].grad.tolist() == pytest.approx([0.8, 0.0])
+
+
+def test_below_the_bound_gradients_are_only_divided():
+    parameters = named([6.0], [8.0])
+    assert finish_gradients(parameters, denominator=20.0, max_norm=1.0) == pytest.approx(0.5)
+    assert parameters[0][1].grad.tolist() == pytest.approx([0.3])
+
+
+def test_no_gradient_and_zero_gradients_have_norm_zero():
+    assert finish_gradients([("p", nn.Parameter(torch.zeros(2)))], 1.0, 1.0) == 0.0
+    parameters = named([0.0, 0.0])
+    assert finish_gradients(parameters, 2.0, 1.0) == 0.0
+    assert parameters[0][1].grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_reported_and_left_alone(bad):
+    parameters = named([1.0], [bad])
+    assert not math.isfinite(finish_gradients(parameters, 2.0, 1.0))
+    assert parameters[0][1].grad.tolist() == [1.0]
+
+
+def test_weight_decay_is_for_matrices_only():
+    matrix, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5)
+    optimizer = build_optimizer([("matrix", matrix), ("bias", bias)], config)
+    for parameter in (matrix, bias):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    # decoupled: 1 - lr * decay = 0.95; a zero gradient moves nothing else
+    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
+    assert bias.tolist() == [1.0, 1.0]
+
+
+def test_state_comes_back_as_it_was_and_not_as_an_alias():
+    def build() -> tuple[list[tuple[str, nn.Parameter]], torch.optim.AdamW]:
+        torch.manual_seed(1)
+        parameters = [
+            ("layer.weight", nn.Parameter(torch.randn(3, 2))),
+            ("layer.bias", nn.Parameter(torch.randn(3))),
+        ]
+        return parameters, build_optimizer(parameters, OptimizerConfig(lr=0.1))
+
+    def step(parameters, optimizer, seed):
+        torch.manual_seed(seed)
+        for _, parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    parameters, optimizer = build()
+    assert optimizer_tensors(optimizer, parameters) == {}
+    step(parameters, optimizer, 2)
+    saved = optimizer_tensors(optimizer, parameters)
+    assert set(saved) == {
+        f"layer.{n}.{m}" for n in ("weight", "bias") for m in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+    others, other = build()
+    step(others, other, 2)
+    load_optimizer_tensors(other, others, saved)
+    step(parameters, optimizer, 3)
+    step(others, other, 3)
+    for (_, mine), (_, theirs) in zip(parameters, others, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("key", ["other.exp_avg", "p.exp_avg"])
+def test_state_of_another_model_is_refused(key):
+    parameters = [("p", nn.Parameter(torch.zeros(2)))]
+    optimizer = build_optimizer(parameters, OptimizerConfig())
+    with pytest.raises(ConfigError, match=key):
+        load_optimizer_tensors(optimizer, parameters, {key: torch.zeros(3)})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_decays_is_decided_by_what_a_parameter_is(family):
+    """Held against the kind of module that owns it: transformers' own names, looked up by hand."""
+    model = make_model(family)
+    owners = dict(model.named_modules())
+    (decayed, *others) = build_optimizer(
+        list(model.named_parameters()), OptimizerConfig(weight_decay=0.1)
+    ).param_groups
+    assert decayed["weight_decay"] == 0.1 and [group["weight_decay"] for group in others] == [0.0]
+    ids = {id(parameter) for parameter in decayed["params"]}
+    for name, parameter in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        kind = type(owners[path]).__name__
+        is_small = parameter.ndim < 2 or "Norm" in kind or last.endswith("bias") or last == "A_log"
+        assert (id(parameter) in ids) is not is_small, (name, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "decays"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 96), False),  # gpt-oss
+        ("model.layers.0.temporal_block.rg_lru.input_gate_bias", (4, 8), False),  # RecurrentGemma
+        ("model.layers.0.temporal_block.rg_lru.input_gate_weight", (4, 8, 8), True),
+        ("model.layers.0.self_attn.q_norm.weight", (4, 8), False),  # Cohere: a row for each head
+        ("transformer.h.0.ln_1.weight", (4, 8), False),
+        ("model.layers.0.mixer.A_log", (48, 4), False),  # Mamba
+        ("rwkv.blocks.0.attention.time_mix_key", (1, 1, 32), False),
+        ("model.layers.0.mlp.experts.down_proj", (4, 48, 32), True),
+        ("model.layers.0.mlp.norm_free.linear.weight", (4, 8), True),
+        ("model.layers.0.self_attn.q_proj.lora_A.default.weight", (8, 32), True),
+        ("value_head.weight", (1, 32), True),
+        ("model.norm.weight", (32,), False),
+    ],
+)
+def test_matrices_by_their_names(name, shape, decays):
+    assert is_matrix(name, torch.zeros(shape)) is decays

@@ -1,0 +1,316 @@
+"""The policy: gradients that do not depend on the split, defined outcomes, exact replay."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.groups.micro_batches import form_micro_batches, rebuild
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.policy import MicroBatchMetrics
+from services.trainer.policy.transformers_policy import TransformersPolicy
+from tests.support.models import (
+    MAX_COMPLETION,
+    accumulate_all,
+    emptied,
+    gradients_of,
+    make_policy,
+    make_samples,
+    masked,
+    one_batch,
+    tiny_llama,
+    train,
+)
+
+NORMALISATIONS = ["sequence", "token", "constant"]
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+def test_the_gradient_is_that_of_the_loss_written_out(normalisation, old_logprobs):
+    algorithm = {"normalisation": normalisation, "old_logprobs": old_logprobs}
+    policy, samples = make_policy(torch.float64, algorithm=algorithm), make_samples(6)
+    metrics = accumulate_all(policy, [one_batch(samples)])
+
+    model = tiny_llama().double()
+    losses, num_tokens = [], 0
+    for sample in samples:
+        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        start = len(sample.prompt_ids)
+        terms = []
+        for t in np.flatnonzero(sample.mask):
+            current = logprobs[start + t - 1, ids[start + t]]
+            ratio = (current - float(sample.rollout_logprobs[t])).exp()
+            if old_logprobs == "recompute":
+                terms.append(-min(ratio.item(), 2.0) * sample.advantage * current)
+            else:
+                clipped = ratio.clamp(0.8, 1.28)
+                terms.append(-torch.minimum(ratio * sample.advantage, clipped * sample.advantage))
+        num_tokens += len(terms)
+        losses.append(sum(terms) / (len(terms) if normalisation == "sequence" else 1))
+    size = {"sequence": 6, "token": num_tokens, "constant": 6 * MAX_COMPLETION}[normalisation]
+    sum(losses).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert (metrics.tokens, metrics.sequences, metrics.denominator) == (num_tokens, 6, size)
+    torch.testing.assert_close(gradients_of(policy), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_the_gradient_does_not_depend_on_the_split(normalisation):
+    samples = make_samples(20)
+    algorithm = {"normalisation": normalisation}
+    rng = np.random.default_rng(0)
+    splits = [
+        [one_batch(samples)],
+        [one_batch([sample]) for sample in samples],
+        form_micro_batches(samples, 30),
+        form_micro_batches(samples, 70)[::-1],
+        [one_batch([samples[i] for i in part]) for part in np.array_split(rng.permutation(20), 7)],
+    ]
+    results = []
+    for split in splits:
+        policy = make_policy(torch.float64, algorithm=algorithm)
+        metrics = accumulate_all(policy, split)
+        results.append((gradients_of(policy) / metrics.denominator, metrics))
+    whole, whole_metrics = results[0]
+    for gradient, metrics in results[1:]:
+        assert ((gradient - whole).norm() / whole.norm()).item() < 1e-6
+        assert metrics.denominator == whole_metrics.denominator
+        assert metrics.loss_sum == pytest.approx(whole_metrics.loss_sum)
+        assert metrics.mismatch_max == pytest.approx(whole_metrics.mismatch_max)
+
+
+def test_the_normalisations_differ():
+    samples = make_samples(8)
+    directions = []
+    for normalisation in NORMALISATIONS:
+        policy = make_policy(torch.float64, algorithm={"normalisation": normalisation})
+        metrics = accumulate_all(policy, [one_batch(samples)])
+        directions.append(gradients_of(policy) / metrics.denominator)
+    sequence, token, constant = directions
+    assert ((sequence - token).norm() / token.norm()).item() > 0.05
+    # token and constant point the same way and differ in length: trained tokens against 8 * 14
+    torch.testing.assert_close(token * policy_tokens(samples), constant * 8 * MAX_COMPLETION)
+
+
+def policy_tokens(samples: list[Sample]) -> int:
+    return sum(sample.num_trained for sample in samples)
+
+
+def test_packed_and_padded_give_the_same_gradient():
+    samples = make_samples(12)
+    results = []
+    for layout in ("padded", "block"):
+        policy = make_policy(torch.float64)
+        policy.layout = layout
+        accumulate_all(policy, [one_batch(samples)])
+        results.append(gradients_of(policy))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
+
+
+def test_on_policy_nothing_is_corrected_clipped_or_capped():
+    policy, samples = make_policy(algorithm={"old_logprobs": "recompute"}), make_samples(10)
+    own = [
+        replace(sample, rollout_logprobs=logprobs)
+        for sample, logprobs in zip(samples, policy.logprobs(samples), strict=True)
+    ]
+    metrics = policy.accumulate(one_batch(own))
+    assert metrics.weight_sum / metrics.tokens == pytest.approx(1.0, abs=1e-5)
+    assert metrics.mismatch_max < 1e-5
+    assert abs(metrics.rollout_kl_sum) < 1e-5
+    assert (metrics.clipped_low, metrics.clipped_high, metrics.weights_bounded) == (0, 0, 0)
+
+
+def test_logprobs_and_training_use_the_sampling_temperature():
+    policy, samples = make_policy(temperature=1.6), make_samples(10)
+    own = [
+        replace(sample, rollout_logprobs=logprobs)
+        for sample, logprobs in zip(samples, policy.logprobs(samples, temperature=1.6), strict=True)
+    ]
+    assert policy.accumulate(one_batch(own)).mismatch_max < 1e-5
+    other = policy.logprobs(samples)
+    assert max(np.abs(a.rollout_logprobs - b).max() for a, b in zip(own, other, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("useless", [masked, emptied])
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_sequences_without_trained_tokens_add_no_gradient_and_count_as_sequences(useless, normalisation):
+    samples = make_samples(4)
+    extra = [useless(sample) for sample in make_samples(3, seed=9)]
+    with_extra = make_policy(torch.float64, algorithm={"normalisation": normalisation})
+    without = make_policy(torch.float64, algorithm={"normalisation": normalisation})
+    metrics = accumulate_all(with_extra, [one_batch([*extra, *samples])])
+    plain = accumulate_all(without, [one_batch(samples)])
+    torch.testing.assert_close(gradients_of(with_extra), gradients_of(without), rtol=1e-9, atol=1e-9)
+    added = {"sequence": 3, "token": 0, "constant": 3 * MAX_COMPLETION}[normalisation]
+    assert metrics.denominator - plain.denominator == added
+    assert (metrics.sequences, metrics.tokens) == (7, plain.tokens)
+
+
+@pytest.mark.parametrize("useless", [masked, emptied])
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_a_step_without_any_trained_token_leaves_the_weights(useless, normalisation):
+    policy = make_policy(algorithm={"normalisation": normalisation})
+    before = policy.digest()
+    metrics = policy.accumulate(one_batch([useless(sample) for sample in make_samples(3)]))
+    assert metrics == MicroBatchMetrics(sequences=3, denominator=metrics.denominator)
+    result = policy.update(metrics.denominator)
+    assert result.skipped
+    assert result.grad_norm == 0.0
+    assert policy.digest() == before
+
+
+def test_logprobs_of_an_empty_completion_are_empty():
+    policy, samples = make_policy(), make_samples(3)
+    results = policy.logprobs([samples[0], emptied(samples[1]), samples[2]])
+    assert [len(result) for result in results] == [samples[0].mask.size, 0, samples[2].mask.size]
+    assert results[1].dtype == np.float32
+
+
+def test_logprobs_leave_gradients_alone():
+    policy, samples = make_policy(), make_samples(5)
+    accumulate_all(policy, [one_batch(samples)])
+    before = gradients_of(policy).clone()
+    policy.logprobs(samples)
+    assert torch.equal(gradients_of(policy), before)
+
+
+def test_zero_undoes_what_was_accumulated():
+    policy, samples = make_policy(), make_samples(6)
+    accumulate_all(policy, [one_batch(samples)])
+    policy.zero()
+    train(policy, [one_batch(samples[:2])])
+    fresh = make_policy()
+    train(fresh, [one_batch(samples[:2])])
+    assert policy.digest() == fresh.digest()
+
+
+def test_an_update_starts_accumulating_anew():
+    policy, samples = make_policy(), make_samples(6)
+    train(policy, [one_batch(samples)])
+    assert all(parameter.grad is None for _, parameter in policy._parameters)
+
+
+def test_replaying_a_recorded_composition_is_bit_identical():
+    samples = make_samples(24)
+    batches = form_micro_batches(samples[12:], 50) + form_micro_batches(samples[:12], 40)
+    composition = [batch.keys for batch in batches]
+    live, replayed = make_policy(), make_policy()
+    for _ in range(3):
+        train(live, batches)
+        train(replayed, rebuild(composition, {sample.key: sample for sample in samples}))
+    assert live.digest() == replayed.digest() != make_policy().digest()
+
+
+def test_threads_of_the_event_loop_give_the_same_bits_as_the_main_thread():
+    samples = make_samples(12)
+    here, there = make_policy(), make_policy()
+    train(here, [one_batch(samples)])
+
+    async def step() -> None:
+        metrics = await asyncio.to_thread(there.accumulate, one_batch(samples))
+        await asyncio.to_thread(there.update, metrics.denominator)
+
+    asyncio.run(step())
+    assert here.digest() == there.digest()
+
+
+@pytest.mark.parametrize("advantage", [1e38, -1e38])
+def test_gradients_that_are_not_finite_skip_the_update(advantage):
+    policy, samples = make_policy(), make_samples(4)
+    before = policy.digest()
+    samples[2] = replace(samples[2], advantage=advantage * 10)
+    result = train(policy, [one_batch(samples)])
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert "gradient norm" in result.reason
+    assert policy.digest() == before
+    assert not train(policy, [one_batch(make_samples(4))]).skipped
+    assert all(torch.isfinite(parameter).all() for _, parameter in policy._parameters)
+
+
+def test_the_rate_follows_the_steps_also_over_a_skipped_one():
+    policy = make_policy(steps=4, optimizer={"lr": 0.4, "schedule": "linear"})
+    samples = make_samples(4)
+    rates = [
+        train(policy, [one_batch(samples)]).lr,
+        policy.update(0.0).lr,
+        train(policy, [one_batch(samples)]).lr,
+    ]
+    assert rates == pytest.approx([0.4, 0.3, 0.2])
+
+
+def test_bfloat16_stays_near_float32():
+    samples = make_samples(16)
+    full, half = make_policy(), make_policy(torch.bfloat16)
+    for exact, rough in zip(full.logprobs(samples), half.logprobs(samples), strict=True):
+        np.testing.assert_allclose(rough, exact, atol=0.15)
+        assert rough.dtype == np.float32
+    accumulate_all(full, [one_batch(samples)])
+    accumulate_all(half, [one_batch(samples)])
+    exact, rough = gradients_of(full), gradients_of(half)
+    assert rough.dtype == torch.float32  # master weights and their gradients
+    assert torch.nn.functional.cosine_similarity(exact, rough, dim=0).item() > 0.99
+    assert half.update(10.0).skipped is False
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    samples = make_samples(8)
+    plain = make_policy(torch.float64)
+    recomputed = make_policy(torch.float64, gradient_checkpointing=True)
+    accumulate_all(plain, [one_batch(samples)])
+    accumulate_all(recomputed, [one_batch(samples)])
+    assert not recomputed._model.training
+    torch.testing.assert_close(gradients_of(plain), gradients_of(recomputed), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+def test_learns_from_samples_that_are_one_step_old(old_logprobs):
+    """Reward: the token 7 at each position. Samples always come from the version before the current one."""
+    policy = make_policy(algorithm={"old_logprobs": old_logprobs}, optimizer={"lr": 2e-2}, steps=20)
+    stale = make_policy()
+    generator = torch.Generator().manual_seed(0)
+    rewards = []
+    for _ in range(20):
+        samples = sample_from(stale, 32, generator)
+        rewards.append(np.mean([sample.reward for sample in samples]))
+        stale.load_state(policy.state())
+        train(policy, form_micro_batches(samples, 64))
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.5
+
+
+def sample_from(policy: TransformersPolicy, count: int, generator: torch.Generator) -> list[Sample]:
+    """Completions of 4 tokens; the advantage is the reward's distance from the mean."""
+    ids = torch.full((count, 1), 3)
+    columns = []
+    for _ in range(4):
+        with torch.no_grad():
+            logprobs = policy._model(input_ids=ids, use_cache=False).logits[:, -1].log_softmax(-1)
+        token = torch.multinomial(logprobs.exp(), 1, generator=generator)
+        columns.append(logprobs.gather(1, token))
+        ids = torch.cat([ids, token], 1)
+    rewards = (ids[:, 1:] == 7).double().mean(1)
+    return [
+        Sample(
+            key=(0, i),
+            prompt_ids=ids[i, :1].numpy().astype(np.int32),
+            completion_ids=ids[i, 1:].numpy().astype(np.int32),
+            rollout_logprobs=torch.cat(columns, 1)[i].numpy(),
+            mask=np.ones(4, dtype=np.bool_),
+            advantage=float(rewards[i] - rewards.mean()),
+            reward=float(rewards[i]),
+        )
+        for i in range(count)
+    ]
+
+
+def test_metrics_join_sums_and_maxima():
+    left = MicroBatchMetrics(sequences=1, tokens=2, loss_sum=0.5, weight_max=2.0, mismatch_max=0.1)
+    right = MicroBatchMetrics(sequences=3, tokens=4, loss_sum=-1.5, weight_max=1.0, mismatch_max=0.3)
+    expected = MicroBatchMetrics(sequences=4, tokens=6, loss_sum=-1.0, weight_max=2.0, mismatch_max=0.3)
+    assert left + right == right + left == expected

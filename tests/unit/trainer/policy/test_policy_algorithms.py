@@ -1,0 +1,293 @@
+"""The policy under every algorithm: gradients whatever the split; reference model and value head."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from services.trainer.groups.micro_batches import form_micro_batches
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.transformers_policy import TransformersPolicy
+from tests.support.models import (
+    accumulate_all,
+    gradients_of,
+    make_policy,
+    make_samples,
+    one_batch,
+    tiny_llama,
+    train,
+)
+
+FROZEN: dict[str, Any] = {"reference": {"model": "frozen"}}
+ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": ROLLOUT,
+    "dual clip": {"dual_clip": 1.6, **ROLLOUT},
+    "gspo": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.2, **ROLLOUT},
+    "cispo": {"loss": "cispo", **ROLLOUT},
+    "sapo": {"loss": "sapo", **ROLLOUT},
+    "reinforce": {"loss": "reinforce"},
+    "truncated sequences": {"importance": {"level": "sequence", "high": 3.0}},
+    "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.5}},
+    "icepop": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
+    "kl": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.5}, **FROZEN},
+    "entropy": {"entropy_coefficient": 0.3},
+    "gae": {"advantage": "gae", "value": {"head": True}},
+}
+
+
+def prepared(policy: TransformersPolicy, samples: list[Sample], seed: int = 5) -> list[Sample]:
+    """Samples with what the policy prepares, and made-up advantages and returns for each token."""
+    rng = np.random.default_rng(seed)
+    done = []
+    for sample, tokens in zip(samples, policy.prepare(samples), strict=True):
+        has_values, size = tokens.values is not None, len(sample.mask)
+        done.append(
+            replace(
+                sample,
+                reference_logprobs=tokens.reference_logprobs,
+                proximal_logprobs=tokens.proximal_logprobs,
+                values=tokens.values,
+                advantage=rng.normal(size=size) if has_values else sample.advantage,
+                returns=rng.normal(size=size) if has_values else None,
+            )
+        )
+    return done
+
+
+def moved_policy(**trainer: Any) -> TransformersPolicy:
+    """A float64 policy whose weights, and value head, are no longer those it started with."""
+    policy = make_policy(torch.float64, **trainer)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in policy._parameters:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.02 * noise)
+    return policy
+
+
+@pytest.mark.parametrize("normalisation", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_does_not_depend_on_the_split_or_the_order(name, normalisation):
+    algorithm = ALGORITHMS[name] | {"normalisation": normalisation}
+    samples = prepared(moved_policy(algorithm=algorithm), make_samples(14))
+    rng = np.random.default_rng(0)
+    splits = [
+        [one_batch(samples)],
+        form_micro_batches(samples, 40)[::-1],
+        [one_batch([samples[i] for i in part]) for part in np.array_split(rng.permutation(14), 5)],
+    ]
+    results = []
+    for split in splits:
+        policy = moved_policy(algorithm=algorithm)
+        metrics = accumulate_all(policy, split)
+        results.append((gradients_of(policy) / metrics.denominator, metrics))
+    whole, whole_metrics = results[0]
+    assert whole.norm() > 0
+    for gradient, metrics in results[1:]:
+        assert ((gradient - whole).norm() / whole.norm()).item() < 1e-6
+        for field in metrics.__slots__:
+            assert getattr(metrics, field) == pytest.approx(getattr(whole_metrics, field)), field
+
+
+def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
+    samples = make_samples(5)
+    plain, bonus = (
+        make_policy(torch.float64),
+        make_policy(torch.float64, algorithm={"entropy_coefficient": 0.3}),
+    )
+    accumulate_all(plain, [one_batch(samples)])
+    accumulate_all(bonus, [one_batch(samples)])
+    model, entropy = tiny_llama().double(), torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        positions = len(sample.prompt_ids) - 1 + np.flatnonzero(sample.mask)
+        entropy = entropy - (logprobs[positions].exp() * logprobs[positions]).sum()
+    entropy.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    difference = gradients_of(bonus) - gradients_of(plain)
+    # The model's norms compute in float32, where gradients do not add up exactly.
+    assert ((difference + 0.3 * expected).norm() / (0.3 * expected).norm()).item() < 1e-5
+
+
+class TestReference:
+    def logprobs(self, policy: TransformersPolicy, samples: list[Sample]) -> list[np.ndarray]:
+        found = [tokens.reference_logprobs for tokens in policy.prepare(samples)]
+        assert all(values is not None for values in found)
+        return found  # type: ignore[return-value]
+
+    def test_is_the_starting_model_and_stays_it(self):
+        samples = make_samples(6)
+        policy = make_policy(algorithm=FROZEN, optimizer={"lr": 0.1})
+        start = policy.logprobs(samples)
+        for _ in range(3):
+            train(policy, [one_batch(prepared(policy, samples))])
+        for values, expected in zip(self.logprobs(policy, samples), start, strict=True):
+            np.testing.assert_array_equal(values, expected)
+        assert not np.allclose(policy.logprobs(samples)[0], start[0], atol=1e-3)
+
+    def test_a_restart_finds_the_starting_model_again(self):
+        samples = make_samples(6)
+        policy = make_policy(algorithm=FROZEN, optimizer={"lr": 0.1})
+        start = self.logprobs(policy, samples)
+        train(policy, [one_batch(prepared(policy, samples))])
+        assert not any(name.startswith("reference.") for name in policy.state().tensors)
+        resumed = make_policy(algorithm=FROZEN)
+        resumed.load_state(policy.state())
+        for values, expected in zip(self.logprobs(resumed, samples), start, strict=True):
+            np.testing.assert_array_equal(values, expected)
+        assert resumed.digest() == policy.digest()
+
+    @pytest.mark.parametrize("mini_batches", [1, 2])
+    def test_an_updated_one_follows_every_so_many_steps_and_is_in_the_checkpoint(self, mini_batches):
+        samples = make_samples(6)
+        updated = {"reference": {"model": "updated", "every": 2}, "loss": "reinforce"}
+        settings = {"algorithm": updated, "optimizer": {"lr": 0.1}, "mini_batches": mini_batches}
+        policy = make_policy(**settings)
+        start = self.logprobs(policy, samples)
+        for number in range(2 * mini_batches):
+            for values, expected in zip(self.logprobs(policy, samples), start, strict=True):
+                np.testing.assert_array_equal(values, expected, err_msg=f"moved before update {number}")
+            train(policy, [one_batch(prepared(policy, samples))])
+        for values, expected in zip(self.logprobs(policy, samples), policy.logprobs(samples), strict=True):
+            np.testing.assert_array_equal(values, expected)
+        train(policy, [one_batch(prepared(policy, samples))])
+        resumed = make_policy(**settings)
+        resumed.load_state(policy.state())
+        for values, expected in zip(
+            self.logprobs(resumed, samples), self.logprobs(policy, samples), strict=True
+        ):
+            np.testing.assert_array_equal(values, expected)
+
+    def test_mixup_moves_it_part_of_the_way(self):
+        updated = {"reference": {"model": "updated", "every": 1, "mixup": 0.25}}
+        policy = make_policy(torch.float64, algorithm=updated, optimizer={"lr": 0.1})
+        start = {name: tensor.clone() for name, tensor in policy._reference.tensors().items()}
+        train(policy, [one_batch(prepared(policy, make_samples(6)))])
+        for name, parameter in policy._model.named_parameters():
+            expected = 0.75 * start[name] + 0.25 * parameter.detach()
+            torch.testing.assert_close(policy._reference.tensors()[name], expected)
+
+    def test_in_bfloat16_it_is_near(self):
+        samples = make_samples(6)
+        half = {"reference": {"model": "frozen", "dtype": "bfloat16"}}
+        for values, expected in zip(
+            self.logprobs(make_policy(algorithm=half), samples), make_policy().logprobs(samples), strict=True
+        ):
+            np.testing.assert_allclose(values, expected, atol=0.2)
+            assert values.dtype == np.float32
+
+    def test_it_is_scored_at_the_sampling_temperature(self):
+        samples = make_samples(6)
+        policy = make_policy(algorithm=FROZEN, temperature=1.6)
+        for values, expected in zip(
+            self.logprobs(policy, samples), policy.logprobs(samples, 1.6), strict=True
+        ):
+            np.testing.assert_array_equal(values, expected)
+
+
+PPO: dict[str, Any] = {"advantage": "gae", "value": {"head": True, "clip": None}}
+
+
+def with_returns(policy: TransformersPolicy, samples: list[Sample], target: float) -> list[Sample]:
+    values = [tokens.values for tokens in policy.prepare(samples)]
+    size = [np.full(len(sample.mask), target) for sample in samples]
+    return [
+        replace(s, values=v, returns=r, advantage=0.0) for s, v, r in zip(samples, values, size, strict=True)
+    ]
+
+
+class TestValueHead:
+    def values(self, policy: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
+        return np.concatenate([tokens.values for tokens in policy.prepare(samples)])
+
+    def test_starts_at_zero_and_learns_the_returns(self):
+        samples = make_samples(8)
+        policy = make_policy(algorithm=PPO, optimizer={"lr": 0.02}, steps=60)
+        assert not self.values(policy, samples).any()
+        for _ in range(60):
+            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        np.testing.assert_allclose(self.values(policy, samples), 0.7, atol=0.15)
+
+    def test_its_gradient_is_that_of_the_loss_written_out(self):
+        samples = make_samples(5)
+        policy = moved_policy(algorithm=PPO)
+        batch = with_returns(policy, samples, 0.7)
+        policy.accumulate(one_batch(batch))
+        head, model = policy._value_head.layer, policy._model
+        found = gradients_of(policy).clone()
+        policy.zero()
+        loss = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
+            hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+            positions = len(sample.prompt_ids) - 1 + np.flatnonzero(sample.mask)
+            loss = loss + 0.5 * 0.5 * (head(hidden[positions]).squeeze(-1) - 0.7).square().sum()
+        loss.backward()
+        torch.testing.assert_close(found, gradients_of(policy), rtol=1e-7, atol=1e-9)
+
+    def test_detached_it_leaves_the_policy_alone(self):
+        policy = make_policy(algorithm=PPO | {"value": {"head": True, "detach": True}})
+        batch = with_returns(policy, make_samples(5), 0.7)
+        policy.accumulate(one_batch(batch))
+        assert all(not p.grad.any() for p in policy._model.parameters() if p.grad is not None)
+        assert policy._value_head.layer.bias.grad.item() != 0
+
+    def test_has_a_learning_rate_of_its_own(self):
+        policy = make_policy(
+            algorithm=PPO | {"value": {"head": True, "lr": 0.5}},
+            optimizer={"lr": 0.1, "schedule": "linear"},
+            steps=2,
+        )
+        samples = make_samples(5)
+        for rate in (0.1, 0.05):
+            assert train(policy, [one_batch(with_returns(policy, samples, 0.7))]).lr == pytest.approx(rate)
+            rates = {round(group["lr"], 9) for group in policy._optimizer.param_groups}
+            assert rates == {rate, 5 * rate}
+
+    def test_is_in_checkpoint_and_digest_and_not_in_exported_weights(self):
+        samples = make_samples(5)
+        policy = make_policy(algorithm=PPO)
+        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        before = policy.digest()
+        resumed = make_policy(algorithm=PPO)
+        resumed.load_state(policy.state())
+        assert resumed.digest() == before
+        for one in (policy, resumed):
+            train(one, [one_batch(with_returns(one, samples, 0.7))])
+        assert resumed.digest() == policy.digest() != before
+        np.testing.assert_array_equal(self.values(resumed, samples), self.values(policy, samples))
+        assert not any("value" in name for name, _ in policy.named_parameters_for_export())
+        with torch.no_grad():
+            policy._value_head.layer.bias.add_(1.0)
+        assert policy.digest() != resumed.digest()
+
+    def test_a_checkpoint_without_one_is_refused_in_plain_words(self):
+        with pytest.raises(
+            ConfigError, match="resume with the model, the adapters, the value head and the reference"
+        ):
+            make_policy(algorithm=PPO).load_state(make_policy().state())
+
+    def test_values_are_those_of_the_held_weights(self):
+        samples = make_samples(5)
+        policy = make_policy(algorithm=PPO, optimizer={"lr": 0.1}, mini_batches=2)
+        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        start = self.values(policy, samples)
+        policy.hold_weights()
+        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        after = policy.digest()
+        np.testing.assert_array_equal(self.values(policy, samples), start)
+        assert policy.digest() == after
+        policy.release_weights()
+        assert not np.array_equal(self.values(policy, samples), start)
+
+
+def test_nothing_is_prepared_that_the_algorithm_has_no_use_for():
+    (tokens,) = make_policy().prepare(make_samples(1))
+    assert (tokens.proximal_logprobs, tokens.reference_logprobs, tokens.values) == (None, None, None)
+    (tokens,) = make_policy(mini_batches=2).prepare(make_samples(1))
+    assert tokens.proximal_logprobs is not None

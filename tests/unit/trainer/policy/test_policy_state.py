@@ -1,0 +1,164 @@
+"""Policies come and go as files: checkpoints that continue bit by bit, weights that load back, models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from common.errors import ConfigError
+from services.trainer.policy.policy import PolicyState
+from services.trainer.policy.transformers_policy import load_policy
+from services.trainer.weights.encode import export_tensors, save_model
+from tests.support.models import (
+    accumulate_all,
+    make_policy,
+    make_samples,
+    one_batch,
+    run_config,
+    tiny_llama,
+    tiny_model,
+    train,
+)
+
+
+def test_a_checkpoint_continues_bit_by_bit(tmp_path):
+    optimizer = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+    policy, samples = make_policy(optimizer=optimizer), make_samples(16)
+    for start in (0, 4):
+        train(policy, [one_batch(samples[start : start + 4])])
+    policy.save_state(tmp_path)
+    resumed = make_policy(seed=5, optimizer=optimizer)
+    accumulate_all(resumed, [one_batch(samples)])  # discarded by load_state
+    resumed.load_state(tmp_path)
+    assert resumed.digest() == policy.digest()
+    for start in (8, 12):
+        mine = train(policy, [one_batch(samples[start : start + 4])])
+        theirs = train(resumed, [one_batch(samples[start : start + 4])])
+        assert mine == theirs
+    assert resumed.digest() == policy.digest()
+
+
+def test_a_state_brings_the_random_generator_with_it():
+    policy = make_policy()
+    policy_state = policy.state()
+    expected = torch.rand(3)
+    policy.load_state(policy_state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_state_is_written_without_pickle_and_the_same_bytes_each_time(tmp_path):
+    policy = make_policy()
+    train(policy, [one_batch(make_samples(4))])
+    for name in ("a", "b"):
+        policy.save_state(tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == ["policy.json", "policy.safetensors"]
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
+    policy = make_policy()
+    before = policy.digest()
+    other = make_policy(model=tiny_llama(hidden_size=16))
+    with pytest.raises(ConfigError, match="do not fit the model"):
+        policy.load_state(other.state())
+    with pytest.raises(ConfigError, match="of policy 'simulated'"):
+        policy.load_state(PolicyState({}, {"policy": "simulated", "updates": 0}))
+    with pytest.raises(ConfigError, match="holds no state"):
+        policy.load_state(tmp_path)
+    assert policy.digest() == before
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_weights_load_back_equal(tmp_path, tie_word_embeddings, dtype):
+    model = tiny_llama(tie_word_embeddings=tie_word_embeddings)
+    model.save_pretrained(tmp_path / "start")
+    policy = make_policy(dtype, model=model)
+    train(policy, [one_batch(make_samples(6))])
+    (path,) = policy.save_weights(tmp_path / "start")
+    saved = load_file(path)
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
+    assert ("lm_head.weight" in saved) is not tie_word_embeddings
+    assert {name: tensor.shape for name, tensor in policy.named_parameters_for_export()} == {
+        name: tensor.shape for name, tensor in saved.items()
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=dtype)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[name].to(dtype)), name
+
+
+def test_weights_have_the_names_of_a_published_checkpoint(tmp_path):
+    # transformers fuses Mixtral's experts when it loads them; engines expect them one by one
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+    )
+    model = MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs")
+    (path,) = save_model(model, torch.float32, tmp_path / "ours")
+    ours, theirs = load_file(path), load_file(tmp_path / "theirs" / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in ours
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len(dict(model.named_parameters())) < len(dict(export_tensors(model, torch.float32)))
+
+
+def test_weights_of_one_version_are_the_same_bytes_each_time(tmp_path):
+    policy = make_policy()
+    (first,), (second,) = policy.save_weights(tmp_path / "a"), policy.save_weights(tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_policy_is_loaded_as_configured(tmp_path):
+    tiny_model(tmp_path, attention_dropout=0.3)
+    policy = load_policy(run_config(tmp_path, trainer={"device": "cpu"}))
+    # version 0 has the bytes of the folder, whatever is configured beside it
+    assert policy.digest() == make_policy().digest()
+    assert policy._model.config.attention_dropout == 0.0
+    samples = make_samples(4)
+    own = [
+        replace(sample, rollout_logprobs=logprobs)
+        for sample, logprobs in zip(samples, policy.logprobs(samples, 1.6), strict=True)
+    ]
+    metrics = policy.accumulate(one_batch(own))
+    assert metrics.mismatch_max < 1e-5  # rollout.sampling.temperature reached the loss
+    assert metrics.denominator == metrics.tokens
+
+
+def test_what_cannot_be_loaded_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path: cannot load a causal language model from .*nowhere"):
+        load_policy(run_config(tmp_path / "nowhere"))
+    tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.max_model_len: 4096 exceeds the model's context of 128"):
+        load_policy(run_config(tmp_path, model={"max_model_len": 4096}))
+    with pytest.raises(ConfigError, match=r"trainer\.device: 'gpu' is no device"):
+        load_policy(run_config(tmp_path, trainer={"device": "gpu"}))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees 0 GPUs"):
+            load_policy(run_config(tmp_path, trainer={"device": "cuda"}))
+
+
+def test_a_folder_that_lacks_weights_is_an_error_and_not_random_numbers(tmp_path):
+    tiny_model(tmp_path)
+    tiny_llama(num_hidden_layers=3).config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="lacks 9 of the model's weights"):
+        load_policy(run_config(tmp_path))
+
+
+def test_deterministic_mode_trains(tmp_path):
+    tiny_model(tmp_path)
+    try:
+        policy = load_policy(run_config(tmp_path, trainer={"deterministic": True}))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not train(policy, [one_batch(make_samples(6))]).skipped
+    finally:
+        torch.use_deterministic_algorithms(False)

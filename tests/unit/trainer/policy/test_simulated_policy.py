@@ -1,0 +1,72 @@
+"""The simulated policy: counts like a real one, and its digest proves what was trained."""
+
+import pytest
+
+from common.errors import ConfigError
+from services.trainer.policy.policy import Policy, PolicyState
+from services.trainer.policy.simulated_policy import SimulatedPolicy
+from tests.support.models import make_policy, make_samples, masked, one_batch, run_config, train
+
+
+@pytest.fixture
+def simulated() -> SimulatedPolicy:
+    return SimulatedPolicy(run_config("x"))
+
+
+def other_simulated() -> SimulatedPolicy:
+    return SimulatedPolicy(run_config("x"))
+
+
+def test_simulated_digests_prove_which_micro_batches_were_trained(simulated):
+    samples = make_samples(8)
+    first, second = one_batch(samples[:4]), one_batch(samples[4:])
+    digests = {simulated.digest()}
+    for batches in ([first, second], [second, first], [one_batch(samples)], [first], [first, first]):
+        policy = other_simulated()
+        train(policy, batches)
+        digests.add(policy.digest())
+    assert len(digests) == 6
+    same = other_simulated()
+    train(simulated, [first, second])
+    train(same, [first, second])
+    assert simulated.digest() == same.digest()
+
+
+def test_simulated_updates_without_samples_change_the_digest_too(simulated):
+    before = simulated.digest()
+    simulated.update(1.0)
+    assert simulated.digest() != before
+
+
+def test_simulated_state_continues_the_chain(simulated, tmp_path):
+    samples = make_samples(8)
+    train(simulated, [one_batch(samples[:4])])
+    simulated.save_state(tmp_path)
+    resumed = other_simulated()
+    resumed.accumulate(one_batch(samples))
+    resumed.load_state(tmp_path)
+    assert resumed.digest() == simulated.digest()
+    assert train(simulated, [one_batch(samples[4:])]) == train(resumed, [one_batch(samples[4:])])
+    assert resumed.digest() == simulated.digest()
+    with pytest.raises(ConfigError, match=r"trainer\.policy is simulated"):
+        resumed.load_state(PolicyState({}, {"policy": "transformers"}))
+
+
+def test_simulated_weights_differ_by_version(simulated, tmp_path):
+    (before,) = simulated.save_weights(tmp_path / "a")
+    simulated.update(1.0)
+    (after,) = simulated.save_weights(tmp_path / "b")
+    assert before.read_bytes() != after.read_bytes()
+    assert after.stat().st_size < 1000
+
+
+def test_simulated_metrics_count_as_the_real_ones(simulated):
+    samples = [*make_samples(5), masked(make_samples(1)[0])]
+    real, pretended = make_policy().accumulate(one_batch(samples)), simulated.accumulate(one_batch(samples))
+    for name in ("sequences", "tokens", "denominator"):
+        assert getattr(real, name) == getattr(pretended, name)
+
+
+def test_both_are_policies(simulated):
+    policies: list[Policy] = [simulated, make_policy()]
+    assert all(len(policy.digest()) == 32 for policy in policies)

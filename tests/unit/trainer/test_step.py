@@ -1,0 +1,347 @@
+"""Mini-batches trained as their groups arrive: the same as trained at once, and replayed bit by bit."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import RunConfig
+from common.redis.broker import Broker
+from common.streams import Entry
+from common.wire.keys import Keys
+from common.wire.messages import Commit
+from services.trainer.algorithm.advantages import Advantages
+from services.trainer.batch.precompute import Preparer
+from services.trainer.batch.stream_join import Intake
+from services.trainer.durable.commits import make_commit
+from services.trainer.groups.group_filter import CompleteGroup, Judge, TrainableGroup
+from services.trainer.groups.samples import PreparedTokens
+from services.trainer.policy.policy import Policy, PolicyThread
+from services.trainer.policy.transformers_policy import TransformersPolicy
+from services.trainer.step import StepResult, StepRunner
+from tests.support.models import PIECES, make_policy, one_batch, run_config
+from tests.support.training import make_context, make_score, outstanding
+from tests.support.trajectories import make_trajectory
+
+GROUPS, SIZE = 8, 2
+OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
+"""An epsilon of 1 makes AdamW's update nearly linear in the gradient: what differs there shows here."""
+
+
+def group_of(ticket: int) -> CompleteGroup:
+    """A group of completions of very unequal lengths, each with its score."""
+    rng = np.random.default_rng(ticket)
+    trajectories, scores = {}, {}
+    for index in range(SIZE):
+        count = int(rng.integers(1, 9))
+        trajectories[index] = make_trajectory(
+            ticket,
+            index,
+            group_size=SIZE,
+            prompt_ids=rng.integers(3, len(PIECES), 4).astype(np.int32),
+            completion_ids=rng.integers(3, len(PIECES), count).astype(np.int32),
+            logprobs=rng.normal(-3.0, 0.5, count).astype(np.float32),
+        )
+        scores[index] = make_score(ticket, index, float(rng.normal()))
+    return CompleteGroup(ticket, 0, trajectories, scores)
+
+
+class Arrivals:
+    """Stands where the collector does, and hands over groups in a given order and given portions.
+
+    `num_waiting`: of the groups that have not been handed over, how many have their trajectories already.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        preparer: Preparer,
+        order: Sequence[int],
+        portions: Sequence[int],
+        num_waiting: int,
+    ) -> None:
+        self.judge, self.preparer, self.num_waiting = judge, preparer, num_waiting
+        self.left = [group_of(ticket) for ticket in order]
+        self.portions = list(portions)
+        self.log: list[str] = []
+
+    async def take(self, step: int, places: int) -> list[TrainableGroup]:
+        self.log.append("take")
+        await self.prepare_waiting(step, 1)  # as a collector does while it waits
+        count = min(places, self.portions.pop(0) if self.portions else 1)
+        taken, self.left = self.left[:count], self.left[count:]
+        verdicts = [self.judge.judge(group, step) for group in taken]
+        return [verdict for verdict in verdicts if isinstance(verdict, TrainableGroup)]
+
+    async def prepare_waiting(self, step: int, places: int) -> bool:
+        for group in self.left[: self.num_waiting]:
+            if self.preparer.is_needed and not self.preparer.is_ready(group, step):
+                await self.preparer.prepare(group, step)
+                return True
+        return False
+
+
+def config_of(num_mini_batches: int, micro_batch_tokens: int = 64, **algorithm: Any) -> RunConfig:
+    return run_config(
+        "x",
+        trainer={
+            "groups_per_step": GROUPS,
+            "group_size": SIZE,
+            "mini_batches": num_mini_batches,
+            "micro_batch_tokens": micro_batch_tokens,
+            "optimizer": OPTIMIZER,
+            "algorithm": algorithm,
+        },
+        rollout={"sampling": {"max_tokens": 14, "temperature": 1.0}},
+    )
+
+
+def runner_of(config: RunConfig, policy: Policy) -> StepRunner:
+    context = make_context(Broker.__new__(Broker), Keys("unit"), config)
+    return StepRunner(context, policy, PolicyThread(), Judge(config))
+
+
+class RecordingPolicy:
+    """Notes the order of the calls to a policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls.append(name)
+            return getattr(self.policy, name)(*args)
+
+        return call
+
+
+def run_step(
+    config: RunConfig,
+    policy: Policy,
+    order: Sequence[int],
+    portions: Sequence[int] = (),
+    num_waiting: int = 0,
+) -> StepResult:
+    runner = runner_of(config, policy)
+    arrivals = Arrivals(runner.judge, runner.preparer, order, portions, num_waiting)
+    if isinstance(policy, RecordingPolicy):
+        arrivals.log = policy.calls
+    return asyncio.run(runner.run(0, arrivals))  # type: ignore[arg-type]
+
+
+def policy_of(config: RunConfig, dtype: torch.dtype = torch.float64) -> TransformersPolicy:
+    return make_policy(dtype, **config.trainer.model_dump(include={"optimizer", "algorithm", "mini_batches"}))
+
+
+def weights_of(policy: TransformersPolicy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for _, parameter in policy._parameters])
+
+
+def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
+    """What a step is: every mini-batch in one piece, all that it compares with from the start of the step."""
+    policy, judge, advantages = policy_of(config), Judge(config), Advantages(config)
+    mini_batches = []
+    for tickets in np.split(np.array(order), config.trainer.mini_batches):
+        groups = []
+        for ticket in tickets:
+            verdict = judge.judge(group_of(int(ticket)), 0)
+            assert isinstance(verdict, TrainableGroup)
+            prepared = policy.prepare(verdict.samples)
+            samples = [
+                replace(sample, **{name: getattr(tokens, name) for name in PreparedTokens.__slots__})
+                for sample, tokens in zip(verdict.samples, prepared, strict=True)
+            ]
+            groups.append(replace(verdict, samples=samples))
+        mini_batches.append([s for group in advantages.assign(groups) for s in group.samples])
+    for samples in mini_batches:
+        policy.update(policy.accumulate(one_batch(samples)).denominator)
+    return weights_of(policy)
+
+
+KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.1}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo rollout": {"old_logprobs": "rollout", "dual_clip": 2.0},
+    "gspo": {"preset": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    "cispo": {"preset": "cispo"},
+    "sapo": {"loss": "sapo", "old_logprobs": "rollout", "normalisation": "sequence"},
+    "rloo": {"preset": "rloo", **KL},
+    "dr_grpo": {"preset": "dr_grpo"},
+    "dapo": {"preset": "dapo", "filter_zero_variance": False},
+    "reinforce_plus_plus": {"preset": "reinforce_plus_plus", **KL},
+    "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "loss": "reinforce"},
+    "gae": {"preset": "ppo", **KL},
+    "gae alone": {"preset": "ppo", "value": {"whiten": False, "detach": True}},
+    "pass_at_k": {"advantage": "pass_at_k", "pass_k": 1},
+    "kl and entropy": {
+        "reference": {"model": "updated", "every": 1},
+        "kl": {"place": "loss", "coefficient": 0.5},
+        "entropy_coefficient": 0.1,
+    },
+    "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
+}
+
+PORTIONS = st.lists(st.integers(1, GROUPS), max_size=GROUPS)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    order=st.permutations(range(GROUPS)),
+    portions=PORTIONS,
+    num_mini_batches=st.sampled_from([1, 2, 4]),
+    micro_batch_tokens=st.integers(16, 400),
+    num_waiting=st.integers(0, GROUPS),
+    old_logprobs=st.sampled_from(["recompute", "rollout"]),
+)
+def test_mini_batches_trained_as_groups_arrive_equal_those_trained_at_once(
+    order, portions, num_mini_batches, micro_batch_tokens, num_waiting, old_logprobs
+):
+    config = config_of(num_mini_batches, micro_batch_tokens, old_logprobs=old_logprobs)
+    policy = policy_of(config)
+    before = weights_of(policy)
+    run_step(config, policy, order, portions, num_waiting)
+    expected = train_whole(config, order)
+    distance = (weights_of(policy) - expected).norm() / (expected - before).norm()
+    assert distance.item() < 1e-6
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 4])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_gives_the_same_step_however_its_groups_arrive(name, num_mini_batches):
+    config = config_of(num_mini_batches, **ALGORITHMS[name])
+    rng = np.random.default_rng(num_mini_batches)
+    for micro_batch_tokens in (16, 100):
+        order = rng.permutation(GROUPS).tolist()
+        portions = rng.integers(1, GROUPS, 4).tolist()
+        policy = policy_of(config)
+        before = weights_of(policy)
+        run_step(
+            config_of(num_mini_batches, micro_batch_tokens, **ALGORITHMS[name]), policy, order, portions, 3
+        )
+        expected = train_whole(config, order)
+        assert ((weights_of(policy) - expected).norm() / (expected - before).norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_replayed_bit_by_bit(name):
+    config = config_of(2, **ALGORITHMS[name])
+    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    commit = commit_of(run_step(config, live, [5, 2, 7, 0, 1, 6, 3, 4], [3, 4], num_waiting=2))
+    groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
+    asyncio.run(runner_of(config, replayed).replay(commit, groups))
+    assert live.digest() == replayed.digest() != policy_of(config, torch.float32).digest()
+
+
+def test_with_one_update_the_order_of_arrival_does_not_matter():
+    config = config_of(1)
+    results = []
+    for order in (range(GROUPS), range(GROUPS - 1, -1, -1)):
+        policy = policy_of(config)
+        run_step(config, policy, order, [3, 1, 2])
+        results.append(weights_of(policy))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
+
+
+def commit_of(result: StepResult) -> Commit:
+    commit = make_commit(0, result, [], {}, "", 0.0)
+    return Commit.model_validate_json(commit.model_dump_json())
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    order=st.permutations(range(GROUPS)),
+    portions=PORTIONS,
+    num_mini_batches=st.sampled_from([1, 2, 4, 8]),
+    num_waiting=st.integers(0, GROUPS),
+)
+def test_replaying_the_commit_gives_the_same_bits_whatever_was_prepared_when(
+    order, portions, num_mini_batches, num_waiting
+):
+    config = config_of(num_mini_batches)
+    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    commit = commit_of(run_step(config, live, order, portions, num_waiting))
+    groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
+    asyncio.run(runner_of(config, replayed).replay(commit, groups))
+    assert len(commit.mini_batches) == num_mini_batches
+    assert live.digest() == replayed.digest()
+
+
+def test_a_mini_batch_is_the_next_groups_to_arrive():
+    config = config_of(4)
+    commit = commit_of(run_step(config, policy_of(config), [5, 2, 7, 0, 1, 6, 3, 4], [3, 4]))
+    tickets = [sorted({ticket for micro in mini for ticket, _ in micro}) for mini in commit.mini_batches]
+    assert tickets == [[2, 5], [0, 7], [1, 6], [3, 4]]
+    assert commit.groups == (5, 2, 7, 0, 1, 6, 3, 4)
+
+
+def calls_of(config: RunConfig, **arrivals: Any) -> list[str]:
+    policy = RecordingPolicy(policy_of(config))
+    run_step(config, policy, range(GROUPS), **arrivals)  # type: ignore[arg-type]
+    return policy.calls
+
+
+def test_each_mini_batch_updates_as_soon_as_its_own_groups_are_in():
+    calls = calls_of(config_of(2, 400, old_logprobs="rollout"), portions=[4, 2, 2])
+    assert calls == [
+        *("take", "accumulate", "update"),
+        *("take", "take", "accumulate", "update"),
+        "release_weights",
+    ]
+
+
+def test_nothing_is_computed_twice_with_one_update_a_step():
+    assert set(calls_of(config_of(1))) == {"take", "accumulate", "update", "release_weights"}
+
+
+def test_weights_are_held_only_for_groups_that_have_not_arrived_before_the_first_update():
+    assert "hold_weights" in calls_of(config_of(2), portions=[4])
+    assert "hold_weights" not in calls_of(config_of(2), portions=[8])
+
+
+def test_what_waits_for_its_score_is_prepared_before_the_weights_move():
+    calls = calls_of(config_of(2, 400), portions=[4, 4], num_waiting=GROUPS)
+    assert "prepare" not in calls[calls.index("update") :]
+
+
+def test_the_ratio_after_the_first_update_is_against_the_start_of_the_step():
+    """Broken, the importance weights of later mini-batches would be against the moved weights."""
+    config = config_of(2, 400)
+    result = run_step(config, policy_of(config), range(GROUPS), [4, 4])
+    first, second = result.mini_batches
+    prepared = [s.proximal_logprobs for batch in second.micro_batches for s in batch.samples]
+    assert all(values is not None for values in prepared)
+    assert all(s.proximal_logprobs is None for batch in first.micro_batches for s in batch.samples)
+    fresh = policy_of(config)
+    samples = [s for batch in second.micro_batches for s in batch.samples]
+    for values, expected in zip(prepared, fresh.logprobs(samples), strict=True):
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+
+
+async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
+    """After Redis has lost its tail, other tokens may arrive under the same key."""
+    config = config_of(2)
+    runner = runner_of(config, policy_of(config))
+    intake = Intake(Broker.__new__(Broker), Keys("unit"), SIZE)
+    intake.expect(outstanding(0))
+    for index, trajectory in group_of(0).trajectories.items():
+        intake.groups[0].trajectories[index] = Entry(f"{index + 1}-0", trajectory)
+    assert await runner.preparer.prepare_waiting(intake.groups.values(), 0, 1)
+    assert not await runner.preparer.prepare_waiting(intake.groups.values(), 0, 1), "prepared once"
+    assert intake.groups[0].prepared is not None
+    intake.reread()
+    assert intake.groups[0].prepared is None
+
+
+async def test_what_was_prepared_for_a_step_is_not_used_for_another():
+    config = config_of(2)
+    runner = runner_of(config, policy_of(config))
+    group = group_of(0)
+    await runner.preparer.prepare(group, 0)
+    assert runner.preparer.is_ready(group, 0)
+    assert not runner.preparer.is_ready(group, 1)
