@@ -1,4 +1,4 @@
-"""The runbook: paragraphs of docs/operations.md that panels and alerts refer to, by their headings.
+"""The runbook: paragraphs of docs/operations/runbook.md that panels and alerts refer to, by their headings.
 
 Headings become anchors as GitHub makes them, so one name serves the file, the alerts and Grafana.
 """
@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-OPERATIONS = REPO / "docs" / "operations.md"
+RUNBOOK = REPO / "docs" / "operations" / "runbook.md"
 RUNBOOK_UID = "tidemill-runbook"
 RUNBOOK_TITLE = "Runbook"
-SECTIONS = ("Dashboards", "Alerts: what to do")
-"""Sections of docs/operations.md; each heading below one of them begins a paragraph."""
 
 _HEADING = re.compile(r"^(#+) +(.+?) *$")
-_LINK = re.compile(r"\[([^]]+)\]\((#[^)]+)\)")
+_LINK = re.compile(r"\[([^]]+)\]\(([^):]*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +31,13 @@ class Paragraph:
         return anchor_of(self.heading)
 
     def linked(self, others: Sequence["Paragraph"]) -> str:
-        """The text with links to paragraphs leading to their panels; other links would lead nowhere."""
+        """The text with links to paragraphs leading to their panels; of other pages it gives the file."""
         urls = {f"#{other.anchor}": paragraph_url(other.panel_id) for other in others}
 
         def replaced(link: re.Match[str]) -> str:
             url = urls.get(link[2])
-            return f"[{link[1]}]({url})" if url else f"{link[1]} (docs/operations.md)"
+            page = (RUNBOOK.parent / link[2].partition("#")[0]).resolve()
+            return f"[{link[1]}]({url})" if url else f"{link[1]} ({page.relative_to(REPO)})"
 
         return _LINK.sub(replaced, self.body)
 
@@ -53,21 +52,18 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def read_runbook(path: Path = OPERATIONS) -> tuple[Paragraph, ...]:
-    """All paragraphs, in the order of the file."""
+def read_runbook(path: Path = RUNBOOK) -> tuple[Paragraph, ...]:
+    """All paragraphs, in the order of the file; each begins with a heading of the third level."""
     found: list[tuple[str, list[str]]] = []
-    is_inside, level = False, 0
+    is_inside = False
     for line in path.read_text(encoding="utf-8").splitlines():
         heading = _HEADING.match(line)
-        if heading is None:
-            if is_inside and found:
-                found[-1][1].append(line)
-        elif heading[2] in SECTIONS:
-            is_inside, level = True, len(heading[1])
-        elif is_inside and len(heading[1]) <= level:
-            is_inside = False
+        if heading:
+            is_inside = len(heading[1]) == 3
+            if is_inside:
+                found.append((heading[2], []))
         elif is_inside:
-            found.append((heading[2], []))
+            found[-1][1].append(line)
     return tuple(
         Paragraph(heading, "\n".join(lines).strip() + "\n", number)
         for number, (heading, lines) in enumerate(found, start=1)

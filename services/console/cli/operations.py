@@ -50,7 +50,7 @@ def plan(
     """Say how many workers, how much memory and disk a run needs, from the times of its stages.
 
     The times are those of the newest run with this config, unless told otherwise. The formulas are in
-    docs/operations.md, "Sizing"; each is shown with its numbers.
+    docs/operations/sizing.md; each is shown with its numbers.
     """
     from services.console.plan.plan import PlanOptions
     from services.console.plan.plan import plan as print_plan

@@ -1,4 +1,4 @@
-"""How many workers, how much memory and disk a run needs: the formulas of docs/operations.md, "Sizing".
+"""How many workers, how much memory and disk a run needs: the formulas of docs/operations/sizing.md.
 
 T is the time of a step that a stage needs with n workers, in seconds:
 

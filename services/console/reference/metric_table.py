@@ -18,7 +18,7 @@ HEADING = "## Prometheus: every metric"
 PREAMBLE = f"""{HEADING}
 
 These tables are generated: `python -m services.console.reference.metric_table docs/metrics.md`. How to scrape them is
-in [operations.md](operations.md#metrics). Each process also exports `process_*` and `python_*`: its processor
+in [Monitoring](operations/monitoring.md#metrics). Each process also exports `process_*` and `python_*`: its processor
 time, memory, open files and start. Counters and histograms count since the process's start: sum their rates.
 """
 OF_PROCESSES = "### Of each process, on its own /metrics"

@@ -146,7 +146,7 @@ WAITS = {
     "time/wait_trajectories_s": "generation: add rollout workers or GPUs, or shorten max_tokens",
     "time/wait_scores_s": "scores: add reward workers (they may join now), raise their concurrency, or give "
     "slow judges replicas",
-    "time/wait_redis_s": "Redis: look at its load and at the network to it; see Sizing in docs/operations.md",
+    "time/wait_redis_s": "Redis: look at its load and at the network to it; see docs/operations/sizing.md",
     "time/wait_evaluation_s": "evaluation: evaluate less often, on fewer prompts or samples",
 }
 

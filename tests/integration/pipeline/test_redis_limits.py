@@ -162,7 +162,7 @@ async def test_memory_is_flat_over_a_long_run(tmp_path: Path) -> None:
         late = [value for version, value in bytes_at if version >= steps // 2]
         assert len(early) >= 8 and len(late) >= 8
         assert median(late) < 1.2 * median(early), (median(early), median(late))
-        assert commit_bytes / steps < 4000, "a commit has grown: correct docs/operations.md"
+        assert commit_bytes / steps < 4000, "a commit has grown: correct docs/operations/redis.md"
 
 
 def memory_of_run(client: redis.Redis, run: ServiceRun) -> int:
