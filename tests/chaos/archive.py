@@ -56,6 +56,15 @@ class StreamCopy(Generic[M]):
             if id_order(entry_id) > last or (id_order(entry_id) >= first and entry_id not in present):
                 self.lost[entry_id] = self.entries.pop(entry_id)
         self._take(found)
+        for entry_id, message in list(self.lost.items()):
+            if self.entries.get(entry_id) == message:  # nobody had copied it yet, and it was not lost
+                del self.lost[entry_id]
+
+    async def look_into(self, dead: Broker) -> None:
+        """Learn from a server that died what nobody had copied of it: it may be gone for good."""
+        for entry in await read_range(dead, self.key, self.message_type):
+            if isinstance(entry, Entry) and self.entries.get(entry.entry_id) != entry.message:
+                self.lost[entry.entry_id] = entry.message
 
     def take_news(self) -> list[tuple[str, M]]:
         """Each copied entry once."""
@@ -117,6 +126,12 @@ class Archive:
         async with self._lock:
             for copy in self._copies():
                 await copy.compare(self.broker)
+
+    async def look_into(self, dead: Broker) -> None:
+        """Before `compare`: learn what the dead server held, its last entries included."""
+        async with self._lock:
+            for copy in self._copies():
+                await copy.look_into(dead)
 
     def _copies(self) -> list[StreamCopy[Any]]:
         return [

@@ -146,6 +146,8 @@ class Driver:
             event.note = f"{num_bytes:,} bytes of Redis's file gone"
         if kind is not Kind.POWER:  # then the next commit tells
             event.loaded_s = event.recovered_s = time.time() - event.died_at
+        async with self.fleet.redis.before_the_loss() as dead:
+            await self.archive.look_into(dead)
         await self.archive.compare()
 
     async def _victims(self, role: str) -> list[str]:

@@ -13,10 +13,13 @@ import shutil
 import tempfile
 import time
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import redis
 
+from common.redis.broker import Broker
 from common.redis.embedded import EmbeddedRedis
 from tests.support.servers import free_port
 from tests.support.waiting import wait_until
@@ -38,6 +41,8 @@ class MortalRedis:
         """When the append-only file had which size, over the last window."""
         self._sampler: asyncio.Task[None] | None = None
         self.server, self.port = self._next_server()
+        self._before: Path | None = None
+        """The data of the server that died last, as they were before any were lost."""
 
     @property
     def url(self) -> str:
@@ -68,6 +73,8 @@ class MortalRedis:
 
     def lose_tail(self, rng: random.Random) -> int:
         """Cut the file of a killed server within its last window; returns how many bytes went."""
+        self._before = self.folder / f"before-{time.monotonic_ns()}"
+        shutil.copytree(self.server.data_dir, self._before)
         path = _append_only_file(self.server.data_dir)
         size = path.stat().st_size
         durable = next((known for _, of, known in self._sizes if of == path), size)
@@ -91,7 +98,23 @@ class MortalRedis:
         died_at = time.time()
         self._take_charge()
         await asyncio.to_thread(master.stop)
+        self._before = master.data_dir
         return died_at
+
+    @asynccontextmanager
+    async def before_the_loss(self) -> AsyncIterator[Broker]:
+        """The server as it was when it died: what it had answered is in its file, whatever was lost then."""
+        assert self._before is not None, "nothing was lost yet"
+        server = EmbeddedRedis(self._before)
+        await asyncio.to_thread(server.start)
+        try:
+            broker = await Broker.connect(server.url)
+            yield broker
+            await broker.close()
+        finally:
+            server.kill()
+            await asyncio.to_thread(server.stop)
+            shutil.rmtree(self._before, ignore_errors=True)
 
     @property
     def _address(self) -> Path:

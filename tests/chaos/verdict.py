@@ -26,6 +26,8 @@ class Verdict:
     lost: int = 0
     duplicated: int = 0
     violations: int = 0
+    violating: list[str] = field(default_factory=list)
+    """Each violation in words."""
     dead: int = 0
     max_staleness: int = 0
     gaps: list[int] = field(default_factory=list)
@@ -56,7 +58,12 @@ def judge(archive: Archive, group_size: int, max_staleness: int) -> Verdict:
     for commit in commits:
         for key in commit.trained_keys:
             staleness = [_staleness(record, commit.step) for record in records.get(key, [])]
-            verdict.violations += not any(0 <= found <= max_staleness for found in staleness)
+            if not any(0 <= found <= max_staleness for found in staleness):
+                verdict.violations += 1
+                spans = [record.spans for record in records.get(key, [])]
+                verdict.violating.append(
+                    f"step {commit.step} trained {key} with versions {spans or 'unseen'}"
+                )
             verdict.max_staleness = max(verdict.max_staleness, *staleness, 0)
     return verdict
 
