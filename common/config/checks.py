@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from common.config import RewardConfig
 from common.config.algorithm import AlgorithmConfig, is_users_own
 from common.errors import ConfigError
-from common.process.programs import run_own
+from common.process.programs import Program, run_own
 from common.run.dataset import Row
 
-CHECK_MODULE = "services.trainer.check"
 CHECK_TIMEOUT_S = 180.0
 """Importing torch on a busy machine takes its time."""
 
@@ -26,7 +25,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     """
     if not (is_users_own(algorithm.advantage) or is_users_own(algorithm.loss)):
         return
-    command = run_own(CHECK_MODULE, algorithm.model_dump_json())
+    command = run_own(Program.TRAINER_CHECK, algorithm.model_dump_json())
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -57,7 +56,6 @@ def check_loggers(names: Sequence[str]) -> None:
         )
 
 
-REWARD_CHECK = "services.reward.check"
 REWARD_CHECK_TIMEOUT_S = 120.0
 CALLED, READS = "tidemill-called: ", "tidemill-reads: "
 """Begin the lines of the check's output that tell of a call, and of what is read; a user's module may print
@@ -83,7 +81,7 @@ def check_reward(config: RewardConfig, row: Row | None = None, calls: bool = Fal
     Raises:
         ConfigError: it cannot be imported, or does not take what it will be given.
     """
-    command = run_own(REWARD_CHECK, config.model_dump_json())
+    command = run_own(Program.REWARD_CHECK, config.model_dump_json())
     if row is not None:
         names = ("prompt", "data_source", "ground_truth", "extra")
         command.append(json.dumps({name: getattr(row, name) for name in names}, default=str))

@@ -1,13 +1,13 @@
-"""How a process of this project starts another one: by the module that this project has, and no other.
+"""What a process of this project starts of another service, and how: the one place that names their modules.
 
-`python -m NAME` looks into the working directory first, where the user's folders are: one that is called
-`services` or `common` would take the place of ours.
+Services do not import each other, so these names are strings; a test finds every one of them.
 """
 
 import asyncio
 import signal
 import sys
 from collections.abc import Coroutine
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +15,53 @@ ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds `common` and `services`."""
 
 
-def run_own(module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our modules."""
+class Program(StrEnum):
+    """Modules to run with `python -m`."""
+
+    TRAINER = "services.trainer"
+    ROLLOUT = "services.rollout"
+    REWARD = "services.reward"
+    TRAINER_CHECK = "services.trainer.check"
+    """Loads and tries a user's own advantage and loss."""
+    REWARD_CHECK = "services.reward.check"
+    """Loads every reward, and calls those that are functions."""
+    TRAINER_RANK = "services.trainer.policy.fsdp.rank_main"
+    """Every rank of a trainer but the first."""
+    REPLAY = "services.trainer.replay"
+    REPLICA = "services.reward.replica"
+    """A server of a judge or reward model, and the process that looks after it."""
+    MODEL_SERVER = "services.reward.model_server"
+    JOBS = "services.jobs"
+    """A worker for archiving and exports."""
+    ARCHIVE = "services.jobs.archive"
+    EXPORT = "services.jobs.export"
+    SANDBOX = "services.jobs.sandbox"
+    SANDBOX_QUEUE = "services.jobs.sandbox.rq_worker"
+    SANDBOX_CHECK = "services.jobs.sandbox.check"
+    EXPORTER = "services.console.exporter"
+
+
+class JobFunction(StrEnum):
+    """Functions that RQ jobs ask for. A worker looks them up in a table of its own, never by import."""
+
+    ARCHIVE = "services.jobs.archive.archive"
+    EXPORT = "services.jobs.export.export"
+    RUN_CODE = "services.jobs.sandbox.job.run_code"
+
+
+VLLM_EXTENSION = "services.rollout.engines.vllm_worker_extension.WeightLoader"
+"""The class that vLLM loads by name in its own worker processes."""
+
+
+def run_own(program: Program, *arguments: str) -> list[str]:
+    """The command line that runs one of our modules.
+
+    `python -m NAME` looks into the working directory first, where a user's folder may be called `services`;
+    `-P` keeps it from doing so.
+    """
     # From our own folder nothing else can be meant, and it may be what makes the modules importable.
     safe = [] if _is_own_folder() else ["-P"]
-    return [sys.executable, *safe, "-m", module, *arguments]
+    return [sys.executable, *safe, "-m", program.value, *arguments]
 
 
 def import_from_here() -> None:

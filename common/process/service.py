@@ -34,7 +34,7 @@ from common.process.heartbeats import (
     remove_heartbeat,
 )
 from common.process.http_endpoint import HttpEndpoint
-from common.process.programs import run_main
+from common.process.programs import Program, run_main
 from common.process.stand_in import StandIn
 from common.redis.broker import Broker, redis_url
 from common.redis.client import make_client
@@ -142,7 +142,7 @@ def run_service(
     load: Callable[[], ServiceMain],
     port_of: Callable[[RunConfig], int],
     *,
-    module: str = "",
+    program: Program | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
 ) -> int:
     """Run one service process to its end; returns the exit code.
@@ -153,7 +153,7 @@ def run_service(
     """
     # Services share a machine's cores: threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    parser = _parser(role, module or f"services.{role}", describe)
+    parser = _parser(role, program or Program(f"services.{role}"), describe)
     add_arguments(parser)
     options = parser.parse_args()
     configure_logs(role, options.name)
@@ -167,9 +167,9 @@ def run_service(
         return cause.exit_code
 
 
-def _parser(role: str, module: str, describe: str) -> argparse.ArgumentParser:
+def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=f"python -m {program}",
         description=describe,
         epilog="Addresses and secrets come from the environment: TIDEMILL_REDIS_URL (and _USERNAME, "
         "_PASSWORD, _CA), TIDEMILL_RUNS_DIR. Everything else is the run's config, read from Redis.",

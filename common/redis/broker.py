@@ -8,6 +8,7 @@ be safe to repeat; `common.streams` sees to that.
 
 import asyncio
 import errno
+import hashlib
 import os
 import random
 import re
@@ -47,6 +48,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
 STOP_PATIENCE_S = 5.0
 
 T = TypeVar("T")
+
+_SCRIPTS = resources.files(__package__) / "lua"
 
 _PASSING = (
     redis_errors.ConnectionError,
@@ -300,16 +303,13 @@ async def _answered(send: Callable[[], Awaitable[T]]) -> T:
 
 @cache
 def _script_names() -> list[str]:
-    files = resources.files("common.redis.lua").iterdir()
-    return sorted(file.name.removesuffix(".lua") for file in files if file.name.endswith(".lua"))
+    return sorted(file.name.removesuffix(".lua") for file in _SCRIPTS.iterdir() if file.name.endswith(".lua"))
 
 
 @cache
 def _script(name: str) -> tuple[str, str]:
     """Source and SHA1 of a script."""
-    import hashlib
-
-    source = resources.files("common.redis.lua").joinpath(f"{name}.lua").read_text(encoding="utf-8")
+    source = _SCRIPTS.joinpath(f"{name}.lua").read_text(encoding="utf-8")
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 

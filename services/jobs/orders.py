@@ -9,10 +9,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints, validate_call
 
 from common.history.selection import StreamName
+from common.process.programs import JobFunction
 from services.jobs.known_job import Functions
 
-ARCHIVE, EXPORT = "services.jobs.archive.archive", "services.jobs.export.export"
-"""As they are asked for."""
 EntryId = Annotated[str, StringConstraints(pattern=r"^(\d{1,20}(-\d{1,20})?|\+)$")]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Version = Annotated[str, StringConstraints(pattern=r"^(best|last|\d{1,18})$")]
@@ -55,7 +54,7 @@ def orders_of(run_id: str) -> Functions:
 
         return export.export(run_dir, model, dtype, version, output)
 
-    return {ARCHIVE: archive, EXPORT: export}
+    return {JobFunction.ARCHIVE: archive, JobFunction.EXPORT: export}
 
 
 def _absolute(value: str) -> str:

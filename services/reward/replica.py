@@ -8,6 +8,7 @@ on any machine that reaches Redis, while the run goes on.
 import argparse
 import sys
 
+from common.process.programs import Program
 from common.process.service import ServiceMain, run_service
 
 
@@ -18,7 +19,7 @@ def main() -> int:
         "Serves one replica of a judge or reward model to a run. What follows `--` goes to the server.",
         _load,
         lambda _: 0,
-        module="services.reward.replica",
+        program=Program.REPLICA,
         add_arguments=_add_arguments,
     )
 

@@ -14,14 +14,13 @@ from common.config import RunConfig, load_config
 from common.config.checks import check_algorithm, check_loggers, check_reward
 from common.errors import TidemillError
 from common.process.gpu_sharing import count_gpus
-from common.process.programs import run_main, run_own
+from common.process.programs import Program, run_main, run_own
 from common.process.vllm_machine import check_machine
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
 from common.run.dataset import Row, read_dataset
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 
-SANDBOX_CHECK = "services.jobs.sandbox.check"
 SANDBOX_TIMEOUT_S = 120.0
 
 
@@ -153,7 +152,7 @@ def _try_sandboxes(findings: Findings) -> None:
     for name, reward in findings.config.reward.named.items():
         if reward.sandbox is None or not reward.sandbox.workers:
             continue
-        command = run_own(SANDBOX_CHECK, reward.sandbox.model_dump_json())
+        command = run_own(Program.SANDBOX_CHECK, reward.sandbox.model_dump_json())
         result = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S)
         if result.returncode:
             raise PreflightError(f"reward {name}: {result.stderr.strip()}")

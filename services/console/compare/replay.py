@@ -16,13 +16,12 @@ from typing import IO, Any
 from rich.console import Console
 
 from common.errors import ConfigError, TidemillError
-from common.process.programs import run_main, run_own
+from common.process.programs import Program, run_main, run_own
 from common.redis.client import URL_VARIABLE
 from services.console.compare.replay_view import ReplayProgress, print_result
 from services.console.records.values import jsonable
 from services.console.run.history import RunAccess, open_history
 
-MODULE = "services.trainer.replay"
 MAX_STEPS = 10_000
 LINE_BYTES = 64 << 20
 """Longest line that is read from the process."""
@@ -97,7 +96,7 @@ async def _replay(options: ReplayOptions, steps: list[int], is_quiet: bool) -> l
 
 
 def _command(options: ReplayOptions, access: RunAccess, steps: list[int]) -> list[str]:
-    command = run_own(MODULE, "--run", access.run_id, "--run-dir", str(access.folder.path))
+    command = run_own(Program.REPLAY, "--run", access.run_id, "--run-dir", str(access.folder.path))
     command += ["--steps", ",".join(map(str, steps))]
     command += [part for override in options.overrides for part in ("--set", override)]
     if options.to_torch:

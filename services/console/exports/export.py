@@ -15,14 +15,11 @@ from rq.serializers import JSONSerializer
 
 from common.config import RunConfig, load_recorded
 from common.errors import ConfigError, TidemillError
-from common.process.programs import run_own
+from common.process.programs import JobFunction, Program, run_own
 from common.redis.client import make_blocking_client
 from common.wire.keys import Keys
 from services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
 
-FUNCTION = "services.jobs.export.export"
-"""By name: services never import each other."""
-MODULE = "services.jobs.export"
 JOB_TIMEOUT_S = 3600
 POLL_S = 0.2
 
@@ -77,7 +74,7 @@ def _queue_with_worker(folder: RunFolder) -> Queue | None:
 
 
 def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, str]) -> dict[str, Any]:
-    job = queue.enqueue_call(FUNCTION, kwargs=arguments, job_id=job_id, timeout=JOB_TIMEOUT_S)
+    job = queue.enqueue_call(JobFunction.EXPORT, kwargs=arguments, job_id=job_id, timeout=JOB_TIMEOUT_S)
     while (status := job.get_status(refresh=True)) not in (JobStatus.FINISHED, JobStatus.FAILED):
         if status in (JobStatus.STOPPED, JobStatus.CANCELED, None):
             raise TidemillError(f"the export was {status}; try again with --now")
@@ -90,7 +87,7 @@ def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, str]) -> dict
 
 
 def _export_here(arguments: dict[str, str]) -> dict[str, Any]:
-    command = run_own(MODULE, arguments["run_dir"])
+    command = run_own(Program.EXPORT, arguments["run_dir"])
     for name in ("model", "dtype", "version", "output"):
         command += [f"--{name}", arguments[name]]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.config import RunConfig
 from common.config.reward_kinds import RewardModelConfig
-from common.process.programs import run_own
+from common.process.programs import Program, run_own
 from common.redis.broker import WAIT_VARIABLE
 from common.redis.client import URL_VARIABLE
 from common.run.state import RUNS_DIR_VARIABLE
@@ -92,7 +92,7 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
 
 def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:
     """The exporter of the whole run, where one is wanted."""
-    command = run_own("services.console.exporter", config.run_id, "--port", str(port))
+    command = run_own(Program.EXPORTER, config.run_id, "--port", str(port))
     return ServiceSpec("exporter", "exporter", tuple(command))
 
 
@@ -104,7 +104,7 @@ def metrics_ports(specs: Sequence[ServiceSpec]) -> dict[str, int]:
 
 def _spec(config: RunConfig, role: str, index: int, port: int, threads: int) -> ServiceSpec:
     name = role if role == "trainer" else f"{role}-{index}"
-    command = run_own(f"services.{role}", "--run", config.run_id, "--name", name)
+    command = run_own(Program[role.upper()], "--run", config.run_id, "--name", name)
     # Workers of one machine cannot share a port: they take it and those that follow.
     command += ["--metrics-port", str(port + index if port else 0)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -125,20 +125,20 @@ def _num_sandboxes(config: RunConfig) -> int:
 def _sandbox_spec(config: RunConfig, index: int) -> ServiceSpec:
     """A worker that runs code, with one thread: its jobs start processes of their own."""
     name = f"sandbox-{index}"
-    command = run_own("services.jobs.sandbox", "--run", config.run_id, "--name", name)
+    command = run_own(Program.SANDBOX, "--run", config.run_id, "--name", name)
     return ServiceSpec(name, "sandbox", tuple(command), {"OMP_NUM_THREADS": "1"})
 
 
 def _jobs_spec(config: RunConfig) -> ServiceSpec:
     """A worker for what nothing waits for: archiving, exports. It gives way to everybody else."""
-    command = run_own("services.jobs", config.run_id)
+    command = run_own(Program.JOBS, config.run_id)
     return ServiceSpec("jobs", "jobs", tuple(command), {"OMP_NUM_THREADS": "1"}, is_optional=True)
 
 
 def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:
     """A server of a judge or a reward model, in the care of a process that knows the run."""
     name = f"replica-{reward}-{index}"
-    command = run_own("services.reward.replica", "--run", config.run_id, "--name", name)
+    command = run_own(Program.REPLICA, "--run", config.run_id, "--name", name)
     env = replica_gpus(config, config.reward.named[reward].model, index)
     return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)), env)
 

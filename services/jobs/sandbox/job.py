@@ -13,6 +13,7 @@ from pydantic import AfterValidator, validate_call
 from rq import get_current_job
 
 from common.config.reward_kinds import SandboxConfig
+from common.process.programs import JobFunction
 from common.wire.keys import Keys
 from services.jobs.known_job import Functions
 from services.jobs.sandbox.programs import TestsError, make_cases
@@ -20,8 +21,6 @@ from services.jobs.sandbox.runner import SandboxError, run_cases
 
 MAX_SHOWN_CHARS = 500
 BOUNDED = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb")
-RUN_CODE = "services.jobs.sandbox.job.run_code"
-"""As it is asked for."""
 
 
 def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
@@ -46,7 +45,7 @@ def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
         result = judge(code, tests, within(config, configs))
         job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=config.result_ttl_s)
 
-    return {RUN_CODE: run_code}
+    return {JobFunction.RUN_CODE: run_code}
 
 
 def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:

@@ -9,7 +9,7 @@ import structlog
 from prometheus_client import REGISTRY
 
 from common.errors import ConfigError, TidemillError
-from common.process.programs import run_own
+from common.process.programs import Program, run_own
 from common.process.service import ServiceContext
 from common.telemetry.batched import ChildMetrics
 from services.jobs.sandbox.runner import SandboxError, is_whole, probe
@@ -38,7 +38,7 @@ async def serve(context: ServiceContext) -> None:
             **isolation,
         )
     bounds = json.dumps([config.model_dump(mode="json") for config in configs])
-    command = run_own("services.jobs.sandbox.rq_worker", context.keys.run_id, bounds)
+    command = run_own(Program.SANDBOX_QUEUE, context.keys.run_id, bounds)
     children = ChildMetrics()
     context.collectors[:] = [children]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | children.environment)

@@ -21,7 +21,7 @@ from common.config import NamedRewardConfig, is_path
 from common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
 from common.errors import ConfigError, EngineError, TidemillError
 from common.process.heartbeats import advertised_host
-from common.process.programs import ending_in_words, is_illegal_instruction, run_own
+from common.process.programs import Program, ending_in_words, is_illegal_instruction, run_own
 from common.process.service import ServiceContext
 from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
 from common.run.chat_template import ChatTemplate
@@ -251,7 +251,7 @@ def model_server_command(config: RewardModelConfig, model: str, host: str, port:
     name = ["--served-model-name", config.served_name] if config.served_name else []
     if config.server == "vllm":
         return [*VLLM_SERVER, "--runner", "pooling", *where, *name]
-    command = run_own("services.reward.model_server", "--head", config.head, *where, *name)
+    command = run_own(Program.MODEL_SERVER, "--head", config.head, *where, *name)
     if config.shares_rollout_gpus:
         command += ["--share-device", "--turn-s", str(config.turn_s)]
     return command

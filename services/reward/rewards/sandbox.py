@@ -16,6 +16,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from common.config.reward_kinds import SandboxConfig
+from common.process.programs import JobFunction
 from common.redis.broker import Broker, redis_url
 from common.redis.client import make_blocking_client
 from common.telemetry import metrics
@@ -25,8 +26,6 @@ from services.reward.results.outcome import AttemptError, Outcome
 
 log = structlog.get_logger(__name__)
 
-FUNCTION = "services.jobs.sandbox.job.run_code"
-"""By name: services never import each other."""
 POLL_S = 0.03
 EXAMINE_S = 2.0
 LOST_S = 10.0
@@ -150,7 +149,7 @@ class SandboxJobs:
 
     def _enqueue(self, job_id: str, arguments: tuple[Any, ...], config: SandboxConfig) -> None:
         self._queue.enqueue_call(
-            FUNCTION,
+            JobFunction.RUN_CODE,
             args=arguments,
             job_id=job_id,
             timeout=int(config.total_s) + JOB_MARGIN_S,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from common.config.rollout import RolloutConfig
 from common.config.run import RunConfig
 from common.errors import ConfigError, EngineError
+from common.process.programs import VLLM_EXTENSION
 from common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
 from services.rollout.engines.sampling import request_key
 
@@ -31,8 +32,6 @@ def share_cores(rollout: RolloutConfig) -> int:
 
 OWNER_VARIABLE = "TIDEMILL_ENGINE_OWNER"
 """Process id of the rollout worker; when it ends, however it ends, the engine's processes end too."""
-
-EXTENSION = "services.rollout.engines.vllm_worker_extension.WeightLoader"
 
 
 def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
@@ -86,7 +85,7 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
-        "worker_extension_cls": EXTENSION,
+        "worker_extension_cls": VLLM_EXTENSION,
         # One stream of noise serves all requests of an engine; two workers must not share it.
         "seed": request_key(seed, worker) >> 33,
     }

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from common.errors import BrokerError
 from common.history.selection import StreamName
-from common.process.programs import run_own
+from common.process.programs import JobFunction, Program, run_own
 from common.process.service import ServiceContext
 from common.streams import memory_bytes
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MODULE = "services.jobs.archive"
-FUNCTION = f"{MODULE}.archive"
-"""By name: services never import each other."""
 MIB = 1 << 20
 POLL_S = 1.0
 PATIENCE_S = 120.0
@@ -134,7 +131,7 @@ class ArchiveJobs:
         )
         arguments = (keys.run_id, str(self.context.run_dir), _plain(until), is_urgent)
         return queue.enqueue_call(
-            FUNCTION,
+            JobFunction.ARCHIVE,
             args=arguments,
             job_id=keys.jobs_names + secrets.token_hex(8),
             timeout=JOB_TIMEOUT_S,
@@ -147,7 +144,7 @@ class ArchiveJobs:
         if not self._has_complained:
             self._has_complained = True
             log.warning(NO_WORKER.format(self.context.keys.run_id))
-        command = run_own(MODULE, self.context.keys.run_id, str(self.context.run_dir))
+        command = run_own(Program.ARCHIVE, self.context.keys.run_id, str(self.context.run_dir))
         command += [part for item in _plain(until).items() for part in ("--until", "=".join(item))]
         command += ["--rest"] if is_urgent else []
         process = await asyncio.create_subprocess_exec(

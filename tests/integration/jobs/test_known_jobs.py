@@ -15,11 +15,11 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
+from common.process.programs import JobFunction
 from common.redis.broker import URL_VARIABLE
 from common.redis.client import make_blocking_client
 from common.redis.embedded import EmbeddedRedis
 from common.wire.keys import Keys
-from services.jobs.orders import ARCHIVE, EXPORT
 from tests.support.runs import REPO
 
 KEYS = Keys("jobs.1")
@@ -88,7 +88,7 @@ def test_no_other_function_is_called_and_nothing_imported_to_find_it(
 
 def test_callbacks_that_a_job_names_are_not_called(queue: Queue, server: EmbeddedRedis, loud: Path) -> None:
     for name in ("success_callback_name", "failure_callback_name", "stopped_callback_name"):
-        job = asked(queue, ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
+        job = asked(queue, JobFunction.ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
         queue.connection.hset(job.key, name, "loud.f")
     work(server)
     assert not loud.exists()
@@ -110,7 +110,7 @@ def test_addresses_that_a_job_names_are_not_called(queue: Queue, server: Embedde
         threading.Thread(target=http.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{http.server_port}/"
         hooks = [Webhook(address, "finished"), Webhook(address, "failed")]
-        asked(queue, ARCHIVE, KEYS.run_id, "/nowhere", {}, webhooks=hooks)
+        asked(queue, JobFunction.ARCHIVE, KEYS.run_id, "/nowhere", {}, webhooks=hooks)
         work(server)
         http.shutdown()
     assert called == []
@@ -119,16 +119,16 @@ def test_addresses_that_a_job_names_are_not_called(queue: Queue, server: Embedde
 def test_arguments_are_checked_before_the_function_is_called(queue: Queue, server: EmbeddedRedis) -> None:
     folder = f"/runs/{KEYS.run_id}"
     calls: list[tuple[str, tuple[Any, ...], str]] = [
-        (ARCHIVE, ("another-run", "/runs/another-run", {}), "and the job of another-run"),
-        (ARCHIVE, (KEYS.run_id, "/runs/other", {}), "/runs/other"),
-        (ARCHIVE, (KEYS.run_id, f"../{KEYS.run_id}", {}), f"../{KEYS.run_id}"),
-        (ARCHIVE, (KEYS.run_id, folder, {"secrets": "1-0"}), "secrets"),
-        (ARCHIVE, (KEYS.run_id, folder, {"scores": "1-0; x"}), "scores"),
-        (ARCHIVE, (KEYS.run_id, folder, {}, "perhaps"), "perhaps"),
-        (ARCHIVE, (KEYS.run_id,), "missing_argument"),
-        (EXPORT, ("/etc", "m", "bfloat16", "last", "/tmp/x"), "/etc"),
-        (EXPORT, (folder, "m", "bfloat16", "../1", "/tmp/x"), "../1"),
-        (EXPORT, (folder, "m", "bfloat16", "last", "here"), "here"),
+        (JobFunction.ARCHIVE, ("another-run", "/runs/another-run", {}), "and the job of another-run"),
+        (JobFunction.ARCHIVE, (KEYS.run_id, "/runs/other", {}), "/runs/other"),
+        (JobFunction.ARCHIVE, (KEYS.run_id, f"../{KEYS.run_id}", {}), f"../{KEYS.run_id}"),
+        (JobFunction.ARCHIVE, (KEYS.run_id, folder, {"secrets": "1-0"}), "secrets"),
+        (JobFunction.ARCHIVE, (KEYS.run_id, folder, {"scores": "1-0; x"}), "scores"),
+        (JobFunction.ARCHIVE, (KEYS.run_id, folder, {}, "perhaps"), "perhaps"),
+        (JobFunction.ARCHIVE, (KEYS.run_id,), "missing_argument"),
+        (JobFunction.EXPORT, ("/etc", "m", "bfloat16", "last", "/tmp/x"), "/etc"),
+        (JobFunction.EXPORT, (folder, "m", "bfloat16", "../1", "/tmp/x"), "../1"),
+        (JobFunction.EXPORT, (folder, "m", "bfloat16", "last", "here"), "here"),
     ]
     jobs = [asked(queue, function, *arguments) for function, arguments, _ in calls]
     work(server)
@@ -141,7 +141,7 @@ def test_arguments_are_checked_before_the_function_is_called(queue: Queue, serve
 def test_a_job_that_cannot_be_read_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
     odd = [{"data": b"\x80\x04."}, {"timeout": b"soon"}, {"status": b"odd"}, {"data": b"[1, 2]"}]
     for fields in odd:
-        job = asked(queue, ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
+        job = asked(queue, JobFunction.ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
         queue.connection.hset(job.key, mapping=fields)
     work(server)
     assert queue.count == 0

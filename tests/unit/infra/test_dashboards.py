@@ -26,7 +26,7 @@ PROMTOOL_TESTS = sorted((RULES.parent / "tests").glob("*.yml"))
 
 
 def exported_families() -> set[str]:
-    """Every metric of common/telemetry/metrics.py, as expressions name it; a histogram without its endings."""
+    """Every metric of the project, as expressions name it; a histogram without its endings."""
     found = [item for item in vars(metrics).values() if isinstance(item, MetricWrapperBase)]
     return {f"{item._name}_total" if isinstance(item, Counter) else item._name for item in found}
 

@@ -17,6 +17,7 @@ from jsonschema import Draft202012Validator
 from common.config import RunConfig
 from common.config.run import StreamsConfig
 from common.process import service
+from common.process.programs import Program
 from common.wire.keys import REWARD_GROUP, Keys
 from services.console.exporter import __main__ as exporter
 from services.console.launch.local_run import GRACE_MARGIN_S
@@ -189,7 +190,7 @@ def test_a_pod_has_the_time_to_drain(name: str) -> None:
 
 
 def test_services_understand_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = service._parser("rollout", "services.rollout", "")
+    known = service._parser("rollout", Program.ROLLOUT, "")
     assert known.parse_args(filled("rollout")).run == known.parse_args(filled("reward")).run == "arith-1"
     assert exporter._parser().parse_args(filled("exporter")).run_id == "arith-1"
     assert filled("trainer") == ["--run", "arith-1", "--config", "/data/arith/config.yaml"]

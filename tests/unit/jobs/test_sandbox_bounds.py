@@ -3,7 +3,8 @@
 import pytest
 
 from common.config.reward_kinds import SandboxConfig
-from services.jobs.sandbox.job import RUN_CODE, functions_of, within
+from common.process.programs import JobFunction
+from services.jobs.sandbox.job import functions_of, within
 
 OWN = [SandboxConfig(memory_mb=256, packages=False), SandboxConfig(memory_mb=512, time_s=2.0)]
 
@@ -23,7 +24,7 @@ def test_a_run_that_prefers_isolation_may_be_asked_for_it() -> None:
 
 
 def test_a_job_of_another_run_or_of_another_id_is_refused() -> None:
-    run_code = functions_of("mine", OWN)[RUN_CODE]
+    run_code = functions_of("mine", OWN)[JobFunction.RUN_CODE]
     with pytest.raises(ValueError, match="the job of yours"):
         run_code("yours", "1", "print()", {}, {})
     with pytest.raises(ValueError, match="whose result it would write"):

@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError, TidemillError
-from common.process.programs import run_own
+from common.process.programs import Program, run_own
 
 PATIENCE = timedelta(days=365)
-FOLLOWER = "services.trainer.policy.fsdp.rank_main"
 
 
 class RankLostError(TidemillError):
@@ -150,7 +149,7 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
     }
     for rank in range(1, config.num_ranks):
         variables = os.environ | with_address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        subprocess.Popen(run_own(FOLLOWER), env=variables)
+        subprocess.Popen(run_own(Program.TRAINER_RANK), env=variables)
     return join_ranks(with_address | {"RANK": "0", "LOCAL_RANK": "0"})
 
 

@@ -1,0 +1,58 @@
+"""The registry of programs: every name in it leads somewhere, and no such name lies anywhere else."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program
+
+REGISTRY = ROOT / "common" / "process" / "programs.py"
+MODULE = re.compile(r"(services|common)(\.[A-Za-z_]\w*)+")
+
+
+def files_of(pattern: str) -> list[Path]:
+    return [path for room in ("common", "services") for path in sorted((ROOT / room).rglob(pattern))]
+
+
+def names_in(path: Path) -> set[str]:
+    """All strings of a file that are a dotted name of ours and nothing else."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {text for text in texts if MODULE.fullmatch(text)}
+
+
+@pytest.mark.parametrize("program", Program)
+def test_every_program_is_a_module_that_can_be_run(program: Program) -> None:
+    spec = importlib.util.find_spec(program)
+    assert spec is not None
+    if spec.submodule_search_locations is None:
+        assert '__name__ == "__main__"' in Path(str(spec.origin)).read_text(encoding="utf-8")
+    else:
+        assert importlib.util.find_spec(f"{program}.__main__") is not None
+
+
+@pytest.mark.parametrize("dotted", [*JobFunction, VLLM_EXTENSION])
+def test_what_a_job_or_vllm_asks_for_is_where_its_name_says(dotted: str) -> None:
+    module, _, name = dotted.rpartition(".")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_no_other_file_names_a_module_in_a_string() -> None:
+    elsewhere = {
+        str(path.relative_to(ROOT)): names
+        for path in files_of("*.py")
+        if path != REGISTRY and (names := names_in(path))
+    }
+    assert not elsewhere, "give these a line in common/process/programs.py"
+
+
+def test_images_start_what_the_registry_or_a_package_offers() -> None:
+    for path in files_of("Dockerfile"):
+        for name in MODULE.finditer("\n".join(re.findall(r"^ENTRYPOINT .*", path.read_text(), re.MULTILINE))):
+            assert importlib.util.find_spec(f"{name[0]}") is not None, f"{path} starts {name[0]}"

@@ -1,0 +1,76 @@
+"""The limits of the house: how large a folder, a file and a function of product code may be."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from common.process.programs import ROOT
+
+MAX_FILES, MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 20, 400, 60, 10
+ROOMS = ("common", "services")
+NO_CODE = {"__pycache__", "static", "templates"}
+
+
+ALLOWED = {  # to be emptied
+    "common/redis/broker.py",
+    "common/streams/consumer.py",
+    "services/console/cli/records.py::grep",
+    "services/console/cli/records.py::tail",
+    "services/console/cli/replays.py::rescore",
+    "services/console/cli/replays.py::trajectories",
+    "services/trainer/service.py::_train_policy",
+    "services/trainer/trainer.py::__init__",
+}
+
+
+def too_large(sizes: dict[str, int], limit: int) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if size > limit and name not in ALLOWED}
+
+
+def folders() -> Iterator[Path]:
+    for room in ROOMS:
+        for folder in sorted([ROOT / room, *(ROOT / room).rglob("*")]):
+            if folder.is_dir() and not NO_CODE & set(folder.parts):
+                yield folder
+
+
+@cache
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [
+        (f"{path.relative_to(ROOT)}::{node.name}", node)
+        for folder in folders()
+        for path in sorted(folder.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """All that a caller may give; `self` and `cls` are not given."""
+    arguments = function.args
+    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(named) - (named[:1] in (["self"], ["cls"]))
+
+
+def test_no_folder_holds_more_files_than_one_can_look_over() -> None:
+    sizes = {str(folder.relative_to(ROOT)): len([*folder.glob("*.py")]) for folder in folders()}
+    assert too_large(sizes, MAX_FILES) == {}
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    files = [path for folder in folders() for path in folder.glob("*.py")]
+    sizes = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files
+    }
+    assert too_large(sizes, MAX_LINES) == {}
+
+
+def test_no_function_is_longer_than_60_lines() -> None:
+    sizes = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
+    assert too_large(sizes, MAX_FUNCTION_LINES) == {}
+
+
+def test_no_function_takes_more_than_10_parameters() -> None:
+    sizes = {name: num_parameters(node) for name, node in functions()}
+    assert too_large(sizes, MAX_PARAMETERS) == {}
