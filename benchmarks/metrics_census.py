@@ -15,14 +15,14 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from benchmarks import metrics_ends
 from common.process.programs import run_main
-from common.telemetry.batched import MOST, Gathered, Histogram
+from common.telemetry.batched import MOST, Batched, Histogram
 
 OPERATIONS: tuple[tuple[type, str], ...] = (
     (Counter, "inc"),
     (Gauge, "set"),
     (Histogram, "observe"),
     (Histogram, "observe_many"),
-    (Gathered, "add"),
+    (Batched, "add"),
     (MetricWrapperBase, "labels"),
 )
 ROUNDS, CALLS = 40, 2000
@@ -58,13 +58,13 @@ def time_operations_us() -> dict[str, float]:
     histogram = Histogram("h", "", registry=registry)
     gauge = Gauge("g", "", registry=registry)
     child, values = counter.labels("train"), [0.5] * MOST
-    gathered: Gathered[float] = Gathered(lambda _: None)
+    gathered: Batched[float] = Batched(lambda _: None)
     work: dict[str, Callable[[], object]] = {
         "Counter.inc": child.inc,
         "Gauge.set": lambda: gauge.set(1.0),
         "Histogram.observe": lambda: histogram.observe(0.5),
         "Histogram.observe_many": lambda: histogram.observe_many(values),
-        "Gathered.add": lambda: gathered.add(0.5),
+        "Batched.add": lambda: gathered.add(0.5),
         "MetricWrapperBase.labels": lambda: counter.labels("train"),
     }
     return {name: _least_us(call) for name, call in work.items()}

@@ -24,7 +24,7 @@ from common.process.activity import Activity
 from common.process.programs import run_main
 from common.redis.broker import Broker
 from common.streams import Consumer, Garbled, append
-from common.telemetry.batched import Gathered, Histogram
+from common.telemetry.batched import Batched, Histogram
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import Lane, Trajectory
 from services.reward.worker_metrics import Tally
@@ -43,7 +43,7 @@ def silence() -> None:
     ):
         for method in methods:
             setattr(kind, method, nothing)
-    Gathered.add = nothing  # type: ignore[method-assign]
+    Batched.add = nothing  # type: ignore[method-assign]
     MetricWrapperBase.labels = lambda self, *_, **__: self  # type: ignore[assignment, misc]
 
 

@@ -20,8 +20,8 @@ from common.archive.writer import OnSegment, archive_stream, writing
 from common.config import ArchiveConfig
 from common.errors import ArchiveError
 from common.files import LockedError, file_checksum
-from common.history.selection import StreamName
 from common.redis.broker import Broker
+from common.streams.selection import StreamName
 from common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)

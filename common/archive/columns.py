@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pyarrow as pa
 
-from common.history.selection import time_of
 from common.streams.entries import Entry, Fields, Garbled, decoded, id_order
+from common.streams.selection import time_of
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.messages import Commit, Message, Trajectory

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 from common.archive.columns import ID_MS, INT64_MAX, INT64_MIN, columns_of, derived_of, records_of
 from common.archive.manifest import Manifest, Segment
 from common.errors import ArchiveError
-from common.history.selection import TEXTS, Range, Selection, StreamName
 from common.streams.entries import Entry, Garbled, id_order
+from common.streams.selection import TEXTS, Range, Selection, StreamName
 from common.wire.messages import Commit, Message, Trajectory
 
 PART_ROWS = 256

@@ -26,10 +26,10 @@ from common.archive.columns import (
 )
 from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
-from common.history.selection import StreamName
 from common.redis.broker import Broker
 from common.streams import read_raw
 from common.streams.entries import START, id_order
+from common.streams.selection import StreamName
 from common.wire.codec import PAYLOAD_FIELD
 from common.wire.keys import Keys
 from common.wire.messages import Message

@@ -2,7 +2,7 @@
 
 from common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup, TicketCursor
 from common.history.history import History, Record, StreamSummary
-from common.history.selection import ALL, Selection, StreamName, texts_of, time_of
+from common.streams.selection import ALL, Selection, StreamName, texts_of, time_of
 
 __all__ = [
     "ALL",

@@ -12,8 +12,8 @@ from typing import Self, cast
 
 from common.errors import TidemillError
 from common.history.history import History, Record
-from common.history.selection import Selection, StreamName
 from common.streams.entries import START, Entry, id_after
+from common.streams.selection import Selection, StreamName
 from common.wire.messages import Message, Score, Ticket, Trajectory
 
 SPARE_TICKETS = 256

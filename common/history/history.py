@@ -15,10 +15,10 @@ from pathlib import Path
 from common.archive import stream_folder
 from common.archive.adoption import gaps
 from common.archive.manifest import Manifest
-from common.history.selection import ALL, Selection, StreamName, numbered, time_of
 from common.redis.broker import Broker
 from common.streams import length, memory_bytes, read_back, read_range
 from common.streams.entries import START, Entry, Garbled, entry_id_of, id_before, id_order
+from common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from common.wire.keys import Keys
 from common.wire.messages import Commit, Lane, Message, Score, Ticket, Trajectory
 

@@ -27,7 +27,7 @@ from common.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 
-TURNS_DIR_VARIABLE = "TIDEMILL_TURNS_DIR"
+LOCKS_DIR_VARIABLE = "TIDEMILL_TURNS_DIR"
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 POLL_S = 0.01
 """Between two looks at a lock. Waiting in the kernel instead would block a thread that nobody can cancel."""
@@ -35,21 +35,21 @@ POLL_S = 0.01
 _open_locks: "weakref.WeakSet[_Lock]" = weakref.WeakSet()
 
 
-def turn_files() -> list[Path]:
+def lock_files() -> list[Path]:
     """One file for each device this process may use, the same ones in every process of this machine."""
     default = Path(tempfile.gettempdir()) / f"tidemill-turns-{os.getuid()}"
-    folder = Path(os.environ.get(TURNS_DIR_VARIABLE) or default)
+    folder = Path(os.environ.get(LOCKS_DIR_VARIABLE) or default)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot make the folder of device turns {folder}: {error.strerror}. Set {TURNS_DIR_VARIABLE}."
+            f"cannot make the folder of device turns {folder}: {error.strerror}. Set {LOCKS_DIR_VARIABLE}."
         ) from None
     devices = os.environ.get(DEVICES_VARIABLE) or "0"
     return [folder / f"device-{name.strip()}" for name in sorted(devices.split(","))]
 
 
-class TurnEndedError(TidemillError):
+class GpuSharingError(TidemillError):
     """This process takes no more turns, because leaving or entering the device failed."""
 
 
@@ -87,7 +87,7 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-class DeviceTurn:
+class GpuLock:
     """The turn on all of `files` together."""
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -125,7 +125,7 @@ async def _taken(lock: _Lock) -> None:
         await asyncio.sleep(POLL_S)
 
 
-class TurnGate:
+class GpuGate:
     """Lets work through while this process holds the turn; `wake` and `sleep` prepare and leave the device.
 
     The turn is kept while nobody else wants it. When somebody does, it is handed over as soon as there is no
@@ -134,7 +134,7 @@ class TurnGate:
 
     def __init__(
         self,
-        turn: DeviceTurn,
+        turn: GpuLock,
         wake: Callable[[], Awaitable[object]],
         sleep: Callable[[], Awaitable[object]],
         turn_s: float,
@@ -161,7 +161,7 @@ class TurnGate:
         """Work on the device inside; waits for the turn.
 
         Raises:
-            TurnEndedError: waking or sleeping failed; the cause is its cause.
+            GpuSharingError: waking or sleeping failed; the cause is its cause.
             ConfigError: so says the cause itself.
         """
         async with self._changed:
@@ -192,7 +192,7 @@ class TurnGate:
                 await self._changed.wait_for(lambda: self._num_waiting > 0)
             asked = time.monotonic()
             await self._turn.acquire()
-            metrics.DEVICE_TURN_WAIT_SECONDS.observe(time.monotonic() - asked)
+            metrics.GPU_WAIT_SECONDS.observe(time.monotonic() - asked)
             try:
                 await self._wake()
                 await self._hold()
@@ -221,7 +221,7 @@ class TurnGate:
         cause = keeper.exception() if keeper and keeper.done() and not keeper.cancelled() else None
         if isinstance(cause, TidemillError):
             raise cause
-        raise TurnEndedError(f"the device's turns have ended ({cause!r}); restart this process") from cause
+        raise GpuSharingError(f"the device's turns have ended ({cause!r}); restart this process") from cause
 
     def _is_over(self) -> bool:
         return self._keeper is None or self._keeper.done()

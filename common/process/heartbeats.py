@@ -119,7 +119,7 @@ ANY_PORT = 9
 """Nothing is sent to it: it only makes the kernel choose a route."""
 
 
-def advertised_host(listens_on: str) -> str:
+def reachable_host(listens_on: str) -> str:
     """The host to tell others, for a server that listens on `listens_on`.
 
     TIDEMILL_ADVERTISE_HOST, where it is set; the address it listens on, if that is one; otherwise the address

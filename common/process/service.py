@@ -29,8 +29,8 @@ from common.process.heartbeats import (
     HEARTBEAT_S,
     Heartbeat,
     Reporter,
-    advertised_host,
     publish_heartbeat,
+    reachable_host,
     remove_heartbeat,
 )
 from common.process.http_endpoint import HttpEndpoint
@@ -265,7 +265,7 @@ async def _signals(context: ServiceContext) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
-    address = advertised_host(endpoint.host)
+    address = reachable_host(endpoint.host)
     beat = Heartbeat(context.name, context.role, port=endpoint.port, address=address)
     longest_lag_s = 0.0
 

@@ -24,7 +24,7 @@ MOST = 1024
 T = TypeVar("T")
 
 
-class Gathered(Generic[T]):
+class Batched(Generic[T]):
     """Observations of one kind. `book` is given all that have gathered, and counts them."""
 
     def __init__(self, book: Callable[[Sequence[T]], None]) -> None:
@@ -68,7 +68,7 @@ class _Everything(Collector):
     """Stands first in the registry, so that those behind it are complete when they are looked at."""
 
     def __init__(self) -> None:
-        self.all: list[Gathered[Any]] = []
+        self.all: list[Batched[Any]] = []
 
     def describe(self) -> Iterable[Metric]:
         """It has no metrics of its own."""

@@ -153,7 +153,7 @@ REWARD_MODEL_TOKENS = Counter("tidemill_reward_model_tokens_total", "Tokens comp
 REWARD_MODEL_BATCH_ERRORS = Counter(
     "tidemill_reward_model_batch_errors_total", "Sequences that could not be computed"
 )
-DEVICE_TURN_WAIT_SECONDS = Histogram(
+GPU_WAIT_SECONDS = Histogram(
     "tidemill_device_turn_wait_seconds", "Time this process waited for a shared device", buckets=_LATENCY_S
 )
 SANDBOX_SECONDS = Histogram(

@@ -11,10 +11,10 @@ from pathlib import Path
 from common.archive.archiver import archive_run
 from common.errors import TidemillError
 from common.files import LockedError
-from common.history.selection import StreamName
 from common.process.programs import run_main
 from common.redis.broker import Broker
 from common.run.state import read_config
+from common.streams.selection import StreamName
 from common.wire.keys import Keys
 
 PATIENCE_S = 60.0

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints, validate_call
 
-from common.history.selection import StreamName
 from common.process.programs import JobFunction
+from common.streams.selection import StreamName
 from services.jobs.known_job import Functions
 
 EntryId = Annotated[str, StringConstraints(pattern=r"^(\d{1,20}(-\d{1,20})?|\+)$")]

@@ -10,7 +10,7 @@ import structlog
 from common.process.activity import Activity
 from common.process.heartbeats import FAILURES, Heartbeat
 from common.telemetry import metrics
-from common.telemetry.batched import Gathered
+from common.telemetry.batched import Batched
 from common.wire.messages import Lane, Score, ScoreStatus
 
 log = structlog.get_logger(__name__)
@@ -34,7 +34,7 @@ class Tally:
         self._num_unpublished = 0
         self._statuses: Counter[ScoreStatus] = Counter()
         self._rated_at, self._rated = time.monotonic(), 0
-        self._gathered = {lane: Gathered(partial(_book, lane)) for lane in Lane}
+        self._gathered = {lane: Batched(partial(_book, lane)) for lane in Lane}
         for lane in Lane:
             metrics.SCORES_IN_FLIGHT.labels(lane).set_function(partial(self._in_flight.__getitem__, lane))
         activity.enter(IDLE)

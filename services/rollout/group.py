@@ -15,7 +15,7 @@ import structlog
 from common.redis.broker import Broker
 from common.streams import Consumer, Delivery
 from common.telemetry import metrics
-from common.telemetry.batched import Gathered
+from common.telemetry.batched import Batched
 from common.wire.keys import Keys
 from common.wire.messages import Lane, Ticket, Trajectory
 from services.rollout.engines.engine import Engine, Generation, GenerationRequest
@@ -33,7 +33,7 @@ class SampleCounts:
         self._prompt_tokens = metrics.PROMPT_TOKENS.labels(lane)
         self._completion_tokens = metrics.COMPLETION_TOKENS.labels(lane)
         self._seconds = metrics.GENERATION_SECONDS.labels(lane)
-        self._gathered: Gathered[Counted] = Gathered(self._book)
+        self._gathered: Batched[Counted] = Batched(self._book)
 
     def observe(self, sample: Trajectory) -> None:
         """One sample was published."""

@@ -15,7 +15,6 @@ from pathlib import Path
 import structlog
 
 from common.config import RunConfig
-from common.history.selection import StreamName
 from common.process.service import ServiceContext
 from common.run.records import EVALUATION, METRICS_FILE, read_records
 from common.streams import (
@@ -32,6 +31,7 @@ from common.streams import (
     last_id,
     read_range,
 )
+from common.streams.selection import StreamName
 from common.telemetry import metrics
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from common.wire.messages import (

@@ -8,7 +8,7 @@ from common.archive import stream_folder
 from common.archive.columns import ID_MS, ID_SEQ
 from common.archive.manifest import SUFFIX, Manifest
 from common.errors import ArchiveError
-from common.history.selection import StreamName
+from common.streams.selection import StreamName
 from tests.simulation.redis.stream import Stream, parse_id
 from tests.simulation.world import World
 

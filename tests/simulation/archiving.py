@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import TidemillError
-from common.history.selection import StreamName
+from common.streams.selection import StreamName
 from common.wire.keys import Keys
 from services.jobs import archive
 from tests.simulation.loop import OWNER

@@ -8,9 +8,9 @@ from pathlib import Path
 from common.archive.manifest import Manifest
 from common.archive.writer import archive_stream, writing
 from common.history import History, Record, Selection, StreamName
-from common.history.selection import ALL
 from common.redis.broker import Broker
 from common.streams import Fields, read_raw
+from common.streams.selection import ALL
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.keys import Keys

@@ -30,14 +30,20 @@ keys = st.tuples(small, st.integers(0, 4095))
 hex_digest = st.text("0123456789abcdef", min_size=32, max_size=32)
 
 
-def int32s(size: int | None = None) -> st.SearchStrategy[np.ndarray[Any, Any]]:
-    sizes: dict[str, Any] = {"max_size": 50} if size is None else {"min_size": size, "max_size": size}
-    return st.lists(st.integers(-(2**31), 2**31 - 1), **sizes).map(lambda xs: np.array(xs, dtype=np.int32))
+def arrays(dtype: str, size: int | None = None) -> st.SearchStrategy[np.ndarray[Any, Any]]:
+    """Any bits, as bytes: lists of numbers would take most of a test's time."""
+    sizes = st.integers(0, 50) if size is None else st.just(size)
+    raw = sizes.flatmap(lambda count: st.binary(min_size=4 * count, max_size=4 * count))
+    return raw.map(lambda data: np.frombuffer(data, dtype))
+
+
+def without_nan(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.where(np.isnan(values), np.float32(0.0), values)
 
 
 tickets = st.builds(
     Ticket,
-    prompt_ids=int32s(),
+    prompt_ids=arrays("<i4"),
     data_source=texts,
     ground_truth=plain,
     extra=extras,
@@ -57,17 +63,16 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     num_tokens = draw(st.integers(0, 40))
     firsts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=3))) if num_tokens > 1 else []
     mask = st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)
-    logprobs = st.lists(st.floats(width=32, allow_nan=False), min_size=num_tokens, max_size=num_tokens)
     return Trajectory(
-        prompt_ids=draw(int32s()),
+        prompt_ids=draw(arrays("<i4")),
         ground_truth=draw(plain),
         extra=draw(extras),
         ticket=draw(small),
         index=draw(st.integers(0, 7)),
         step=draw(small),
         group_size=8,
-        completion_ids=draw(int32s(num_tokens)),
-        logprobs=np.array(draw(logprobs), dtype=np.float32),
+        completion_ids=draw(arrays("<i4", num_tokens)),
+        logprobs=draw(arrays("<f4", num_tokens).map(without_nan)),
         loss_mask=draw(st.none() | mask.map(lambda bits: np.array(bits, dtype=np.bool_))),
         spans=tuple((version, first) for version, first in enumerate([0, *firsts])),
         finish=draw(st.sampled_from(["stop", "length"])),

@@ -12,7 +12,7 @@ import typer
 
 from common.errors import ConfigError
 from common.history import Selection, StreamName
-from common.history.selection import Range
+from common.streams.selection import Range
 from common.wire.messages import Lane
 
 _RUN_HELP = "The run; without it, TIDEMILL_RUN_ID, else runs/latest."

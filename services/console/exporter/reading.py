@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from common.config import RunConfig
 from common.history import StreamName
-from common.history.selection import time_of
 from common.process.activity import WAIT
 from common.process.heartbeats import Heartbeat, read_heartbeats
 from common.redis.broker import Broker
@@ -14,6 +13,7 @@ from common.run.replicas import ReplicaRegistry
 from common.run.state import UnknownRunError, read_config, read_state
 from common.streams import Backlog, backlog, last_id, length, read_newest
 from common.streams.entries import Entry, Garbled
+from common.streams.selection import time_of
 from common.telemetry import metrics
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Message

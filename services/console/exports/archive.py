@@ -15,9 +15,9 @@ from common.archive import archive_folder, is_whole, mark_whole, stream_folder
 from common.archive.manifest import Manifest
 from common.config import ArchiveConfig
 from common.errors import ConfigError, OutageError, UnreachableError
-from common.history.selection import StreamName
 from common.process.programs import run_main
 from common.redis.broker import Broker
+from common.streams.selection import StreamName
 from common.telemetry.logs import configure_logs
 from common.wire.keys import Keys
 from services.console.run.folder import nearest

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from common.errors import ConfigError
 from common.history import History, Record, Selection, StreamName
-from common.history.selection import Range
 from common.process.programs import run_main
 from common.streams.entries import Entry
+from common.streams.selection import Range
 from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
 from services.console.cli.options import SelectionOptions, parse_stream
 from services.console.records.record_table import number, sample_of, versions_of

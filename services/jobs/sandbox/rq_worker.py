@@ -32,7 +32,11 @@ UNKNOWN = "unknown"
 
 
 class MeasuredWorker(KnownWorker):
-    """Observes every job: its queue (the part after the run), how it ended, and how long that took."""
+    """Observes every job: its queue (the part after the run), how it ended, and how long that took.
+
+    Counted here because the forks of jobs end before anybody could ask them. What it reads of a job is JSON,
+    as of every `KnownWorker` (JSONSerializer).
+    """
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Fork, wait for the job's end, and count it."""

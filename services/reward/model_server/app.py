@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import ConfigError
-from common.process.gpu_sharing import TurnEndedError, TurnGate
+from common.process.gpu_sharing import GpuGate, GpuSharingError
 from common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
 from common.telemetry import metrics
 from services.reward.model_server.batcher import Batcher, BusyError, ComputeError
@@ -48,7 +48,7 @@ class ScoringApp:
     """Handlers around one model."""
 
     def __init__(
-        self, name: str, model: ScoringModel, inputs: Inputs, batcher: Batcher, gate: TurnGate | None
+        self, name: str, model: ScoringModel, inputs: Inputs, batcher: Batcher, gate: GpuGate | None
     ) -> None:
         self.name, self.model, self.inputs, self.batcher, self.gate = name, model, inputs, batcher, gate
         self.is_asleep, self.failure = False, ""
@@ -144,7 +144,7 @@ class ScoringApp:
             return _refusal(400, str(error))
         except BusyError as error:
             return _refusal(error.status, str(error), error.retry_after_s)
-        except (ComputeError, TurnEndedError, ConfigError) as error:
+        except (ComputeError, GpuSharingError, ConfigError) as error:
             return _refusal(500, str(error))
         if request.use_activation is not False:
             scores = [activate(score, self.model.config) for score in scores]

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from common.errors import ConfigError
-from common.process.gpu_sharing import DeviceTurn, TurnGate, turn_files
+from common.process.gpu_sharing import GpuGate, GpuLock, lock_files
 from common.process.programs import run_main
 from common.run.replicas import model_token
 from services.reward.model_server.app import ScoringApp, TokenGate
@@ -66,8 +66,8 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
     batcher = Batcher(model, limits, flush_s=options.flush_ms / 1e3, max_queued_rows=options.max_queued_rows)
     gate = None
     if options.share_device:
-        gate = TurnGate(
-            DeviceTurn(turn_files()),
+        gate = GpuGate(
+            GpuLock(lock_files()),
             wake=lambda: batcher.alone(model.restore),
             sleep=lambda: batcher.alone(model.offload),
             turn_s=options.turn_s,

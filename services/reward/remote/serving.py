@@ -20,7 +20,7 @@ import structlog
 from common.config import NamedRewardConfig, is_path
 from common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
 from common.errors import ConfigError, EngineError, TidemillError
-from common.process.heartbeats import advertised_host
+from common.process.heartbeats import reachable_host
 from common.process.programs import Program, ending_in_words, is_illegal_instruction, run_own
 from common.process.service import ServiceContext
 from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
@@ -118,7 +118,7 @@ class ServedReplica:
 
     def __init__(self, context: ServiceContext, reward: str, routing: RoutingConfig, port: int) -> None:
         host = context.options.host
-        self.origin = f"http://{advertised_host(host)}:{port}"
+        self.origin = f"http://{reachable_host(host)}:{port}"
         self.url = f"{self.origin}/v1"
         self._context, self._routing, self._port = context, routing, port
         self._registry = ReplicaRegistry(context.broker, context.keys, reward, routing.replica_ttl_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from common.errors import EngineError
-from common.process.gpu_sharing import DeviceTurn, TurnEndedError, TurnGate, turn_files
+from common.process.gpu_sharing import GpuGate, GpuLock, GpuSharingError, lock_files
 from services.rollout.engines.engine import Engine, Generation, GenerationRequest, WeightUpdate
 
 
@@ -30,7 +30,7 @@ class TurnTakingEngine:
 
     def __init__(self, engine: SleepingEngine, turn_s: float) -> None:
         self._engine = engine
-        self._gate = TurnGate(DeviceTurn(turn_files()), self._wake, engine.sleep, turn_s)
+        self._gate = GpuGate(GpuLock(lock_files()), self._wake, engine.sleep, turn_s)
         self._is_started = False
 
     @property
@@ -87,13 +87,13 @@ class TurnTakingEngine:
 class _Turn:
     """The gate, with its end as an error that restarts the worker."""
 
-    def __init__(self, gate: TurnGate) -> None:
+    def __init__(self, gate: GpuGate) -> None:
         self._use = gate.use()
 
     async def __aenter__(self) -> None:
         try:
             await self._use.__aenter__()
-        except TurnEndedError as error:
+        except GpuSharingError as error:
             raise EngineError(str(error)) from error
 
     async def __aexit__(self, *error: object) -> bool | None:

@@ -17,10 +17,10 @@ import structlog
 from redis.exceptions import RedisError
 
 from common.errors import BrokerError
-from common.history.selection import StreamName
 from common.process.programs import JobFunction, Program, run_own
 from common.process.service import ServiceContext
 from common.streams import memory_bytes
+from common.streams.selection import StreamName
 
 if TYPE_CHECKING:
     from rq.job import Job

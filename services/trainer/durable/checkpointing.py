@@ -15,9 +15,9 @@ from common.archive import stream_folder
 from common.archive.adoption import note_trim
 from common.archive.manifest import Manifest
 from common.errors import ArchiveError
-from common.history.selection import StreamName
 from common.process.service import ServiceContext
 from common.streams import START, entry_id_of, id_after, id_before, id_order, read_raw, trim_before
+from common.streams.selection import StreamName
 from common.telemetry import metrics
 from services.trainer.batch.batch_assembler import Dropped
 from services.trainer.batch.scheduler import Scheduler

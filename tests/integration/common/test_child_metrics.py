@@ -13,7 +13,7 @@ from tests.support.runs import REPO
 
 CHILD = """
 import os
-from common import metrics
+from common.telemetry import metrics
 metrics.DEAD_LETTERS.labels("prompts").inc(2)
 metrics.REQUESTS_RUNNING.set(7)
 pid = os.fork()

@@ -5,31 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from common.config import DataConfig, ModelConfig
-from common.config.checks import RewardFindings, check_reward
+from common.config.checks import RewardFindings
 from common.errors import ConfigError
 from common.run.dataset import Row
 from services.console.check import preflight
 from services.console.check.explain import describe
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from services.console.check.preflight import Findings, PreflightError, examine
+from tests.support.checked_runs import make_folder, write_run
 from tests.support.trajectories import make_config
-
-
-def make_folder(path: Path, context: int = 64, **settings: Any) -> Path:
-    """A model folder whose tokenizer makes one token of each word."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(
-        json.dumps({"architectures": ["Tiny"], "max_position_embeddings": context})
-    )
-    (path / "model.safetensors").write_bytes(b"\0" * 100)
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return path
 
 
 def rows(*prompts: Any) -> list[Row]:
@@ -123,19 +109,10 @@ def test_overlong_prompts_may_be_dropped_unless_none_is_left(tmp_path: Path) -> 
 
 @pytest.fixture
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config in which everything is right; the reward's own check has tests of its own."""
+    """The reward's own check, which starts a process, has tests of its own."""
     monkeypatch.setattr(preflight, "check_reward", lambda config, row, calls: RewardFindings())
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
-    make_folder(tmp_path / "model")
-    row = {"prompt": "a b", "reward_model": {"ground_truth": "1"}}
-    (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
-    (tmp_path / "config.yaml").write_text(
-        "model: {path: model, max_model_len: 64}\n"
-        "data: {train: train.jsonl, eval: {held: train.jsonl}, max_prompt_tokens: 16}\n"
-        "rollout: {engine: transformers, sampling: {max_tokens: 16}}\n"
-        "trainer: {steps: 5, groups_per_step: 4, group_size: 2, max_staleness: 0, checkpoint_every: 2}\n"
-    )
-    return tmp_path / "config.yaml"
+    return write_run(tmp_path)
 
 
 def test_a_good_config_is_explained(run_files: Path) -> None:
@@ -176,42 +153,11 @@ def test_findings_without_a_model_are_explained_too() -> None:
     assert dict(describe(Findings(make_config())))["model"].startswith("model")
 
 
-class TestReward:
-    @pytest.fixture
-    def check(self, run_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """Check a config whose reward does `body`; its own process is started for that."""
-        monkeypatch.setattr(preflight, "check_reward", check_reward)
-
-        def check(body: str, calls_reward: bool) -> str:
-            reward = run_files.parent / "reward.py"
-            head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
-            reward.write_text(f"{head}\n    {body}\n")
-            override = f"reward.function={reward}:compute_score"
-            findings = preflight.examine(run_files, [override], calls_reward)
-            return " ".join(text for _, text in describe(findings))
-
-        return check
-
-    def test_without_being_called_nothing_more_is_claimed(self, check: Any) -> None:
-        assert "it was not called (--call-reward does)" in check("raise SystemExit('called')", False)
-
-    def test_a_call_is_told_with_its_value(self, check: Any) -> None:
-        said = check("print('noise'); return float(ground_truth) / 4", True)
-        assert "gave 0.25 for the first training row and an empty completion" in said
-        assert "noise" not in said and "not called" not in said
-
-    def test_a_call_that_fails_is_a_mistake(self, check: Any) -> None:
-        with pytest.raises(preflight.PreflightError, match=r"gave no score: .*KeyError"):
-            check("return {}['no such key']", True)
-
-
 class TestServers:
     """Rewards with servers on this machine: what cannot work is found before anything is started."""
 
     @pytest.fixture
-    def check(self, run_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.setattr(preflight, "check_reward", check_reward)
-
+    def check(self, run_files: Path) -> Any:
         def check(reward: dict[str, Any], *overrides: str) -> Findings:
             tree = json.dumps({"rewards": {"rm": reward}})
             return examine(run_files, [f"reward={tree}", *overrides])
@@ -251,16 +197,3 @@ class TestServers:
             check(self.model(folder, gpus=[1, 2]), "trainer.gpus=[0]", "rollout.gpus=[7]")
         assert "reward.rewards.rm.model.gpus names GPU 2; this machine has 2, 0 to 1" in str(caught.value)
         assert "rollout.gpus names GPU 7" in str(caught.value)
-
-    def test_what_a_judge_and_a_reward_model_will_read_is_shown(self, check: Any, tmp_path: Path) -> None:
-        template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        folder = make_folder(tmp_path / "rm", chat_template=template)
-        assert check(self.model(folder)).reads == {"rm": "<user>a b<assistant>(the completion)"}
-        judge = {
-            "model": "m",
-            "base_urls": ["http://localhost:1/v1"],
-            "template": "Q: {{ prompt }}\nA: {{ completion }}",
-        }
-        assert check({"judge": judge}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
-        broken = check({"judge": judge | {"template": "{{ extra.level }}"}})
-        assert "cannot be filled in" in broken.reads["rm"]

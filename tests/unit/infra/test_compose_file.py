@@ -13,10 +13,10 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 
 from common.config.reward import RewardConfig
 from common.config.run import StreamsConfig
+from common.process.programs import ROOT
 
-REPO = Path(__file__).resolve().parents[3]
-FILE, NODE = REPO / "docker-compose.yml", REPO / "infra" / "compose" / "node.yml"
-EXAMPLE = REPO / ".env.example"
+FILE, NODE = ROOT / "docker-compose.yml", ROOT / "infra" / "compose" / "node.yml"
+EXAMPLE = ROOT / ".env.example"
 PROFILES = ("head", "rollout", "reward", "reward-model", "all", "console")
 SCALED = ("rollout", "reward", "reward-model")
 OURS = (

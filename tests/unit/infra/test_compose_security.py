@@ -1,13 +1,13 @@
 """What docker-compose.yml gives away: as little as each container needs, to as few addresses as can be."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-REPO = Path(__file__).resolve().parents[3]
-SERVICES: dict[str, Any] = yaml.safe_load((REPO / "docker-compose.yml").read_text())["services"]
+from common.process.programs import ROOT
+
+SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from common.process.programs import ROOT
 from infra.images import start
 from infra.make_env import filled, node_settings, read_settings, write_head
 
-REPO = Path(__file__).resolve().parents[3]
-IMAGES = REPO / "infra" / "images"
-DOCKERFILES = sorted(REPO.glob("services/**/Dockerfile"))
+IMAGES = ROOT / "infra" / "images"
+DOCKERFILES = sorted(ROOT.glob("services/**/Dockerfile"))
 
 
 def names(path: Path) -> str:
-    return str(path.parent.relative_to(REPO))
+    return str(path.parent.relative_to(ROOT))
 
 
 def test_every_service_has_an_image() -> None:
@@ -49,7 +49,7 @@ def test_an_image_stands_on_a_pinned_one_and_copies_only_what_is_there(path: Pat
     assert not re.search(r"^ADD |PASSWORD=|TOKEN=|_KEY=|curl |wget ", text, re.MULTILINE)
     for copied in re.findall(r"^COPY (?!--)(.+)$", text, re.MULTILINE):
         for source in copied.split()[:-1]:
-            assert (REPO / source).exists(), source
+            assert (ROOT / source).exists(), source
 
 
 def test_the_image_with_vllm_for_cpus_has_the_library_that_vllm_is_linked_to() -> None:
@@ -59,7 +59,7 @@ def test_the_image_with_vllm_for_cpus_has_the_library_that_vllm_is_linked_to() -
 
 
 def test_nothing_private_reaches_the_builder() -> None:
-    ignored = (REPO / ".dockerignore").read_text().splitlines()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git/", ".env", ".env.*", "secrets/", "runs/", ".venv/"} <= set(ignored)
 
 

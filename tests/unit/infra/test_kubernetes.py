@@ -17,15 +17,14 @@ from jsonschema import Draft202012Validator
 from common.config import RunConfig
 from common.config.run import StreamsConfig
 from common.process import service
-from common.process.programs import Program
+from common.process.programs import ROOT, Program
 from common.wire.keys import REWARD_GROUP, Keys
 from services.console.exporter import __main__ as exporter
 from services.console.launch.local_run import GRACE_MARGIN_S
 
-REPO = Path(__file__).resolve().parents[3]
-FOLDER = REPO / "infra" / "kubernetes"
+FOLDER = ROOT / "infra" / "kubernetes"
 COMPONENTS = ("keda", "monitoring", "reward-model")
-SCHEMAS = [json.loads(path.read_text()) for path in (REPO / "tests/data/kubernetes").glob("*.json")]
+SCHEMAS = [json.loads(path.read_text()) for path in (ROOT / "tests/data/kubernetes").glob("*.json")]
 PODS = ("Deployment", "StatefulSet", "Job")
 Object = dict[str, Any]
 
@@ -106,14 +105,14 @@ def test_every_file_is_part_of_a_kustomization_and_none_is_missing() -> None:
 
 
 def test_images_are_named_with_the_release_of_this_repository() -> None:
-    version = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     named = {image["name"]: image["newTag"] for image in kustomization(FOLDER)["images"]}
     assert named == {CONTAINERS[name]["image"]: version for name in OWN}
 
 
 def keys_of_secrets() -> dict[str, set[str]]:
     """What the README has people make."""
-    users = (REPO / "infra/redis/users.acl").read_text()
+    users = (ROOT / "infra/redis/users.acl").read_text()
     passwords = {f"{name.upper()}_PASSWORD" for name in re.findall(r"^user (\w+) on", users, re.MULTILINE)}
     return {
         "tidemill-passwords": passwords,
@@ -176,7 +175,7 @@ def test_pods_run_without_root_or_rights_and_write_to_volumes_only(name: str) ->
 @pytest.mark.parametrize("name", OWN)
 def test_the_user_is_that_of_the_image(name: str) -> None:
     service_of = {"exporter": "console", "reward-model": "reward/model_server"}
-    dockerfile = REPO / "services" / service_of.get(name, name) / "Dockerfile"
+    dockerfile = ROOT / "services" / service_of.get(name, name) / "Dockerfile"
     (user,) = re.findall(r"^USER (\d+):(\d+)$", dockerfile.read_text(), re.MULTILINE)
     context = TEMPLATES[name]["spec"]["securityContext"]
     assert (str(context["runAsUser"]), str(context["runAsGroup"])) == user
@@ -205,7 +204,7 @@ def filled(name: str) -> list[str]:
 def test_redis_has_the_settings_of_infra_redis() -> None:
     arguments = CONTAINERS["redis"]["args"][1:]
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    lines = (REPO / "infra/redis/redis.conf").read_text().splitlines()
+    lines = (ROOT / "infra/redis/redis.conf").read_text().splitlines()
     wanted = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
     assert {f"--{name}": value.strip('"') for name, value in wanted.items()}.items() <= given.items()
 
@@ -250,7 +249,7 @@ class TestScaling:
         user = CONFIG_MAPS[username["name"]][username["key"]]
         assert password["key"] == f"{user.upper()}_PASSWORD" in keys_of_secrets()[password["name"]]
         rules = re.search(
-            rf"^user {user} on (.*)$", (REPO / "infra/redis/users.acl").read_text(), re.MULTILINE
+            rf"^user {user} on (.*)$", (ROOT / "infra/redis/users.acl").read_text(), re.MULTILINE
         )
         assert rules and {"+ping", "+xinfo|groups", "+xpending"} <= set(re.findall(r"\+[\w|]+", rules[1]))
 

@@ -141,7 +141,7 @@ class RankPolicy(TransformersPolicy):
         return results, [None] * len(samples)
 
     def save_weights(self, folder: Path) -> list[Path]:
-        """Gathered by all, written by rank 0."""
+        """Batched by all, written by rank 0."""
         if self._ranks.is_leader:
             return super().save_weights(folder)
         for _ in self.named_parameters_for_export():

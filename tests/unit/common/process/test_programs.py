@@ -1,13 +1,14 @@
-"""The registry of programs: every name in it leads somewhere, and no such name lies anywhere else."""
+"""The registry of programs: every name leads somewhere and lies nowhere else."""
 
 import ast
+import asyncio
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program
+from common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program, run_main
 
 REGISTRY = ROOT / "common" / "process" / "programs.py"
 MODULE = re.compile(r"(services|common)(\.[A-Za-z_]\w*)+")
@@ -56,3 +57,32 @@ def test_images_start_what_the_registry_or_a_package_offers() -> None:
     for path in files_of("Dockerfile"):
         for name in MODULE.finditer("\n".join(re.findall(r"^ENTRYPOINT .*", path.read_text(), re.MULTILINE))):
             assert importlib.util.find_spec(f"{name[0]}") is not None, f"{path} starts {name[0]}"
+
+
+class Large:
+    """Stands for the records of a run, whose words take minutes and gigabytes. Counts who asks for them."""
+
+    num_asked = 0
+
+    def __repr__(self) -> str:
+        self.num_asked += 1
+        return "words"
+
+
+def test_a_result_is_returned_without_being_put_into_words() -> None:
+    result = Large()
+
+    async def work() -> Large:
+        await asyncio.sleep(0)
+        return result
+
+    assert run_main(work()) is result
+    assert result.num_asked == 0
+
+
+def test_an_error_is_raised_as_it_is() -> None:
+    async def work() -> None:
+        raise KeyError("as it is")
+
+    with pytest.raises(KeyError, match="as it is"):
+        run_main(work())

@@ -1,45 +1,12 @@
-"""Compiled models give the same numbers; what cannot be had is said, and never half applied."""
+"""What cannot be had is said, and never half applied."""
 
 import pytest
 import torch
 
 from common.errors import ConfigError
-from services.trainer.policy.acceleration import compile_model, wants_liger
-from tests.support.models import (
-    accumulate_all,
-    gradients_of,
-    make_policy,
-    make_samples,
-    one_batch,
-    tiny_llama,
-)
+from services.trainer.policy.acceleration import wants_liger
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def test_a_compiled_model_has_the_same_gradients_for_every_shape():
-    compiled = tiny_llama(num_hidden_layers=1)
-    assert compile_model(compiled, backend="aot_eager")
-    assert compiled.base_model._compiled_call_impl is not None
-    plain_policy, policy = make_policy(model=tiny_llama(num_hidden_layers=1)), make_policy(model=compiled)
-    assert all(parameter.grad is None for parameter in compiled.parameters()), "the trial left a gradient"
-    for each in (policy, plain_policy):
-        accumulate_all(each, [one_batch(make_samples(count, seed=count)) for count in (2, 5, 12)])
-    torch.testing.assert_close(gradients_of(policy), gradients_of(plain_policy), atol=1e-5, rtol=1e-4)
-
-
-def test_where_the_compiler_fails_training_goes_on_without_it(capsys):
-    def without_compiler(*_: object) -> None:
-        raise RuntimeError("no C++ compiler found")
-
-    model = tiny_llama(num_hidden_layers=1)
-    assert not compile_model(model, backend=without_compiler)
-    printed = capsys.readouterr().out
-    assert "training without it" in printed
-    assert "no C++ compiler found" in printed
-    assert model.base_model._compiled_call_impl is None
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert make_policy(model=model).logprobs(make_samples(2))
 
 
 def test_liger_is_left_out_where_it_cannot_run_and_refused_where_it_was_demanded(monkeypatch):

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.errors import ConfigError
+from common.process.programs import ROOT
 from common.run.dataset import Row, gsm8k_answer, read_dataset
 
-SAMPLE = Path(__file__).parents[2] / "data" / "gsm8k_sample.jsonl"
+SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 
 VERL: dict[str, Any] = {
     "data_source": "math",

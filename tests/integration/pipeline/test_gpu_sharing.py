@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from common.config import RunConfig
-from common.process.gpu_sharing import TURNS_DIR_VARIABLE, DeviceTurn, TurnGate, turn_files
+from common.process.gpu_sharing import LOCKS_DIR_VARIABLE, GpuGate, GpuLock, lock_files
 from common.wire.messages import SamplingParams
 from services.rollout.engines import build_engine
 from services.rollout.engines.engine import GenerationRequest
@@ -25,9 +25,9 @@ from tests.support.waiting import wait_until
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from common.process.gpu_sharing import DeviceTurn
+from common.process.gpu_sharing import GpuLock
 async def main():
-    await DeviceTurn([Path(sys.argv[1])]).acquire()
+    await GpuLock([Path(sys.argv[1])]).acquire()
     print("held", flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -41,7 +41,7 @@ class Device:
         self.on: set[str] = set()
         self.turns: list[str] = []
 
-    def gate(self, name: str, path: Path, turn_s: float) -> TurnGate:
+    def gate(self, name: str, path: Path, turn_s: float) -> GpuGate:
         async def wake() -> None:
             await asyncio.sleep(0.01)
             assert not self.on, f"{name} wakes while {self.on} is on the device"
@@ -52,7 +52,7 @@ class Device:
             await asyncio.sleep(0.01)
             self.on.discard(name)
 
-        return TurnGate(DeviceTurn([path]), wake, sleep, turn_s)
+        return GpuGate(GpuLock([path]), wake, sleep, turn_s)
 
 
 async def test_two_that_always_have_work_take_turns(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_a_holder_that_is_killed_frees_the_device_and_its_children_do_not_
     )
     assert process.stdout is not None
     assert await asyncio.wait_for(process.stdout.readline(), 60) == b"held\n"
-    turn, waiting = DeviceTurn([path]), DeviceTurn([path])
+    turn, waiting = GpuLock([path]), GpuLock([path])
     acquiring = asyncio.create_task(turn.acquire())
     await wait_until(lambda: waiting.is_wanted())
     assert not acquiring.done()
@@ -122,9 +122,9 @@ async def test_a_holder_that_is_killed_frees_the_device_and_its_children_do_not_
 
 async def test_two_that_share_several_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
     files = [tmp_path / "device-0", tmp_path / "device-1"]
-    both = [DeviceTurn(files), DeviceTurn(files[::-1])]
+    both = [GpuLock(files), GpuLock(files[::-1])]
 
-    async def take(turn: DeviceTurn) -> None:
+    async def take(turn: GpuLock) -> None:
         for _ in range(10):
             await turn.acquire()
             await asyncio.sleep(0)
@@ -138,12 +138,12 @@ async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: 
     async def fail() -> None:
         raise RuntimeError("out of memory")
 
-    gate = TurnGate(DeviceTurn([tmp_path / "device-0"]), fail, fail, 1.0)
+    gate = GpuGate(GpuLock([tmp_path / "device-0"]), fail, fail, 1.0)
     gate.start()
     with pytest.raises(Exception, match="out of memory"):
         async with asyncio.timeout(30), gate.use():
             pass
-    other = DeviceTurn([tmp_path / "device-0"])
+    other = GpuLock([tmp_path / "device-0"])
     await asyncio.wait_for(other.acquire(), 30)
     other.release()
 
@@ -153,7 +153,7 @@ async def server(tmp_path: Path) -> AsyncIterator[tuple[str, "subprocess.Popen[b
     """A real reward model server that shares the device of this test."""
     path = tiny_classifier(tmp_path / "model")
     arguments = ["--share-device", "--turn-s", "0.2", "--served-model-name", "rm"]
-    process = start_server(path, tmp_path / "log", *arguments, **{TURNS_DIR_VARIABLE: str(tmp_path)})
+    process = start_server(path, tmp_path / "log", *arguments, **{LOCKS_DIR_VARIABLE: str(tmp_path)})
     try:
         yield await wait_until(lambda: server_url(tmp_path / "log"), 120), process
     finally:
@@ -165,8 +165,8 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
     server: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, process = server
-    monkeypatch.setenv(TURNS_DIR_VARIABLE, str(tmp_path))
-    assert turn_files() == [tmp_path / "device-0"]
+    monkeypatch.setenv(LOCKS_DIR_VARIABLE, str(tmp_path))
+    assert lock_files() == [tmp_path / "device-0"]
     engine = build_engine(_config(tmp_path))
     assert isinstance(engine, TurnTakingEngine)
     await engine.start()

@@ -7,12 +7,12 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from common.telemetry import batched, metrics
-from common.telemetry.batched import Gathered, Histogram
+from common.telemetry.batched import Batched, Histogram
 
 
 def test_who_looks_at_the_registry_sees_every_observation() -> None:
     booked: list[int] = []
-    items: Gathered[int] = Gathered(booked.extend)
+    items: Batched[int] = Batched(booked.extend)
     items.add(1)
     items.add(2)
     assert booked == []
@@ -23,14 +23,14 @@ def test_who_looks_at_the_registry_sees_every_observation() -> None:
 
 
 def test_they_are_booked_before_any_metric_is_collected() -> None:
-    items: Gathered[int] = Gathered(lambda found: metrics.COMMITTED_VERSION.set(found[-1]))
+    items: Batched[int] = Batched(lambda found: metrics.COMMITTED_VERSION.set(found[-1]))
     items.add(4711)
     assert REGISTRY.get_sample_value("tidemill_committed_version") == 4711
 
 
 def test_no_more_than_a_bounded_number_waits() -> None:
     sizes: list[int] = []
-    items: Gathered[int] = Gathered(lambda found: sizes.append(len(found)))
+    items: Batched[int] = Batched(lambda found: sizes.append(len(found)))
     for number in range(batched.MOST + 1):
         items.add(number)
     assert sizes == [batched.MOST]
@@ -38,7 +38,7 @@ def test_no_more_than_a_bounded_number_waits() -> None:
 
 def test_none_is_lost_or_counted_twice_while_threads_look() -> None:
     booked: list[int] = []
-    items: Gathered[int] = Gathered(booked.extend)
+    items: Batched[int] = Batched(booked.extend)
     over = threading.Event()
 
     def look() -> None:

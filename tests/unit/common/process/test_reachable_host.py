@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from common.process.heartbeats import ADVERTISE_VARIABLE, Heartbeat, advertised_host
+from common.process.heartbeats import ADVERTISE_VARIABLE, Heartbeat, reachable_host
 from common.redis.client import URL_VARIABLE
 
 
@@ -15,13 +15,13 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_listens_on_one_address_is_reached_there() -> None:
-    assert advertised_host("127.0.0.1") == "127.0.0.1"
-    assert advertised_host("10.1.2.3") == "10.1.2.3"
+    assert reachable_host("127.0.0.1") == "127.0.0.1"
+    assert reachable_host("10.1.2.3") == "10.1.2.3"
 
 
 def test_what_the_user_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADVERTISE_VARIABLE, "node-7")
-    assert advertised_host("0.0.0.0") == advertised_host("127.0.0.1") == "node-7"
+    assert reachable_host("0.0.0.0") == reachable_host("127.0.0.1") == "node-7"
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def test_what_the_user_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_who_listens_everywhere_is_reached_on_the_way_to_redis(monkeypatch, url) -> None:
     monkeypatch.setenv(URL_VARIABLE, url)
-    assert advertised_host("0.0.0.0") == "127.0.0.1"
+    assert reachable_host("0.0.0.0") == "127.0.0.1"
 
 
 def test_without_a_route_to_redis_it_is_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(URL_VARIABLE, "redis://no-such-host.invalid:6379")
-    assert advertised_host("0.0.0.0") == socket.gethostname()
+    assert reachable_host("0.0.0.0") == socket.gethostname()
 
 
 def test_a_target_is_host_and_port() -> None:

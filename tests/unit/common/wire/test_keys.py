@@ -1,16 +1,14 @@
 """Keys carry the run's hash tag, are distinct, and are spelled in one place."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
 from common.process.heartbeats import ROLES
+from common.process.programs import ROOT
 from common.wire.keys import PREFIX, RUNS, Keys
 from common.wire.messages import Lane
-
-REPO = Path(__file__).resolve().parents[3]
 
 
 def all_keys(keys: Keys) -> list[str]:
@@ -80,10 +78,10 @@ def test_run_ids_that_could_leave_their_place_are_refused(run_id: str) -> None:
 def test_key_names_are_spelled_in_one_place_only() -> None:
     spelled = re.compile(rf"{PREFIX}:[{{<a-z*%]")
     offenders = [
-        f"{path.relative_to(REPO)}:{number}: {line.strip()}"
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for folder in ("common", "services", "benchmarks")
-        for path in sorted((REPO / folder).rglob("*"))
-        if path.suffix in (".py", ".lua") and path != REPO / "common" / "keys.py"
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".lua") and path != ROOT / "common" / "wire" / "keys.py"
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if spelled.search(line)
     ]

@@ -82,7 +82,7 @@ def test_a_server_of_another_kind_is_given_nothing(no_libnuma: None) -> None:
 def test_bfloat16_is_refused_where_the_cpu_lists_tiles_that_may_not_be_used() -> None:
     """On a CPU without tiles vLLM computes it without them."""
     program = (
-        "from common import vllm_machine as m\n"
+        "from common.process import vllm_machine as m\n"
         "m.is_cpu_build = lambda: True\n"
         "try: print(m.machine_arguments(['--dtype', 'bfloat16'], 'reward grader'))\n"
         "except Exception as error: print(error)\n"

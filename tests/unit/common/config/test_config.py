@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from common.config import OptimizerConfig, RunConfig, load_config, parse_config
 from common.config.section import Section
 from common.errors import ConfigError
+from common.process.programs import ROOT
 
-REPO = Path(__file__).resolve().parents[3]
-SECTIONS = sorted((REPO / "examples" / "rewards").glob("*.yaml"))
+SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 """Examples of the `reward` section alone."""
-EXAMPLES = sorted(set((REPO / "examples").glob("**/*.yaml")) - set(SECTIONS))
+EXAMPLES = sorted(set((ROOT / "examples").glob("**/*.yaml")) - set(SECTIONS))
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
 
@@ -32,7 +32,7 @@ def refused(tree: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(REPO)))
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_example_is_a_valid_config_whose_files_exist(path: Path) -> None:
     config = load_config(path)
     train = [config.data.train] if isinstance(config.data.train, str) else config.data.train

@@ -1,0 +1,186 @@
+"""The losses against TRL's own `_compute_loss`, whose import takes longer than all other tests of losses."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.algorithm import AlgorithmConfig
+from tests.support.losses import MAX_COMPLETION, our_loss, rectangle
+
+ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
+REFERENCE: dict[str, Any] = {"reference": {"model": "frozen"}}
+
+
+@pytest.fixture(scope="module")
+def trl_trainer_class():
+    module = pytest.importorskip("trl.trainer.grpo_trainer", reason="the reference implementation")
+    return module.GRPOTrainer
+
+
+LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo"}
+
+
+def trl_loss(
+    trainer_class: Any,
+    data: SimpleNamespace,
+    algorithm: AlgorithmConfig,
+    has_proximal: bool,
+    corrects_kl: bool = False,
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """TRL's own `_compute_loss`, given our logprobs in place of a model's; its loss, gradient and metrics."""
+    current_BT = torch.tensor(data.current, requires_grad=True)
+    mask_BT = torch.tensor(data.mask).long()
+    is_decoupled = algorithm.old_logprobs == "recompute"
+    has_kl, entropies_BT = algorithm.kl.place == "loss", torch.tensor(data.entropies)
+    loss_type = LOSS_TYPES[algorithm.normalisation]
+    identity = SimpleNamespace(
+        num_processes=1,
+        gather=lambda value: value,
+        reduce=lambda value, reduction: value,
+        sync_gradients=True,
+    )
+    stub = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (current_BT, entropies_BT, None),
+        loss_type=algorithm.loss if algorithm.loss in ("cispo", "sapo") else loss_type,
+        epsilon_low=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high + (algorithm.loss == "cispo"),
+        use_vllm=is_decoupled,
+        vllm_importance_sampling_correction=is_decoupled,
+        args=SimpleNamespace(
+            delta=algorithm.dual_clip_bound,
+            steps_per_generation=1,
+            use_bias_correction_kl=corrects_kl,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+        ),
+        max_completion_length=MAX_COMPLETION,
+        accelerator=identity,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        importance_sampling_level="sequence" if algorithm.loss == "gspo" else "token",
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=False,
+        beta=algorithm.kl.coefficient if has_kl else 0.0,
+        _entropy_bonus_enabled=algorithm.entropy_coefficient > 0,
+        use_adaptive_entropy=False,
+        entropy_coef=algorithm.entropy_coefficient,
+        _metrics={"train": defaultdict(list)},
+    )
+    inputs = {
+        "prompt_ids": torch.ones(4, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(4, 1, dtype=torch.long),
+        "completion_ids": torch.ones_like(mask_BT),
+        "completion_mask": mask_BT,
+        "advantages": torch.tensor(data.advantages),
+        "num_items_in_batch": mask_BT.sum(),
+        "importance_sampling_ratio": trl_importance(data, algorithm, has_proximal),
+        "ref_per_token_logps": torch.tensor(data.reference),
+    }
+    if not is_decoupled:
+        inputs["old_per_token_logps"] = torch.tensor(data.rollout)
+    elif has_proximal:
+        inputs["old_per_token_logps"] = torch.tensor(data.proximal)
+    loss = trainer_class._compute_loss(stub, None, inputs)
+    loss.backward()
+    metrics = {name: values[0] for name, values in stub._metrics["train"].items()}
+    return loss.item(), current_BT.grad.numpy(), metrics
+
+
+def trl_importance(data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool) -> torch.Tensor:
+    """What TRL 1.16 computes in `_generate_and_score_completions`, which needs an engine."""
+    importance = algorithm.importance
+    mask_BT = torch.tensor(data.mask)
+    base = data.proximal if has_proximal else data.current
+    difference_BT = (torch.tensor(base) - torch.tensor(data.rollout)) * mask_BT
+    if importance.level == "sequence":
+        difference_BT = difference_BT.sum(-1, keepdim=True)
+    ratio = torch.exp(difference_BT)
+    if importance.mode == "mask":
+        return ratio.masked_fill((ratio < importance.low) | (ratio > importance.high), 0.0)
+    return ratio.clamp(min=importance.low, max=importance.high)
+
+
+TRL_CASES: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "ppo rollout": ROLLOUT,
+    "delta": {"dual_clip": 1.6, **ROLLOUT},
+    "sequence_truncate": {"importance": {"level": "sequence", "high": 3.0}},
+    "sequence_mask": {"importance": {"mode": "mask", "level": "sequence", "high": 3.0}},
+    "token_mask": {"importance": {"mode": "mask", "low": 0.5, "high": 2.0}},
+    "beta": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.2}, **REFERENCE},
+}
+
+
+def assert_same(trainer_class: Any, algorithm: AlgorithmConfig, has_proximal: bool = False) -> None:
+    for seed in range(3):
+        data = rectangle(seed)
+        ours, our_gradient_BT, _ = our_loss(data, algorithm, has_proximal)
+        theirs, their_gradient_BT, _ = trl_loss(trainer_class, data, algorithm, has_proximal)
+        assert ours == pytest.approx(theirs, abs=1e-5)
+        np.testing.assert_allclose(our_gradient_BT, their_gradient_BT, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalisation", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("has_proximal", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("case", TRL_CASES)
+def test_equals_trl_in_value_and_gradient(trl_trainer_class, case, has_proximal, normalisation):
+    algorithm = AlgorithmConfig(normalisation=normalisation, **TRL_CASES[case])
+    assert_same(trl_trainer_class, algorithm, has_proximal)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "gspo", "normalisation": "sequence", **ROLLOUT},
+        {"loss": "gspo", "normalisation": "sequence", "clip_low": 0.01, "clip_high": 0.02, **ROLLOUT},
+        {"loss": "cispo", "normalisation": "token", "clip_low": 1.0, "clip_high": 0.5, **ROLLOUT},
+        {"loss": "sapo", "normalisation": "sequence", **ROLLOUT},
+        {"entropy_coefficient": 0.3, "normalisation": "token"},
+    ],
+    ids=["gspo", "gspo narrow", "cispo", "sapo", "entropy"],
+)
+def test_equals_trl_with_its_normalisation_of_this_loss(trl_trainer_class, algorithm):
+    assert_same(trl_trainer_class, AlgorithmConfig(**algorithm))
+
+
+def test_counts_what_trl_counts_as_clipped(trl_trainer_class):
+    algorithm = AlgorithmConfig(**ROLLOUT, **REFERENCE, kl={"place": "loss", "coefficient": 0.1})
+    data = rectangle(0)
+    _, _, terms = our_loss(data, algorithm)
+    _, _, metrics = trl_loss(trl_trainer_class, data, algorithm, False)
+    num_tokens = data.mask.sum()
+    assert terms.sums["clipped_low"].item() / num_tokens == pytest.approx(metrics["clip_ratio/low_mean"])
+    assert terms.sums["clipped_high"].item() / num_tokens == pytest.approx(metrics["clip_ratio/high_mean"])
+    assert terms.sums["kl_sum"].item() / num_tokens == pytest.approx(metrics["kl"], abs=1e-5)
+    assert terms.sums["entropy_sum"].item() / num_tokens == pytest.approx(metrics["entropy"], abs=1e-5)
+
+
+def test_kl_that_trl_corrects_has_the_gradient_of_k2_on_policy_and_the_value_of_k3(trl_trainer_class):
+    """TRL's default since 1.16, as docs/algorithms.md says; `use_bias_correction_kl=False` is our k3."""
+    for seed in range(3):
+        data = rectangle(seed)
+        gradients, losses = {}, {}
+        for estimator in ("k2", "k3"):
+            kl = {"place": "loss", "estimator": estimator, "coefficient": 0.2}
+            algorithm = AlgorithmConfig(kl=kl, **REFERENCE)
+            losses[estimator], gradients[estimator], _ = our_loss(data, algorithm)
+        theirs, their_gradient_BT, _ = trl_loss(trl_trainer_class, data, algorithm, False, corrects_kl=True)
+        np.testing.assert_allclose(gradients["k2"], their_gradient_BT, atol=1e-5)
+        assert np.abs(gradients["k3"] - their_gradient_BT).max() > 1e-3
+        assert losses["k3"] == pytest.approx(theirs, abs=1e-5)
+        assert abs(losses["k2"] - theirs) > 1e-4
+
+
+def test_kl_that_trl_corrects_is_weighed_by_the_ratio_in_later_updates(trl_trainer_class):
+    """r k3 with r = current / old: r d times the gradient of the logprob, where ours has no r."""
+    data = rectangle(0)
+    data.advantages = np.zeros_like(data.advantages)
+    algorithm = AlgorithmConfig(kl={"place": "loss", "estimator": "k2", "coefficient": 0.2}, **REFERENCE)
+    _, ours_BT, _ = our_loss(data, algorithm, has_proximal=True)
+    _, theirs_BT, _ = trl_loss(trl_trainer_class, data, algorithm, True, corrects_kl=True)
+    np.testing.assert_allclose(np.exp(data.current - data.proximal) * ours_BT, theirs_BT, atol=1e-6)
