@@ -71,7 +71,7 @@ class Heartbeat:
 
 async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
     """Write one heartbeat."""
-    beat.at = await server_time_s(broker)
+    beat.at = await broker.server_time_s()
     await broker.execute("HSET", keys.workers(beat.role), beat.name, json.dumps(asdict(beat)))
 
 
@@ -82,7 +82,7 @@ async def remove_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
 
 async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
     """All processes that ever spoke and did not leave, by role and name; each for itself only."""
-    now_s = await server_time_s(broker)
+    now_s = await broker.server_time_s()
     replies = await broker.pipeline([("HGETALL", keys.workers(role)) for role in ROLES])
     beats = [
         beat
@@ -91,12 +91,6 @@ async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
         if (beat := _parsed(value, now_s)) and (beat.role, beat.name) == (role, name.decode(errors="replace"))
     ]
     return sorted(beats, key=lambda beat: (beat.role, beat.name))
-
-
-async def server_time_s(broker: Broker) -> float:
-    """The clock of the Redis server, which all processes of a run share; seconds since 1970."""
-    seconds, micros = await broker.execute("TIME")
-    return int(seconds) + int(micros) / 1e6
 
 
 def _parsed(value: bytes, now_s: float) -> Heartbeat | None:

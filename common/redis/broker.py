@@ -216,6 +216,11 @@ class Broker:
         """One section of the server's INFO."""
         return _parse_info(await self.execute("INFO", section))
 
+    async def server_time_s(self) -> float:
+        """The server's clock, which all processes of a run share; seconds since 1970."""
+        seconds, micros = await self.execute("TIME")
+        return int(seconds) + int(micros) / 1e6
+
     async def close(self) -> None:
         """Close all connections."""
         await self.redis.aclose()

@@ -9,7 +9,6 @@ import os
 
 import structlog
 
-from common.process.heartbeats import server_time_s
 from common.redis.broker import Broker
 from common.wire.keys import Keys
 
@@ -26,7 +25,7 @@ class ReplicaRegistry:
 
     async def announce(self, url: str) -> None:
         """Say that the replica at `url` is there; also forgets those that fell silent."""
-        now_s = await server_time_s(self._broker)
+        now_s = await self._broker.server_time_s()
         await self._broker.execute("ZADD", self._key, now_s, url)
         await self._broker.execute("ZREMRANGEBYSCORE", self._key, "-inf", f"({now_s - self._ttl_s}")
 
@@ -36,7 +35,7 @@ class ReplicaRegistry:
 
     async def urls(self) -> list[str]:
         """The replicas that spoke lately."""
-        now_s = await server_time_s(self._broker)
+        now_s = await self._broker.server_time_s()
         # Not those from the future either: they spoke before the server's clock was set back.
         first, last = now_s - self._ttl_s, now_s + self._ttl_s
         found = await self._broker.execute("ZRANGEBYSCORE", self._key, first, last)

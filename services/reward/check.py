@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from common.config import RewardConfig
-from common.config.checks import CALLED, READS
 from common.errors import ConfigError
+from common.process.checks import CALLED, READS
 from common.process.programs import run_main
 from services.reward.functions.functions import load_function
 from services.reward.functions.sample import Sample, readings

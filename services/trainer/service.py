@@ -5,9 +5,9 @@ from functools import partial
 
 import structlog
 
-from common.config.checks import check_loggers
 from common.config.trainer import HealthyRange
 from common.files import locked
+from common.process.checks import check_loggers
 from common.process.heartbeats import Heartbeat
 from common.process.service import ServiceContext
 from common.run.records import METRICS_FILE, read_records

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import RunConfig, load_config
-from common.config.checks import check_algorithm, check_loggers, check_reward
 from common.errors import TidemillError
+from common.process.checks import check_algorithm, check_loggers, check_reward
 from common.process.gpu_sharing import count_gpus
 from common.process.programs import Program, run_main, run_own
 from common.process.vllm_machine import check_machine

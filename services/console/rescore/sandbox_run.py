@@ -14,7 +14,7 @@ import yaml
 from common.config import RunConfig
 from common.errors import ConfigError, TidemillError
 from common.files import write_atomically
-from common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats, server_time_s
+from common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats
 from common.redis.broker import Broker
 from common.run.state import CONFIG_FILE, publish_config, run_exists, update_state
 from common.streams import ensure_group
@@ -82,7 +82,7 @@ class SandboxRun:
 
     async def last_words(self) -> list[Heartbeat]:
         """What the workers say of themselves once everything is scored."""
-        asked_at, deadline = await server_time_s(self.broker), time.monotonic() + GONE_AFTER_S
+        asked_at, deadline = await self.broker.server_time_s(), time.monotonic() + GONE_AFTER_S
         while True:
             beats = await read_heartbeats(self.broker, self.keys)
             if all(beat.at > asked_at for beat in beats) or time.monotonic() > deadline:

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from common.config.checks import check_reward
 from common.errors import ConfigError
+from common.process.checks import check_reward
 from common.process.heartbeats import read_heartbeats
 from common.redis.broker import URL_VARIABLE, Broker
 from common.redis.embedded import EmbeddedRedis

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from common.config import DataConfig, ModelConfig
-from common.config.checks import RewardFindings
 from common.errors import ConfigError
+from common.process.checks import RewardFindings
 from common.run.dataset import Row
 from services.console.check import preflight
 from services.console.check.explain import describe

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.config.checks import check_loggers
 from common.errors import ConfigError
+from common.process.checks import check_loggers
 from common.run.records import METRICS_FILE, read_records
 from services.trainer.metrics.loggers import sender as sender_module
 from services.trainer.metrics.loggers.sender import Sender
