@@ -45,20 +45,62 @@ class TestReward:
             check("return {}['no such key']", True)
 
 
-def test_what_a_judge_and_a_reward_model_will_read_is_shown(run_files: Path, tmp_path: Path) -> None:
-    def check(reward: dict[str, Any]) -> preflight.Findings:
-        return preflight.examine(run_files, ["reward=" + json.dumps({"rewards": {"rm": reward}})])
+class TestServers:
+    """Rewards with servers on this machine: what cannot work is found before anything is started."""
 
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    folder = make_folder(tmp_path / "rm", chat_template=template)
-    assert check({"model": {"local_replicas": {"model": str(folder)}}}).reads == {
-        "rm": "<user>a b<assistant>(the completion)"
-    }
-    judge = {
-        "model": "m",
-        "base_urls": ["http://localhost:1/v1"],
-        "template": "Q: {{ prompt }}\nA: {{ completion }}",
-    }
-    assert check({"judge": judge}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
-    broken = check({"judge": judge | {"template": "{{ extra.level }}"}})
-    assert "cannot be filled in" in broken.reads["rm"]
+    @pytest.fixture
+    def check(self, run_files: Path) -> Any:
+        def check(reward: dict[str, Any], *overrides: str) -> preflight.Findings:
+            tree = json.dumps({"rewards": {"rm": reward}})
+            return preflight.examine(run_files, [f"reward={tree}", *overrides])
+
+        return check
+
+    def model(self, path: Path | str, **fields: Any) -> dict[str, Any]:
+        return {"model": {"local_replicas": {"model": str(path)}, **fields}}
+
+    def test_a_reward_model_that_does_not_exist(self, check: Any, tmp_path: Path) -> None:
+        for path in (tmp_path / "nowhere", "models/of/mine"):
+            with pytest.raises(
+                preflight.PreflightError, match=f"reward rm: local_replicas.model {path} .*config.json"
+            ):
+                check(self.model(path))
+
+    def test_a_chat_for_a_model_without_a_chat_template(self, check: Any, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "rm")
+        with pytest.raises(
+            preflight.PreflightError, match=r"reward rm: input: chat needs a chat template.*input: text"
+        ):
+            check(self.model(folder))
+        (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+        given = {"model": str(folder), "args": ["--chat-template", str(tmp_path / "chat.jinja")]}
+        check({"model": {"local_replicas": given}})
+        check(self.model(folder, input="text"))
+
+    def test_gpus_that_are_not_there(
+        self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tool = tmp_path / "bin" / "nvidia-smi"
+        tool.parent.mkdir()
+        tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: 1)'\necho 'GPU 1: A (UUID: 2)'\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+        folder = make_folder(tmp_path / "rm", chat_template="{{ messages[0].content }}")
+        check(self.model(folder, gpus=[1]), "trainer.gpus=[0]")
+        with pytest.raises(preflight.PreflightError) as caught:
+            check(self.model(folder, gpus=[1, 2]), "trainer.gpus=[0]", "rollout.gpus=[7]")
+        assert "reward.rewards.rm.model.gpus names GPU 2; this machine has 2, 0 to 1" in str(caught.value)
+        assert "rollout.gpus names GPU 7" in str(caught.value)
+
+    def test_what_a_judge_and_a_reward_model_will_read_is_shown(self, check: Any, tmp_path: Path) -> None:
+        template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        folder = make_folder(tmp_path / "rm", chat_template=template)
+        assert check(self.model(folder)).reads == {"rm": "<user>a b<assistant>(the completion)"}
+        judge = {
+            "model": "m",
+            "base_urls": ["http://localhost:1/v1"],
+            "template": "Q: {{ prompt }}\nA: {{ completion }}",
+        }
+        assert check({"judge": judge}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
+        broken = check({"judge": judge | {"template": "{{ extra.level }}"}})
+        assert "cannot be filled in" in broken.reads["rm"]
