@@ -27,7 +27,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help demo demo-judge test gpu-test check bench bench-name chaos simulate compose-test images-cpu clean distclean
+.PHONY: help install demo demo-judge test gpu-test check bench bench-name chaos simulate compose-test images-cpu clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -37,6 +37,8 @@ help: ## list the commands
 	@echo
 	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11 or newer)"
 	@echo "  V=1                      show what pip does"
+
+install: $(BASE) ## install what a run needs into .venv/
 
 demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(LIBNUMA)) ## train a small model and watch it learn (ENGINE=transformers|vllm)
 	$(BIN)/tidemill up examples/arith/config.yaml --set rollout.engine=$(ENGINE)

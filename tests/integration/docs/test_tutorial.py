@@ -1,0 +1,55 @@
+"""docs/tutorial.md as a reader follows it: its files are written, and its commands run in one shell, in its order."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "tutorial.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"Write this into `([\w.]+)`:\n\n\Z")
+OUTPUT = "text"
+
+
+def script() -> str:
+    """The page as a shell script: files become here-documents, `sh` blocks stand as they are."""
+    page = PAGE.read_text(encoding="utf-8")
+    parts = []
+    for block in FENCE.finditer(page):
+        language, text = block.groups()
+        named = FILE_NAME.search(page, 0, block.start())
+        if named:
+            parts.append(f"cat > {named[1]} <<'END OF FILE'\n{text}END OF FILE\n")
+        elif language != OUTPUT:
+            assert language == "sh", f"neither a command, a named file nor output: {text}"
+            parts.append(text)
+    return "set -euo pipefail\n" + "".join(parts)
+
+
+def test_every_file_of_the_tutorial_is_named_before_it_is_used() -> None:
+    names = re.findall(r"^cat > (\S+) ", script(), re.MULTILINE)
+    assert names == ["make_data.py", "reward.py", "config.yaml", "use.py"]
+
+
+def test_every_command_of_the_tutorial_works_as_it_is_written(tmp_path: Path) -> None:
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("the tutorial is for the environment that make installs into .venv/")
+    commands = script()
+    if subprocess.run(["make", "-q", "install"], cwd=ROOT).returncode:
+        # Lock files are newer than the environment: tests do not install, they only see that make would.
+        commands = commands.replace("make install\n", "make -n install\n")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
+    env |= {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["bash", "-c", commands], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "{'score': -0.5, 'readable': 0.0}" in done.stdout
+    assert "43-17=" in done.stdout.splitlines()[-2]
+    run = tmp_path / "tutorial" / "runs" / "first"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) >= 20
+    assert json.loads((run / "summary.json").read_text())["duplicated_in_training"] == 0
+    assert (tmp_path / "tutorial" / "my-model" / "model.safetensors").stat().st_size > 3_000_000
