@@ -22,12 +22,13 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
 BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
+DOCS := $(VENV)/.docs.stamp
 VLLM := $(VENV)/.vllm.stamp
 LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge test gpu-test check bench bench-name chaos simulate compose-test images-cpu clean distclean
+.PHONY: help install demo demo-judge test gpu-test check docs bench bench-name chaos simulate compose-test images-cpu clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -60,6 +61,12 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/python -m services.console.reference.fields --check docs/config.md
 	$(BIN)/python -m services.console.reference.metric_table --check docs/metrics.md
 	$(BIN)/python -m infra.grafana --check
+	$(BIN)/python -m infra.docs --check
+	$(BIN)/python -m infra.docs.architecture --check
+
+docs: $(BASE) $(DOCS) ## build the documentation as a site: build/site/index.html
+	$(BIN)/python -m infra.docs build/pages
+	$(BIN)/mkdocs build -q -f infra/docs/mkdocs.yml
 
 bench: bench-name $(BASE) ## run one benchmark: make bench BENCH=transport (ARGS="...")
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
@@ -121,6 +128,11 @@ $(BASE): requirements/base.lock pyproject.toml | $(VENV)/.created.stamp
 $(DEV): requirements/dev.lock $(BASE)
 	@echo "==> installing tests and linters (requirements/dev.lock)"
 	@$(PIP) --no-deps -r requirements/dev.lock
+	@touch $@
+
+$(DOCS): requirements/docs.lock $(BASE)
+	@echo "==> installing MkDocs (requirements/docs.lock)"
+	@$(PIP) --no-deps -r requirements/docs.lock
 	@touch $@
 
 # Not a package of Python. Where it cannot be had, the tests that need it are skipped, and say so.

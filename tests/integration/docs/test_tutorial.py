@@ -1,4 +1,4 @@
-"""docs/tutorial.md as a reader follows it: its files are written, and its commands run in one shell, in its order."""
+"""docs/tutorial.md as a reader follows it: its files are written, its commands run in one shell, in order."""
 
 import json
 import os

@@ -1,0 +1,217 @@
+"""Draws docs/architecture.svg: `python -m infra.docs.architecture`; `--check` says whether it is current.
+
+Streams come from `common/wire/keys.py`, rooms from the folders of the services. `FLOWS` says who writes and
+who reads a stream; each service that it names must use that stream in its code.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from common.wire.keys import Keys
+
+REPO = Path(__file__).resolve().parents[2]
+DRAWING = REPO / "docs" / "architecture.svg"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One stream: its entries, who writes and who reads it, and what else there is to say."""
+
+    stream: str
+    entry: str
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+    note: str = ""
+
+
+FLOWS = (
+    Flow("prompts", "tickets", ("trainer",), ("rollout",), "one ticket for each group"),
+    Flow("trajectories", "completions", ("rollout",), ("trainer", "reward"), "one entry for each completion"),
+    Flow("scores", "rewards", ("reward",), ("trainer",), "refer to trajectories by key"),
+    Flow("weights", "manifests", ("trainer",), ("rollout",), "files lie in the run folder"),
+    Flow("commits", "records of steps", ("trainer",), ("trainer",), "read after a restart"),
+    Flow(
+        "dead",
+        "dead letters",
+        ("trainer", "rollout", "reward"),
+        ("trainer",),
+        "the trainer replaces the group",
+    ),
+)
+TASKS = {
+    "trainer": "issues tickets, trains, commits",
+    "rollout": "ticket → trajectories",
+    "reward": "trajectory → score",
+    "console": "the tidemill command: start, watch, look at, replay",
+    "jobs": "archiving, exports, sandboxed code",
+    "common": "shared by all services; imports neither torch nor vLLM",
+}
+
+WIDTH, MARGIN, GAP = 1040, 20, 20
+COLUMN = {"trainer": (20, 400), "rollout": (440, 250), "reward": (710, 310)}
+"""Left edge and width of each service's box."""
+TOP, CHIP, LINE = 20, 26, 20
+BUS_LINE = 44
+STYLE = """
+  text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1b1f24 }
+  .title { font-size: 16px; font-weight: 600 } .small { font-size: 12px; fill: #57606a }
+  .box { fill: #f6f8fa; stroke: #8c959f } .chip { fill: #ffffff; stroke: #d0d7de }
+  .redis { fill: #fff8f3; stroke: #bc6b3a } .bus { stroke: #bc6b3a; stroke-width: 3 }
+  .write { stroke: #0a60c4; fill: #0a60c4 } .read { stroke: #1a7f37; fill: #1a7f37 }
+  .flow { stroke-width: 2 } .page { fill: #ffffff } .name { font-weight: 600 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .small { fill: #9da7b3 } .page { fill: #0d1117 }
+    .box { fill: #161b22; stroke: #6e7681 } .chip { fill: #21262d; stroke: #444c56 }
+    .redis { fill: #221a15; stroke: #d18b5f } .bus { stroke: #d18b5f }
+    .write { stroke: #6cb0ff; fill: #6cb0ff } .read { stroke: #56d364; fill: #56d364 }
+  }
+"""
+
+
+def rooms_of(folder: str) -> list[str]:
+    """The packages in a folder, by name."""
+    return sorted(room.parent.name for room in (REPO / folder).glob("*/__init__.py"))
+
+
+def check_flows() -> None:
+    """Raise where the table is not what the code has: other streams, services that do not use theirs."""
+    in_code = {name for name, item in vars(Keys).items() if (item.__doc__ or "").startswith("Stream of")}
+    listed = {flow.stream for flow in FLOWS}
+    if in_code != listed:
+        raise SystemExit(f"common/wire/keys.py has the streams {sorted(in_code)}, FLOWS has {sorted(listed)}")
+    for flow in FLOWS:
+        for service in {*flow.writers, *flow.readers}:
+            files = [
+                *(REPO / "services" / service).rglob("*.py"),
+                *(REPO / "common" / "streams").rglob("*.py"),
+            ]
+            if not any(re.search(rf"keys\.{flow.stream}\b", file.read_text()) for file in files):
+                raise SystemExit(
+                    f"FLOWS says that {service} uses {flow.stream}, but nothing in its folder does"
+                )
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    """One line of text."""
+    return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, kind: str, radius: int = 6) -> str:
+    """A rectangle with round corners."""
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}" class="{kind}"/>'
+
+
+def chips(x: float, y: float, width: float, names: Sequence[str]) -> tuple[list[str], float]:
+    """Rooms as small boxes, row by row; and where they end."""
+    drawn, left = [], x
+    for name in names:
+        size = 16 + 7.7 * len(name)
+        if left + size > x + width:
+            left, y = x, y + CHIP + 6
+        drawn += [box(left, y, size, CHIP, "chip", 4), text(left + 8, y + 18, name)]
+        left += size + 6
+    return drawn, y + CHIP
+
+
+def service(name: str, folder: str, x: float, y: float, width: float) -> tuple[list[str], float]:
+    """The box of a service with its rooms, without its frame; and where it ends."""
+    drawn = [text(x + 14, y + 26, name, "title"), text(x + 14, y + 46, TASKS[name], "small")]
+    rooms, end = chips(x + 14, y + 60, width - 28, rooms_of(folder))
+    return drawn + rooms, end + 14
+
+
+def arrow(x: float, start: float, end: float, kind: str) -> str:
+    """A vertical arrow from `start` to `end`."""
+    back = -9 if end > start else 9
+    head = f'<path d="M{x} {end} l-5 {back} h10 z" class="{kind}"/>'
+    return f'<path d="M{x} {start} V{end + back}" class="{kind} flow" fill="none"/>{head}'
+
+
+def flows(top: float, bus: float) -> Iterator[str]:
+    """The streams as lines, and an arrow for each service that writes or reads one."""
+    uses: dict[str, list[tuple[int, str]]] = {name: [] for name in COLUMN}
+    for number, flow in enumerate(FLOWS):
+        for kind, services in (("write", flow.writers), ("read", flow.readers)):
+            for name in services:
+                uses[name].append((number, kind))
+    for number, flow in enumerate(FLOWS):
+        y = bus + number * BUS_LINE
+        yield f'<path d="M{MARGIN + 220} {y} H{WIDTH - MARGIN - 14}" class="bus"/>'
+        yield text(MARGIN + 14, y - 2, flow.stream, "name") + text(MARGIN + 14, y + 14, flow.note, "small")
+    for name, used in uses.items():
+        left, width = COLUMN[name]
+        first = max(left, MARGIN + 220)
+        for place, (number, kind) in enumerate(used, start=1):
+            x = round(first + (left + width - first) * place / (len(used) + 1))
+            y = bus + number * BUS_LINE
+            yield arrow(x, top, y - 2, kind) if kind == "write" else arrow(x, y - 2, top, kind)
+            yield f'<circle cx="{x}" cy="{y}" r="4" class="{kind}"/>'
+
+
+def draw() -> str:
+    """The whole drawing."""
+    check_flows()
+    parts: list[str] = []
+    drawn = {name: service(name, f"services/{name}", *_place(name)) for name in COLUMN}
+    end = max(bottom for _, bottom in drawn.values())
+    for name, (content, _) in drawn.items():
+        left, width = COLUMN[name]
+        parts += [box(left, TOP, width, end - TOP, "box"), *content]
+    redis = end + 64
+    bus = redis + 48
+    redis_end = bus + (len(FLOWS) - 1) * BUS_LINE + 30
+    parts += [box(MARGIN, redis, WIDTH - 2 * MARGIN, redis_end - redis, "redis")]
+    parts += [text(MARGIN + 14, redis + 22, "Redis Streams", "title"), *flows(end, bus), *_legend(end)]
+    below = redis_end + GAP
+    bottoms = []
+    for name, left, width in (("console", 20, 680), ("jobs", 720, 300)):
+        content, bottom = service(name, f"services/{name}", left, below, width)
+        bottoms.append((left, width, bottom))
+        parts += content
+    below_end = max(bottom for _, _, bottom in bottoms)
+    parts = [box(left, below, width, below_end - below, "box") for left, width, _ in bottoms] + parts
+    shared, shared_end = service("common", "common", MARGIN, below_end + GAP, WIDTH - 2 * MARGIN)
+    parts += [box(MARGIN, below_end + GAP, WIDTH - 2 * MARGIN, shared_end - below_end - GAP, "box"), *shared]
+    height = round(shared_end + MARGIN)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'aria-label="Services, their rooms, and the streams between them">\n'
+    )
+    body = "\n".join([box(0, 0, WIDTH, height, "page", 0), *parts])
+    return (
+        f"{head}<!-- Made by python -m infra.docs.architecture -->\n<style>{STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def _place(name: str) -> tuple[float, float, float]:
+    left, width = COLUMN[name]
+    return left, TOP, width
+
+
+def _legend(end: float) -> list[str]:
+    y = end + 36
+    return [
+        arrow(MARGIN + 20, y - 14, y + 8, "write"),
+        text(MARGIN + 32, y, "writes"),
+        arrow(MARGIN + 96, y + 8, y - 14, "read"),
+        text(MARGIN + 108, y, "reads"),
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the drawing, or with `--check` compare it. Returns the exit code."""
+    drawing = draw()
+    if "--check" not in arguments:
+        DRAWING.write_text(drawing, encoding="utf-8")
+    elif not DRAWING.exists() or DRAWING.read_text(encoding="utf-8") != drawing:
+        print(f"{DRAWING.name} is not current: python -m infra.docs.architecture", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
