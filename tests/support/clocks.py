@@ -1,4 +1,4 @@
-"""A Redis whose clock was set back: deliveries that lie in its future, which no command can make."""
+"""A clock that a test moves, and a Redis whose clock was set back: its deliveries lie in the future."""
 
 from common.redis.broker import Broker
 
@@ -9,10 +9,19 @@ POLYNOMIAL = 0x95AC9329AC4BC9B5
 JUST_NOW_MS = 10_000
 
 
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 async def set_clock_back(broker: Broker, key: str, group: str, by_s: float) -> None:
     """Leave the stream as it is when the server's clock was set back after what was delivered just now."""
-    seconds, micros = await broker.execute("TIME")
-    now_ms = int(seconds) * 1000 + int(micros) // 1000
+    now_ms = int(1000 * await broker.server_time_s())
     dump = await broker.execute("DUMP", key)
     body, version = dump[:-10], dump[-10:-8]
     for delivered_ms in range(now_ms - JUST_NOW_MS, now_ms + 1):

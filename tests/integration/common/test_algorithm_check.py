@@ -11,7 +11,7 @@ from common.process.checks import check_algorithm
 
 
 def test_what_is_built_in_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "CHECK_MODULE", "no.such.module")
+    monkeypatch.setattr(checks, "run_own", None)
     check_algorithm(AlgorithmConfig(preset="dapo"))
 
 

@@ -5,16 +5,7 @@ import pytest
 from common.process import activity
 from common.process.activity import WINDOW_S, Activity
 from common.telemetry import metrics
-
-
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.support.clocks import Clock
 
 
 @pytest.fixture

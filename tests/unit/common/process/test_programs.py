@@ -11,6 +11,7 @@ import pytest
 from common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program, run_main
 
 REGISTRY = ROOT / "common" / "process" / "programs.py"
+QUOTED = re.compile(r"[\"'](services|common)\.")
 MODULE = re.compile(r"(services|common)(\.[A-Za-z_]\w*)+")
 
 
@@ -20,7 +21,8 @@ def files_of(pattern: str) -> list[Path]:
 
 def names_in(path: Path) -> set[str]:
     """All strings of a file that are a dotted name of ours and nothing else."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    source = path.read_text(encoding="utf-8")
+    nodes = ast.walk(ast.parse(source)) if QUOTED.search(source) else ()
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return {text for text in texts if MODULE.fullmatch(text)}
 

@@ -3,8 +3,6 @@
 import argparse
 import ctypes
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from common.errors import ConfigError
 from common.process import vllm_machine
 from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
 from services.reward.remote.serving import check_local_replicas, server_command, server_environment
-from tests.support.runs import REPO
 
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
@@ -77,22 +74,6 @@ def test_a_server_of_another_kind_is_given_nothing(no_libnuma: None) -> None:
     assert server_command(context(), NamedRewardConfig.model_validate(other), 1) == ["serve", "m"]
     own = NamedRewardConfig.model_validate({"model": {"local_replicas": {"model": "m"}}})
     assert "--dtype" not in server_command(context(), own, 1)
-
-
-def test_bfloat16_is_refused_where_the_cpu_lists_tiles_that_may_not_be_used() -> None:
-    """On a CPU without tiles vLLM computes it without them."""
-    program = (
-        "from common.process import vllm_machine as m\n"
-        "m.is_cpu_build = lambda: True\n"
-        "try: print(m.machine_arguments(['--dtype', 'bfloat16'], 'reward grader'))\n"
-        "except Exception as error: print(error)\n"
-    )
-    command = [sys.executable, "-m", "tests.support.without_amx", sys.executable, "-c", program]
-    said = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
-    if torch.cpu._is_amx_tile_supported():
-        assert said.startswith("reward grader: ") and "SIGILL" in said and "Use float32" in said
-    else:
-        assert said == "[]\n"
 
 
 @pytest.mark.parametrize("missing", ["compiler", "headers"])

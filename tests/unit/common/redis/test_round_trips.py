@@ -9,7 +9,7 @@ from common.process import activity
 from common.process.activity import BOOKKEEPING, WAIT_REDIS, Activity
 from common.redis import round_trips
 from common.redis.round_trips import RoundTrips
-from tests.unit.common.test_activity import Clock
+from tests.support.clocks import Clock
 
 
 @pytest.fixture

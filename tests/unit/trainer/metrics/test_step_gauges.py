@@ -7,7 +7,7 @@ from common.wire.messages import Commit
 from services.trainer.metrics.step_gauges import observe_step
 from services.trainer.step import StepResult
 from tests.support.training import make_score
-from tests.unit.trainer.groups.test_step_metrics import group_of, sample_of
+from tests.unit.trainer.metrics.test_step_metrics import group_of, sample_of
 
 
 def value(name: str, **labels: str) -> float:
