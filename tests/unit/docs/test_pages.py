@@ -1,0 +1,105 @@
+"""The pages: links lead somewhere, and every file, module and command that they name is there."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from infra.docs import architecture
+from infra.docs.pages import REPO, ROOMS, Page, all_pages, anchor_of, broken_links
+
+PAGES = [page for page in all_pages() if page.name != "CHANGELOG.md"]
+"""The changelog names files as they were."""
+
+TOP = (*ROOMS, "common", "requirements", ".ci")
+PATH = re.compile(rf"(?:{'|'.join(map(re.escape, TOP))})/[\w./*-]*")
+FILE = re.compile(r"[\w./-]+\.(?:py|sh|yml|yaml|conf|acl|lua|toml|lock|jinja)")
+MODULE = re.compile(r"python -m ((?:services|infra|benchmarks|tests|common)[\w.]*)")
+FORBIDDEN = {"utils.py"}
+"""Named as what there must not be."""
+READERS_OWN = {"docs/tutorial.md", "README.md", "docs/algorithms.md", "docs/judges.md", "docs/debugging.md"}
+"""Pages in which a bare name, such as `reward.py`, is a file of the reader's."""
+
+
+def is_there(page: Page, path: str) -> bool:
+    """Whether a path exists, from the root of the repository or from the page's folder; stars match."""
+    return any(any(folder.glob(path.rstrip("/"))) for folder in (REPO, page.path.parent))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Page) -> None:
+    paths = [name for name in page.named if PATH.fullmatch(name) and name not in {f"{top}/*" for top in TOP}]
+    assert [path for path in paths if not is_there(page, path)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Page) -> None:
+    if page.name in READERS_OWN:
+        pytest.skip("bare names are files of the reader's")
+    is_of_service = page.path.name == "README.md" and page.name.startswith("services/")
+    rooms = [page.path.parent] if is_of_service else [REPO / room for room in TOP]
+    files = [
+        name
+        for name in page.named
+        if FILE.fullmatch(name) and not PATH.fullmatch(name) and name not in FORBIDDEN
+    ]
+    assert [file for file in files if not any(is_in(room, file) for room in (*rooms, REPO))] == []
+
+
+def is_in(folder: Path, file: str) -> bool:
+    """Whether a file of this name, with the folders that are named, lies in a folder or below it."""
+    if folder == REPO:
+        return (REPO / file).exists()
+    return any(path.as_posix().endswith(f"/{file}") for path in folder.rglob(Path(file).name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_runs_exists(page: Page) -> None:
+    modules = {name.rstrip(".") for name in MODULE.findall(page.path.read_text(encoding="utf-8"))}
+    assert {module for module in modules if find_spec(module) is None} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_command_that_a_page_names_exists(page: Page) -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (REPO / "Makefile").read_text(), re.MULTILINE))
+    text = page.path.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:`|^    |&& )make ([a-z-]+)", text, re.MULTILINE))
+    assert named - targets == set()
+
+
+def test_every_link_and_anchor_leads_somewhere() -> None:
+    assert list(broken_links(all_pages())) == []
+
+
+def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.docs.pages.REPO", tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "other.md").write_text("# A heading, here\n\n    # not one\n")
+    links = ["other.md", "other.md#a-heading-here", "other.md#not-one", "gone.md", "folder", "#none"]
+    (tmp_path / "page.md").write_text("\n".join(f"[x]({link})" for link in links) + "\n`[y](code.md)`\n")
+    found = list(broken_links([Page(tmp_path / "other.md"), Page(tmp_path / "page.md")]))
+    assert [line.split()[1] for line in found] == ["other.md#not-one", "gone.md", "folder", "#none"]
+
+
+def test_an_anchor_is_that_of_github() -> None:
+    assert anchor_of("Users, passwords, TLS") == "users-passwords-tls"
+    assert anchor_of("What `requeue` does: [more](page.md)") == "what-requeue-does-more"
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = (REPO / "infra" / "docs" / "mkdocs.yml").read_text()
+    assert [page.name for page in all_pages() if f": {page.name}\n" not in menu] == []
+
+
+def test_the_drawing_is_current_and_shows_every_room() -> None:
+    drawing = architecture.DRAWING.read_text(encoding="utf-8")
+    assert drawing == architecture.draw()
+    assert all(f">{room}<" in drawing for room in architecture.rooms_of("services/trainer"))
+    assert "prefers-color-scheme: dark" in drawing
+
+
+def test_a_stream_that_nobody_draws_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "FLOWS", architecture.FLOWS[1:])
+    with pytest.raises(SystemExit, match="prompts"):
+        architecture.check_flows()
