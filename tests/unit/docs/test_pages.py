@@ -3,11 +3,14 @@
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from infra.docs import architecture
 from infra.docs.pages import REPO, ROOMS, Page, all_pages, anchor_of, broken_links
+from services.console.__main__ import app
 
 PAGES = [page for page in all_pages() if page.name != "CHANGELOG.md"]
 """The changelog names files as they were."""
@@ -103,3 +106,21 @@ def test_a_stream_that_nobody_draws_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(architecture, "FLOWS", architecture.FLOWS[1:])
     with pytest.raises(SystemExit, match="prompts"):
         architecture.check_flows()
+
+
+def commands_of(group: Any) -> set[tuple[str, ...]]:
+    """The names of all commands: `("up",)`, `("dead", "list")`, ..."""
+    found: set[tuple[str, ...]] = set()
+    for name, command in getattr(group, "commands", {}).items():
+        found |= {(name,), *((name, *below) for below in commands_of(command))}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_tidemill_command_that_a_page_names_exists(page: Page) -> None:
+    commands = commands_of(typer.main.get_command(app))
+    groups = {command[0] for command in commands if len(command) > 1}
+    text = page.path.read_text(encoding="utf-8")
+    named = re.findall(r"(?:`|^ {4}|^\$ |^|&& |console )tidemill ([a-z]+)(?: ([a-z]+))?", text, re.MULTILINE)
+    used = {(first, second) if first in groups and second else (first,) for first, second in named}
+    assert used - commands == set()
