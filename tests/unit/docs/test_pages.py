@@ -1,6 +1,7 @@
 """The pages: links lead somewhere, and every file, module and command that they name is there."""
 
 import re
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def test_every_file_that_a_page_names_exists(page: Page) -> None:
 
 def is_in(folder: Path, file: str) -> bool:
     """Whether a file of this name, with the folders that are named, lies in a folder or below it."""
-    if folder == REPO:
-        return (REPO / file).exists()
+    if folder == REPO or file.startswith("../"):
+        return (folder / file).exists()
     return any(path.as_posix().endswith(f"/{file}") for path in folder.rglob(Path(file).name))
 
 
@@ -69,6 +70,17 @@ def test_every_make_command_that_a_page_names_exists(page: Page) -> None:
     text = page.path.read_text(encoding="utf-8")
     named = set(re.findall(r"(?:`|^    |&& )make ([a-z-]+)", text, re.MULTILINE))
     assert named - targets == set()
+
+
+def test_every_test_that_the_page_of_tests_names_exists() -> None:
+    files: dict[str, str] = defaultdict(str)
+    for path in (REPO / "tests").rglob("test_*.py"):
+        files[path.stem] += path.read_text(encoding="utf-8")
+    text = (REPO / "tests" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:[a-z]+/)?(test_\w+)(?:::(\w+))?`", text)
+    assert len(named) > 40
+    assert [f"{file}::{test}" for file, test in named if test and f"def {test}(" not in files[file]] == []
+    assert [file for file, _ in named if file not in files] == []
 
 
 def test_every_link_and_anchor_leads_somewhere() -> None:
