@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from common.archive.columns import ID, ORIGINAL, records_of, widen
-from common.archive.manifest import PREVIOUS_ID, SUFFIX, Bounds, Manifest, Segment, segment_name
+from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name
 from common.errors import ArchiveError
 from common.files import file_checksum, write_atomically
 from common.streams.entries import START, Entry, id_before, id_order
@@ -54,17 +54,14 @@ def with_unlisted(manifest: Manifest, message_type: type[Message]) -> Manifest:
             _check_place(segment, (*manifest.segments, *found))
         except _UnfitError as error:
             aside = path.with_name(path.name + KEPT_SUFFIX)
-            log.error(
-                "a file of the archive cannot be listed; it is kept", path=str(aside), problem=str(error)
-            )
+            log.error("a file of the archive cannot be listed", kept_as=str(aside), problem=str(error))
             path.rename(aside)
             continue
         found.append(segment)
     if found or manifest.is_torn:
+        files = [segment.file for segment in found]
         log.warning(
-            "the archive's manifest was restored from its files",
-            folder=str(manifest.folder),
-            files=[segment.file for segment in found],
+            "the archive's manifest was restored from files", folder=str(manifest.folder), files=files
         )
         return manifest.including(found)
     return manifest
@@ -96,23 +93,11 @@ def _segment_of(path: Path, message_type: type[Message]) -> Segment:
     orders = [id_order(entry_id) for entry_id in ids]
     if not ids or path.name != segment_name(ids[0], ids[-1]) or orders != sorted(set(orders)):
         raise _UnfitError("it does not hold the entries that its name says")
-    return _described(path, ids, payload_bytes, previous_id, bounds)
-
-
-def _described(path: Path, ids: list[str], payload_bytes: int, previous_id: str, bounds: Bounds) -> Segment:
     stat = path.stat()
     return Segment(
-        file=path.name,
-        first_id=ids[0],
-        last_id=ids[-1],
-        entries=len(ids),
-        num_bytes=stat.st_size,
-        payload_bytes=payload_bytes,
-        checksum=file_checksum(path),
-        archived_at=stat.st_mtime,
-        previous_id=previous_id,
-        bounds=bounds,
-    )
+        path.name, ids[0], ids[-1], len(ids), stat.st_size, payload_bytes, file_checksum(path), stat.st_mtime,
+        previous_id, bounds,
+    )  # fmt: skip
 
 
 def _payload_bytes(table: pa.Table, messages: list[Message]) -> int:
@@ -142,33 +127,23 @@ def trimmed_up_to(folder: Path) -> str:
 def gaps(manifest: Manifest) -> Iterator[str]:
     """What is missing, in words."""
     segments, start = manifest.segments, manifest.removed.last_id
+    is_numbered = manifest.folder.name in CONSECUTIVE
     if segments and segments[0].previous_id not in ("", start):
         yield f"entries after {start} up to {segments[0].previous_id} are missing before {segments[0].file}"
     for before, after in pairwise(segments):
         if after.previous_id and after.previous_id != before.last_id:
             yield f"entries after {before.last_id} up to {after.previous_id} are missing before {after.file}"
-        elif is_numbered(manifest) and id_order(after.first_id)[0] > id_order(before.last_id)[0] + 1:
+        elif is_numbered and id_order(after.first_id)[0] > id_order(before.last_id)[0] + 1:
             yield f"entries between {before.last_id} and {after.first_id} are missing"
-    for segment in segments if is_numbered(manifest) else ():
-        if (missing := _num_missing(segment)) > 0:
+    for segment in segments if is_numbered else ():
+        (first, _), (last, _) = id_order(segment.first_id), id_order(segment.last_id)
+        if (missing := last - first + 1 - segment.entries) > 0:
             yield f"{missing} of the entries from {segment.first_id} to {segment.last_id} are missing"
     trimmed = trimmed_up_to(manifest.folder)
     # Read again, because the run may have archived and trimmed meanwhile.
-    if _is_before(manifest.last_id, trimmed) and _is_before(Manifest.load(manifest.folder).last_id, trimmed):
+    known = (manifest, Manifest.load(manifest.folder))
+    if all(id_order(each.last_id) < id_order(trimmed) for each in known):
         yield f"entries after {manifest.last_id} up to {trimmed} were trimmed from Redis and are not here"
-
-
-def is_numbered(manifest: Manifest) -> bool:
-    """Whether the stream's entries have consecutive numbers."""
-    return manifest.folder.name in CONSECUTIVE
-
-
-def _num_missing(segment: Segment) -> int:
-    return id_order(segment.last_id)[0] - id_order(segment.first_id)[0] + 1 - segment.entries
-
-
-def _is_before(entry_id: str, other: str) -> bool:
-    return id_order(entry_id) < id_order(other)
 
 
 def _trimmed_below(folder: Path) -> str:

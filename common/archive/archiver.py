@@ -6,7 +6,6 @@ Safe to call at any time, from anywhere, as often as one likes: what is archived
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,7 +15,7 @@ import structlog
 from common.archive import archive_folder, stream_folder
 from common.archive.adoption import gaps, kept_aside, unlisted
 from common.archive.manifest import Manifest, Segment
-from common.archive.writer import OnSegment, archive_stream, writing
+from common.archive.writer import archive_stream, writing
 from common.config import ArchiveConfig
 from common.errors import ArchiveError
 from common.files import LockedError, file_checksum
@@ -50,7 +49,6 @@ async def archive_run(
     *,
     is_last: bool = False,
     patience_s: float = 0.0,
-    on_segment: OnSegment = lambda stream, segment: None,
 ) -> dict[StreamName, int]:
     """Archive streams up to ids, without `until` all of them; returns how many entries of each.
 
@@ -60,30 +58,18 @@ async def archive_run(
         LockedError: another process archives this run, for longer than `patience_s`.
     """
     ends = dict.fromkeys(StreamName, "+") if until is None else until
-    async with AsyncExitStack() as stack:
-        await _enter(stack, run_dir, patience_s)
-        counts = {}
-        for stream, end in ends.items():
-            counts[stream] = await archive_stream(
-                broker,
-                keys,
-                run_dir,
-                stream,
-                segment_bytes=int(config.segment_mb * MIB),
-                until=end,
-                is_last=is_last,
-                on_segment=on_segment,
-            )
-        retain(run_dir, config)
-    return {stream: count for stream, count in counts.items() if count}
-
-
-async def _enter(stack: AsyncExitStack, run_dir: Path, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
+    size, deadline = int(config.segment_mb * MIB), time.monotonic() + patience_s
     while True:
         try:
-            stack.enter_context(writing(run_dir))
-            return
+            with writing(run_dir):
+                counts = {
+                    stream: await archive_stream(
+                        broker, keys, run_dir, stream, segment_bytes=size, until=end, is_last=is_last
+                    )
+                    for stream, end in ends.items()
+                }
+                retain(run_dir, config)
+                return {stream: count for stream, count in counts.items() if count}
         except LockedError:
             if time.monotonic() >= deadline:
                 raise
@@ -96,7 +82,7 @@ def retain(run_dir: Path, config: ArchiveConfig) -> int:
     A manifest forgets a file before the file goes: readers find whole segments only.
     """
     manifests = [Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName]
-    leaving = [segment for segment, _ in _too_much(manifests, config)]
+    leaving = list(_too_much(manifests, config))
     num_gone = 0
     for manifest in manifests:
         # From the beginning only: where a clock was set back, a later file may look older.
@@ -111,26 +97,18 @@ def retain(run_dir: Path, config: ArchiveConfig) -> int:
     return num_gone
 
 
-def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[tuple[Segment, float]]:
+def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[Segment]:
     """What is beyond the limits, the oldest first. Commits and weights are small, and explain the rest."""
     kept = {str(StreamName.COMMITS), str(StreamName.WEIGHTS)}
-    by_age = sorted(
-        (
-            (segment, _newest(segment))
-            for m in manifests
-            if m.folder.name not in kept
-            for segment in m.segments
-        ),
-        key=lambda item: item[1],
-    )
+    candidates = [segment for m in manifests if m.folder.name not in kept for segment in m.segments]
     oldest = time.time() - config.keep_days * DAY_S if config.keep_days is not None else float("-inf")
     room = config.keep_gb * GIB if config.keep_gb is not None else float("inf")
     total = sum(manifest.num_bytes for manifest in manifests)
-    for segment, newest in by_age:
-        if newest >= oldest and total <= room:
+    for segment in sorted(candidates, key=_newest):
+        if _newest(segment) >= oldest and total <= room:
             return
         total -= segment.num_bytes
-        yield segment, newest
+        yield segment
 
 
 def _newest(segment: Segment) -> float:

@@ -70,21 +70,12 @@ def _from_json(text: str | None) -> Any:
     return None if text is None else json.loads(text)
 
 
-def _ids_and_floats(name: str, dtype: Any, arrow: pa.DataType, repeats: bool = False) -> Column:
-    return Column(name, pa.list_(arrow), dtype=dtype, repeats=repeats)
-
-
 _KEY = pa.struct([("ticket", pa.int64()), ("index", pa.int64())])
 _DROPPED = pa.struct([("ticket", pa.int64()), ("index", pa.int64()), ("reason", pa.string())])
 _SPAN = pa.struct([("version", pa.int64()), ("first_token", pa.int64())])
 _FILE = pa.struct([("name", pa.string()), ("num_bytes", pa.int64()), ("checksum", pa.string())])
 _SAMPLING = pa.struct(
-    [
-        ("max_tokens", pa.int64()),
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("top_k", pa.int64()),
-    ]
+    {"max_tokens": pa.int64(), "temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int64()}
 )
 _FIELDS = pa.list_(pa.struct([("name", pa.binary()), ("value", pa.binary())]))
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -107,10 +98,10 @@ def _keys_back(minis: Any) -> Any:
 
 
 _BY_NAME = {
-    "prompt_ids": _ids_and_floats("prompt_ids", np.int32, pa.int32(), repeats=True),
-    "completion_ids": _ids_and_floats("completion_ids", np.int32, pa.int32()),
-    "logprobs": _ids_and_floats("logprobs", np.float32, pa.float32()),
-    "loss_mask": _ids_and_floats("loss_mask", np.bool_, pa.bool_()),
+    "prompt_ids": Column("prompt_ids", pa.list_(pa.int32()), dtype=np.int32, repeats=True),
+    "completion_ids": Column("completion_ids", pa.list_(pa.int32()), dtype=np.int32),
+    "logprobs": Column("logprobs", pa.list_(pa.float32()), dtype=np.float32),
+    "loss_mask": Column("loss_mask", pa.list_(pa.bool_()), dtype=np.bool_),
     "spans": Column("spans", pa.list_(_SPAN), *_rows(("version", "first_token"))),
     "sampling": Column("sampling", _SAMPLING, lambda value: value.model_dump()),
     "components": Column("components", _NUMBERS, take=dict),
@@ -170,12 +161,10 @@ def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> tu
         ID_MS: pa.array([ms for ms, _ in ids], pa.uint64()),
         ID_SEQ: pa.array([sequence for _, sequence in ids], pa.uint64()),
     }
-    for column in columns_of(message_type):
-        values = [None if m is None else m.__dict__[column.name] for m in messages]
-        arrays[column.name] = _array(column, values, has_original)
-    for column in derived_of(message_type):
-        values = [None if m is None else _derived(column.name, m) for m in messages]
-        arrays[column.name] = _array(column, values, has_original)
+    for columns, value_of in ((columns_of(message_type), _field), (derived_of(message_type), _derived)):
+        for column in columns:
+            values = [None if m is None else value_of(column.name, m) for m in messages]
+            arrays[column.name] = _array(column, values, has_original)
     kept = [
         [{"name": name, "value": value} for name, value in fields.items()] if is_kept else None
         for is_kept, (_, fields) in zip(has_original, raw_entries, strict=True)
@@ -222,6 +211,10 @@ def _through(column: Column, value: Any) -> Any:
         return value
     given = column.give(value)
     return None if given is None else column.take(given)
+
+
+def _field(name: str, message: Message) -> Any:
+    return message.__dict__[name]
 
 
 def _derived(name: str, message: Message) -> int | None:
@@ -283,18 +276,12 @@ def _flat(values: pa.Array, dtype: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, dtype, count=last)[first:]
 
 
-def bounds_of(values: Sequence[float | None]) -> tuple[float, float] | None:
-    """Least and greatest of the finite ones."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    return (min(finite), max(finite)) if finite else None
-
-
 def widen(bounds: MutableMapping[str, tuple[float, float]], messages: Sequence[Message]) -> None:
     """Let the bounds hold these messages too."""
     for name, values in _measures(messages).items():
-        known = bounds.get(name, (None, None))
-        if (wider := bounds_of([*values, *known])) is not None:
-            bounds[name] = wider
+        known = [*values, *bounds.get(name, ())]
+        if finite := [value for value in known if value is not None and math.isfinite(value)]:
+            bounds[name] = (min(finite), max(finite))
 
 
 def _measures(messages: Sequence[Message]) -> Mapping[str, list[float | None]]:

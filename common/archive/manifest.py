@@ -134,7 +134,7 @@ class Manifest:
             return self._rewritten((*self.segments, segment), self.removed)
         path = self.folder / MANIFEST_FILE
         with storage_errors("the archive's manifest", path), open(path, "ab") as file:
-            file.write(_line(_tree(segment)))
+            file.write(_line(asdict(segment)))
             file.flush()
             os.fsync(file.fileno())
         return replace(self, segments=(*self.segments, segment))
@@ -159,7 +159,7 @@ class Manifest:
 
     def _rewritten(self, segments: Sequence[Segment], removed: Removed) -> "Manifest":
         lines = [_line({"removed": asdict(removed)})] if removed != Removed() else []
-        lines += [_line(_tree(segment)) for segment in segments]
+        lines += [_line(asdict(segment)) for segment in segments]
         write_atomically(self.folder / MANIFEST_FILE, b"".join(lines))
         return Manifest(self.folder, tuple(segments), removed)
 
@@ -168,10 +168,6 @@ def segment_name(first_id: str, last_id: str) -> str:
     """File name of a segment; names sort as the entries do."""
     (first_ms, first_seq), (last_ms, last_seq) = id_order(first_id), id_order(last_id)
     return f"{first_ms:020d}-{first_seq}_{last_ms:020d}-{last_seq}{SUFFIX}"
-
-
-def _tree(segment: Segment) -> dict[str, Any]:
-    return asdict(segment)
 
 
 def _segment(tree: dict[str, Any]) -> Segment:

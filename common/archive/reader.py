@@ -90,13 +90,9 @@ def _may_hold(segment: Segment, selection: Selection) -> bool:
         return False
     if selection.last_id != "+" and id_order(segment.first_id) > id_order(selection.last_id):
         return False
-    asked = {
-        "ticket": selection.tickets,
-        "step": selection.steps,
-        "version": selection.versions,
-        "time": selection.times,
-    }
-    return all(segment.may_hold(name, *wanted) for name, wanted in asked.items() if wanted is not None)
+    ranges = (selection.tickets, selection.steps, selection.versions, selection.times)
+    asked = zip(("ticket", "step", "version", "time"), ranges, strict=True)
+    return all(segment.may_hold(name, *wanted) for name, wanted in asked if wanted is not None)
 
 
 def _select_in(
@@ -125,15 +121,12 @@ class _Search:
         self.message_type, self.selection = message_type, selection
         names = {column.name for column in (*columns_of(message_type), *derived_of(message_type))}
         self.conditions = [c for c in _conditions(message_type, selection) if c.columns <= names | {ID_MS}]
-        self.equals = {
-            name: value
-            for name, value in (
-                ("index", selection.index),
-                ("worker", selection.worker or None),
-                ("status", selection.status and str(selection.status)),
-            )
-            if value is not None and name in names
+        asked = {
+            "index": selection.index,
+            "worker": selection.worker or None,
+            "status": selection.status and str(selection.status),
         }
+        self.equals = {k: value for k, value in asked.items() if value is not None and k in names}
         self.texts = [name for name in TEXTS if selection.pattern and name in names]
 
     def may_match(self, group: Any) -> bool:

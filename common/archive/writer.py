@@ -15,15 +15,7 @@ import pyarrow.parquet as pq
 
 from common.archive import LOCK_FILE, archive_folder, stream_folder
 from common.archive.adoption import trimmed_up_to, with_unlisted
-from common.archive.columns import (
-    ID_MS,
-    RawEntry,
-    columns_of,
-    derived_of,
-    schema_of,
-    table_of,
-    widen,
-)
+from common.archive.columns import ID_MS, RawEntry, columns_of, derived_of, schema_of, table_of, widen
 from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from common.redis.broker import Broker
@@ -41,8 +33,6 @@ READ_BYTES = 2 << 20
 """Payload asked for at once; the number of entries is adapted to their size."""
 MAX_READ_COUNT = 1024
 COMPRESSION_LEVEL = 3
-
-OnSegment = Callable[[StreamName, Segment], None]
 
 
 @contextmanager
@@ -65,21 +55,16 @@ async def archive_stream(
     segment_bytes: int,
     until: str = "+",
     is_last: bool = False,
-    on_segment: OnSegment = lambda stream, segment: None,
 ) -> int:
     """Archive entries up to `until`, in segments of `segment_bytes` of payload; returns how many.
 
     What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
     """
-    key = stream.key(keys)
-    return await write_segments(
-        run_dir,
-        stream,
-        lambda last_id: _entries(broker, key, last_id, until),
-        segment_bytes=segment_bytes,
-        is_last=is_last,
-        on_segment=on_segment,
-    )
+
+    def entries_after(last_id: str) -> AsyncIterator[RawEntry]:
+        return _entries(broker, stream.key(keys), last_id, until)
+
+    return await write_segments(run_dir, stream, entries_after, segment_bytes=segment_bytes, is_last=is_last)
 
 
 async def write_segments(
@@ -89,22 +74,18 @@ async def write_segments(
     *,
     segment_bytes: int,
     is_last: bool,
-    on_segment: OnSegment = lambda stream, segment: None,
 ) -> int:
     """Archive what comes after the last archived entry, wherever it comes from; returns how many."""
-    folder = stream_folder(run_dir, stream)
-    manifest, total = sweep(folder, stream.message_type), 0
+    folder, message_type = stream_folder(run_dir, stream), stream.message_type
+    manifest, total = sweep(folder, message_type), 0
     while True:
         entries = entries_after(manifest.last_id)
         # What is trimmed already and not archived is a gap: the segment says so for good.
-        building = SegmentFile(
-            stream.message_type, max(manifest.last_id, trimmed_up_to(folder), key=id_order)
-        )
+        building = SegmentFile(message_type, max(manifest.last_id, trimmed_up_to(folder), key=id_order))
         segment = await _write_segment(folder, building, entries, segment_bytes, is_last)
         if segment is None:
             return total
         manifest = manifest.appended(segment)
-        on_segment(stream, segment)
         total += segment.entries
 
 
@@ -135,11 +116,7 @@ def payload_bytes(entry: RawEntry) -> int:
 
 
 async def _write_segment(
-    folder: Path,
-    building: "SegmentFile",
-    entries: AsyncIterator[RawEntry],
-    segment_bytes: int,
-    is_last: bool,
+    folder: Path, building: "SegmentFile", entries: AsyncIterator[RawEntry], segment_bytes: int, is_last: bool
 ) -> Segment | None:
     """The next segment, in its place but not listed yet; None where there is not enough for one."""
     with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
@@ -147,11 +124,10 @@ async def _write_segment(
             building.add(entry, aside)
             if building.payload_bytes >= segment_bytes:
                 break
-        is_enough = building.payload_bytes >= segment_bytes or (is_last and building.entries > 0)
-        if not is_enough:
-            building.close()
-            return None
-        return building.publish(aside, folder)
+        if building.payload_bytes >= segment_bytes or (is_last and building.entries > 0):
+            return building.publish(aside, folder)
+        building.close()
+        return None
 
 
 class SegmentFile:
@@ -189,17 +165,9 @@ class SegmentFile:
         checksum, num_bytes = file_checksum(path), path.stat().st_size
         publish_file(path, folder / name)
         return Segment(
-            file=name,
-            first_id=self.first_id,
-            last_id=self.last_id,
-            entries=self.entries,
-            num_bytes=num_bytes,
-            payload_bytes=self.payload_bytes,
-            checksum=checksum,
-            archived_at=time.time(),
-            previous_id=self.previous_id,
-            bounds=self._bounds,
-        )
+            name, self.first_id, self.last_id, self.entries, num_bytes, self.payload_bytes, checksum,
+            time.time(), self.previous_id, self._bounds,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the file."""
@@ -220,14 +188,13 @@ class SegmentFile:
 
 
 def _open(path: Path, message_type: type[Message]) -> pq.ParquetWriter:
-    schema = schema_of(message_type)
     columns = (*columns_of(message_type), *derived_of(message_type))
     leaves = {column.name: column.name for column in columns}
     leaves |= {column.name: f"{column.name}.list.element" for column in columns if column.dtype is not None}
     floats = [leaves[column.name] for column in columns if pa.types.is_list(column.type) and column.dtype]
     return pq.ParquetWriter(
         path,
-        schema,
+        schema_of(message_type),
         compression="zstd",
         write_page_checksum=True,  # so that a file that has lost its manifest can be told to be whole
         compression_level=COMPRESSION_LEVEL,

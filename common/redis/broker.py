@@ -52,14 +52,12 @@ T = TypeVar("T")
 _SCRIPTS = resources.files(__package__) / "lua"
 
 _PASSING = (
-    redis_errors.ConnectionError,
+    redis_errors.ConnectionError,  # and BusyLoadingError
     redis_errors.TimeoutError,
-    redis_errors.BusyLoadingError,
     redis_errors.ReadOnlyError,
     redis_errors.OutOfMemoryError,
     redis_errors.TryAgainError,
-    redis_errors.ClusterDownError,
-    redis_errors.MasterDownError,
+    redis_errors.ClusterDownError,  # and MasterDownError
     redis_errors.NoScriptError,
     OSError,
 )
@@ -97,9 +95,9 @@ class Broker:
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":
-        """Connect, check version and settings, and fail with a reason.
+        """Connect, and check version and settings.
 
-        At once, unless TIDEMILL_REDIS_WAIT_S grants an unreachable server some time: a worker that is
+        Fails at once unless TIDEMILL_REDIS_WAIT_S grants an unreachable server some time: a worker that is
         started again during an outage of Redis should wait for it, a person who mistyped should not.
 
         Raises:
@@ -118,25 +116,12 @@ class Broker:
 
     @classmethod
     async def _connect(cls, url: str) -> "Broker":
-        """One attempt."""
         broker = cls(make_client(url))
         try:
-            info = _parse_info(await _answered(lambda: broker.redis.execute_command("INFO")))
-        except redis_errors.RedisError as error:
+            _check_server(_parse_info(await _answered(lambda: broker.redis.execute_command("INFO"))), url)
+        except (redis_errors.RedisError, OSError, ValueError, BrokerError) as error:
             await broker.close()
-            raise _explain(error, url) from None
-        except (OSError, ValueError) as error:
-            await broker.close()
-            if _is_out_of_files(error):
-                raise _explain(error, url) from None
-            raise UnreachableError(
-                f"cannot reach Redis at {public_address(url)}: {str(error) or 'it does not answer'}"
-            ) from None
-        try:
-            _check_server(info, url)
-        except BrokerError:
-            await broker.close()
-            raise
+            raise error if isinstance(error, BrokerError) else _explain(error, url) from None
         return broker
 
     async def execute(self, *command: Any) -> Any:
@@ -158,9 +143,8 @@ class Broker:
                 pipe.execute_command(*command)
             replies = await pipe.execute(raise_on_error=False)
             for reply in replies:
-                if isinstance(reply, redis_errors.NoPermissionError) or (
-                    isinstance(reply, Exception) and _is_passing(reply)
-                ):
+                is_ours = isinstance(reply, Exception) and _is_passing(reply)
+                if is_ours or isinstance(reply, redis_errors.NoPermissionError):
                     raise reply
             return replies
 
@@ -176,11 +160,17 @@ class Broker:
         source, sha = _script(name)
 
         async def send() -> Any:
+            call = ("EVALSHA", sha, len(keys), *keys, *args)
             try:
-                return await self._call(sha, keys, args)
-            except redis_errors.NoScriptError:
-                await self._load(name, source)
-                return await self._call(sha, keys, args)
+                try:
+                    return await self.redis.execute_command(*call)
+                except redis_errors.NoScriptError:
+                    await self._load(name, source)
+                    return await self.redis.execute_command(*call)
+            except redis_errors.ResponseError as error:
+                if match := _SCRIPT_ERROR.match(str(error)):
+                    raise redis_errors.ResponseError(match[1]) from None
+                raise
 
         return await self._timed(send)
 
@@ -191,14 +181,6 @@ class Broker:
         missing = [source for (source, _), flag in zip(scripts, flags, strict=True) if not flag]
         if missing:
             await self.pipeline([("SCRIPT LOAD", source) for source in missing])
-
-    async def _call(self, sha: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        try:
-            return await self.redis.execute_command("EVALSHA", sha, len(keys), *keys, *args)
-        except redis_errors.ResponseError as error:
-            if match := _SCRIPT_ERROR.match(str(error)):
-                raise redis_errors.ResponseError(match[1]) from None
-            raise
 
     async def _load(self, name: str, source: str) -> None:
         """Raises: NoScriptError: this user may not, and nobody has yet."""
@@ -384,7 +366,7 @@ def _check_server(info: dict[str, str], url: str) -> None:
 
 def _explain(error: Exception, url: str) -> BrokerError:
     """The error of a first contact, in words."""
-    text, where = str(error).rstrip("."), public_address(url)
+    text, where = str(error).rstrip(".") or "it does not answer", public_address(url)
     if _is_out_of_files(error):
         return BrokerError(f"no connection to Redis at {where} can be opened: {_files()}.")
     if isinstance(error.__cause__, _FINAL):
