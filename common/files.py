@@ -115,11 +115,7 @@ def aside_file(target: Path, what: str = "a file") -> Iterator[Path]:
 
 def publish_file(aside: Path, target: Path) -> None:
     """Flush the file at `aside` and rename it to `target`."""
-    descriptor = os.open(aside, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _fsync(aside)
     os.replace(aside, target)
     fsync_folder(target.parent)
 
@@ -235,8 +231,14 @@ def free_share(folder: Path) -> float:
 
 def fsync_folder(folder: Path) -> None:
     """Flush a folder's own entries, so that a rename in it survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync(folder, os.O_DIRECTORY)
+
+
+def _fsync(path: Path | str, flags: int = 0, mode: int | None = None) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
+        if mode is not None:
+            os.fchmod(descriptor, mode)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -255,10 +257,5 @@ def _fsync_tree(folder: Path) -> None:
     mode = folder.stat().st_mode & 0o666
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
-            descriptor = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                os.fchmod(descriptor, mode)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _fsync(os.path.join(root, name), os.O_NOFOLLOW, mode)
         fsync_folder(Path(root))

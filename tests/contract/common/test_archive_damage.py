@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from common.archive import stream_folder
-from common.archive.adoption import KEPT_SUFFIX, note_trim
 from common.archive.archiver import check, retain
-from common.archive.manifest import MANIFEST_FILE, Manifest
-from common.archive.writer import writing
+from common.archive.manifest import MANIFEST_FILE, Manifest, note_trim
+from common.archive.writer import KEPT_SUFFIX, writing
 from common.config import ArchiveConfig
 from common.errors import ArchiveError
 from common.history import History, StreamName
