@@ -19,28 +19,21 @@ DRAWING = REPO / "docs" / "architecture.svg"
 
 @dataclass(frozen=True)
 class Flow:
-    """One stream: its entries, who writes and who reads it, and what else there is to say."""
+    """One stream: who writes and who reads it, and what else there is to say."""
 
     stream: str
-    entry: str
     writers: tuple[str, ...]
     readers: tuple[str, ...]
     note: str = ""
 
 
 FLOWS = (
-    Flow("prompts", "tickets", ("trainer",), ("rollout",), "one ticket for each group"),
-    Flow("trajectories", "completions", ("rollout",), ("trainer", "reward"), "one entry for each completion"),
-    Flow("scores", "rewards", ("reward",), ("trainer",), "refer to trajectories by key"),
-    Flow("weights", "manifests", ("trainer",), ("rollout",), "files lie in the run folder"),
-    Flow("commits", "records of steps", ("trainer",), ("trainer",), "read after a restart"),
-    Flow(
-        "dead",
-        "dead letters",
-        ("trainer", "rollout", "reward"),
-        ("trainer",),
-        "the trainer replaces the group",
-    ),
+    Flow("prompts", ("trainer",), ("rollout",), "one ticket for each group"),
+    Flow("trajectories", ("rollout",), ("trainer", "reward"), "one entry for each completion"),
+    Flow("scores", ("reward",), ("trainer",), "refer to trajectories by key"),
+    Flow("weights", ("trainer",), ("rollout",), "files lie in the run folder"),
+    Flow("commits", ("trainer",), ("trainer",), "read after a restart"),
+    Flow("dead", ("trainer", "rollout", "reward"), ("trainer",), "the trainer replaces the group"),
 )
 TASKS = {
     "trainer": "issues tickets, trains, commits",
