@@ -38,7 +38,7 @@ from benchmarks.transport import (
 from common.errors import TidemillError
 from common.process.activity import Activity
 from common.wire.messages import Lane
-from services.reward.worker_metrics import Tally
+from services.reward.worker_metrics import WorkerMetrics
 from services.rollout.group import SampleCounts
 
 MODULE = "benchmarks.metrics_ends"
@@ -104,7 +104,7 @@ def _measure(server: Server, kind: str, state: str, records: int, found: Pairs) 
 
 def _scrape_s() -> float:
     """The least processor time of one answer, with the metrics of a worker of each kind."""
-    counted = (Tally(Activity("reward")), SampleCounts(Lane.TRAIN))
+    counted = (WorkerMetrics(Activity("reward")), SampleCounts(Lane.TRAIN))
     times = []
     for _ in range(SCRAPES):
         begun = time.process_time()

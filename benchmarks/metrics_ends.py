@@ -27,7 +27,7 @@ from common.streams import Consumer, Garbled, append
 from common.telemetry.batched import Batched, Histogram
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import Lane, Trajectory
-from services.reward.worker_metrics import Tally
+from services.reward.worker_metrics import WorkerMetrics
 from services.rollout.group import SampleCounts
 
 
@@ -67,12 +67,12 @@ async def write(url: str, run_id: str, records: int, per_call: int, counts: bool
 
 
 async def read(url: str, run_id: str, records: int, per_call: int, counts: bool) -> None:
-    """As a reward worker: with `counts`, each record goes through its tally."""
+    """As a reward worker: with `counts`, each record goes through its counts."""
     broker, keys = await Broker.connect(url), Keys(run_id)
     consumer = Consumer(
         broker, keys.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=keys.dead
     )
-    tally, finished, num_done = Tally(Activity("reward")), asyncio.Event(), 0
+    counts, finished, num_done = WorkerMetrics(Activity("reward")), asyncio.Event(), 0
 
     async def take() -> None:
         nonlocal num_done
@@ -84,15 +84,15 @@ async def read(url: str, run_id: str, records: int, per_call: int, counts: bool)
             results = [(delivery, score_of(delivery.message)) for delivery in held]
             if counts:
                 for _ in results:
-                    tally.took(Lane.TRAIN)
+                    counts.took(Lane.TRAIN)
                 for _ in results:
-                    tally.scored()
+                    counts.scored()
             done = await consumer.complete(results, keys.scores())
             num_done += sum(done)
             if counts:
                 for _, score in results:
-                    tally.published(Lane.TRAIN, score)
-                    tally.settled(Lane.TRAIN)
+                    counts.published(Lane.TRAIN, score)
+                    counts.settled(Lane.TRAIN)
         finished.set()
 
     async with consumer:

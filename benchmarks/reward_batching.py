@@ -22,8 +22,7 @@ from torch import Tensor
 
 from benchmarks.report import machine, print_result, print_table
 from common.process.programs import run_main
-from services.reward.model_server.batcher import Batcher
-from services.reward.model_server.batching import BatchLimits
+from services.reward.model_server.batcher import Batcher, BatchLimits
 from services.reward.model_server.scoring_model import ScoringModel
 
 FIXED_ROWS = 16

@@ -1,4 +1,4 @@
-"""Dead letters as entries of a stream: put back exactly once, or removed.
+"""Dead letters: messages that could not be processed, put back exactly once, or removed.
 
 Putting a message back and removing its letter are one atomic unit, so that a letter can be put back once
 only, whoever asks and however often. The message itself is never appended a second time where its stream
@@ -8,11 +8,71 @@ still holds it: its entry becomes pending again in its consumer group.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from common.redis.broker import Broker
-from common.streams.entries import Fields
+import structlog
 
+from common.redis.broker import Broker
+from common.streams.entries import Entry, Fields, Garbled
+from common.streams.log import append, scan
+from common.telemetry import metrics
+from common.wire.keys import Keys
+from common.wire.messages import DeadLetter, Message
+
+log = structlog.get_logger(__name__)
+
+SCAN_BATCH = 16
 DONE, LETTER_GONE, MESSAGE_GONE = 1, 0, -1
 """What `requeue` answers: put back; the letter is gone; the stream has let go of the message."""
+
+
+def dead_letter(
+    origin: str,
+    entry_id: str,
+    fields: Fields,
+    error: str,
+    worker: str = "",
+    *,
+    message: Message | None = None,
+    attempts: int = 1,
+) -> DeadLetter:
+    """The letter about an entry of the stream `origin`; `message` is what its bytes mean, if that is known."""
+    return DeadLetter(
+        origin=origin,
+        entry_id=entry_id,
+        fields={name.decode(errors="replace"): value for name, value in fields.items()},
+        error=error,
+        attempts=attempts,
+        ticket=getattr(message, "ticket", -1),
+        index=getattr(message, "index", -1),
+        worker=worker,
+    )
+
+
+async def bury(broker: Broker, dead_key: str, letter: DeadLetter) -> None:
+    """Append a letter about an entry of a log that is read by offset; a consumer has `Consumer.bury`."""
+    await append(broker, dead_key, letter)
+    metrics.DEAD_LETTERS.labels(letter.origin).inc()
+
+
+async def bury_unread(broker: Broker, keys: Keys, key: str, garbled: Garbled, worker: str) -> None:
+    """Put an entry of such a log into the dead letters, unless it is there already.
+
+    The log keeps the entry, so it may be read again after a restart. Looking through all letters is dear,
+    but there are few, and this happens for each of them once.
+    """
+    origin = keys.name_of(key)
+    if not await is_buried(broker, keys, origin, garbled.entry_id):
+        letter = dead_letter(origin, garbled.entry_id, garbled.fields, garbled.error, worker)
+        await bury(broker, keys.dead, letter)
+        log.error("moved to the dead letters", stream=origin, entry=garbled.entry_id, error=garbled.error)
+
+
+async def is_buried(broker: Broker, keys: Keys, origin: str, entry_id: str) -> bool:
+    """Whether the dead letters hold this entry of a stream."""
+    async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
+        letter = entry.message if isinstance(entry, Entry) else None
+        if letter and (letter.origin, letter.entry_id) == (origin, entry_id):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

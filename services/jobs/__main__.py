@@ -1,7 +1,7 @@
 """`python -m services.jobs RUN_ID`: an RQ worker for a run's jobs that nothing waits for: archiving, exports.
 
-Jobs travel as JSON, never as pickle, and are one of the functions in `orders.py`. Start it where the folder
-of runs is. It waits for a Redis that is away, and takes processor time only where nobody else wants it.
+Jobs travel as JSON, never as pickle, and are one of the functions in `known_jobs.py`. Start it where the
+folder of runs is. It waits for a Redis that is away, and takes processor time only where nobody else wants it.
 """
 
 import contextlib
@@ -16,8 +16,7 @@ from common.errors import TidemillError
 from common.redis.broker import redis_url
 from common.redis.client import make_blocking_client
 from common.wire.keys import Keys
-from services.jobs.known_job import KnownWorker
-from services.jobs.orders import orders_of
+from services.jobs.known_jobs import KnownWorker, run_functions
 
 NICENESS = 10
 BEAT_S = 5
@@ -37,7 +36,7 @@ def main(run_id: str, *options: str) -> int:
     while True:
         worker = KnownWorker(
             [keys.jobs_queue],
-            orders_of(run_id),
+            run_functions(run_id),
             name=f"{keys.jobs_names}{secrets.token_hex(4)}",
             connection=connection,
             job_monitoring_interval=BEAT_S,

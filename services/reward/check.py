@@ -9,17 +9,22 @@ runs whatever stands in it.
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
-from common.config import RewardConfig
+from common.config import NamedRewardConfig, RewardConfig
 from common.errors import ConfigError
 from common.process.checks import CALLED, READS
 from common.process.programs import run_main
-from services.reward.functions.functions import load_function
-from services.reward.functions.sample import Sample, readings
-from services.reward.groups.group_functions import load_group_function
-from services.reward.results.outcome import AttemptError
+from common.run.chat_template import ChatTemplate, RenderError
+from common.run.dataset import PROMPT
+from services.reward.functions.group_functions import load_group_function
+from services.reward.functions.loading import load_function
+from services.reward.outcome import AttemptError
+from services.reward.remote.judge import JudgePrompt
+from services.reward.remote.serving import template_file
 from services.reward.rewards.reward import FunctionReward, check_reward
+from services.reward.sample import ChatMessages, RewardSample
 
 
 def main(argument: str, row: str = "", call: str = "") -> int:
@@ -49,7 +54,7 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
     Raises:
         ConfigError: one of them gives no score.
     """
-    sample = Sample((0, 0), False, row["data_source"], "", row["ground_truth"], row["extra"])
+    sample = RewardSample((0, 0), False, row["data_source"], "", row["ground_truth"], row["extra"])
     for name, reward in config.named.items():
         if reward.function is None or reward.router:
             print(f"{CALLED}{name} was not called: only functions without a judge are")
@@ -66,6 +71,61 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
         finally:
             await called.close()
         print(f"{CALLED}{name} gave {outcome.value:g} for the first training row and an empty completion")
+
+
+COMPLETION = "(the completion)"
+TEMPLATED = "(the prompt in the policy's chat template)"
+
+
+def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
+    """By the reward's name, the text of a request about this row; rewards without servers are left out."""
+    prompt = row["prompt"]
+    extra = dict(row["extra"]) | ({PROMPT: prompt} if isinstance(prompt, list) else {})
+    own = prompt if isinstance(prompt, str) else ""
+    sample = RewardSample(
+        (0, 0), False, row["data_source"], COMPLETION, row["ground_truth"], extra, TEMPLATED, own_text=own
+    )
+    asked = {
+        name: reward
+        for name, reward in config.named.items()
+        if reward.remote is not None and (not reward.applies_to or sample.data_source in reward.applies_to)
+    }
+    texts = {name: _reading(name, reward, sample) for name, reward in asked.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
+    if reward.judge is not None:
+        if reward.judge.router_only:
+            return ""
+        try:
+            messages = JudgePrompt(name, reward.judge).messages(sample)
+        except AttemptError as error:
+            return str(error)
+        return _lines(messages) if reward.judge.api == "chat" else messages[-1]["content"]
+    assert reward.model is not None
+    if reward.model.input == "ids":
+        return "the token ids that the policy read and wrote"
+    if reward.model.input == "text":
+        return sample.prompt_text + sample.solution_str
+    return _rendered(reward, sample.conversation)
+
+
+def _rendered(reward: NamedRewardConfig, messages: ChatMessages) -> str:
+    """In the reward model's template where that is on this machine, else as messages."""
+    local = reward.local_replicas
+    if local is not None and not local.command and Path(local.model).is_dir():
+        template = ChatTemplate.of(Path(local.model), template_file(reward))
+        try:
+            if template is not None:
+                return template.render(messages, add_generation_prompt=False)
+        except RenderError as error:
+            return f"{error}: {_lines(messages)}"
+    return _lines(messages)
+
+
+def _lines(messages: ChatMessages) -> str:
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ from functools import partial
 
 import structlog
 
+from common.config import RewardConfig
 from common.process.activity import Activity
-from common.process.heartbeats import FAILURES, Heartbeat
+from common.process.heartbeats import BLOCKING, FAILURES, Heartbeat
 from common.telemetry import metrics
 from common.telemetry.batched import Batched
 from common.wire.messages import Lane, Score, ScoreStatus
+from services.reward.rewards.reward import FunctionReward
+from services.reward.rewards.weighted_sum import WeightedSum
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +22,7 @@ SCORING = "score"
 IDLE = "wait:trajectories"
 
 
-class Tally:
+class WorkerMetrics:
     """What is in flight and what came of the rest, over both lanes."""
 
     def __init__(
@@ -108,3 +111,28 @@ def _book(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
     for status, count in Counter(statuses).items():
         metrics.SCORES_PUBLISHED.labels(lane, status).inc(count)
     metrics.SCORE_SECONDS.labels(lane).observe_many(seconds)
+
+
+class Capacity:
+    """Of all rewards of a run together."""
+
+    def __init__(self, config: RewardConfig, reward: WeightedSum) -> None:
+        self._config, self._reward = config, reward
+        self._executions = [
+            named.reward.execution for named in reward.rewards if isinstance(named.reward, FunctionReward)
+        ]
+
+    def slots(self) -> int:
+        """Samples that a lane holds."""
+        return min(self._config.max_in_flight, self._reward.slots or self._config.max_in_flight)
+
+    def parallel(self) -> int:
+        """Samples that are scored at once: no more than the processes of any reward take."""
+        counts = [execution.parallel for execution in self._executions]
+        return min([self.slots(), *(count for count in counts if count is not None)])
+
+    def report(self, beat: Heartbeat) -> None:
+        """Say in a heartbeat which functions block."""
+        notes = [note for execution in self._executions for note in execution.notes]
+        beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + len(notes)
+        beat.detail = "; ".join([*([beat.detail] if beat.detail else []), *notes])

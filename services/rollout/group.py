@@ -12,11 +12,10 @@ from itertools import chain, count
 
 import structlog
 
-from common.redis.broker import Broker
+from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery
 from common.telemetry import metrics
 from common.telemetry.batched import Batched
-from common.wire.keys import Keys
 from common.wire.messages import Lane, Ticket, Trajectory
 from services.rollout.engines.engine import Engine, Generation, GenerationRequest
 from services.rollout.weight_follower import WeightFollower
@@ -59,17 +58,14 @@ class GroupGenerator:
 
     def __init__(
         self,
-        broker: Broker,
-        keys: Keys,
+        context: ServiceContext,
         lane: Lane,
         consumer: Consumer[Ticket],
         engine: Engine,
         follower: WeightFollower,
-        worker: str,
     ) -> None:
-        self.broker, self.keys, self.lane = broker, keys, lane
+        self.broker, self.keys, self.worker, self.lane = context.broker, context.keys, context.name, lane
         self.consumer, self.engine, self.follower = consumer, engine, follower
-        self.worker = worker
         self.counts = SampleCounts(lane)
         self.num_published = 0
         self._asked: set[str] = set()

@@ -74,7 +74,7 @@ def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWor
         return "wait:weights", "groups are held until their version arrives"
     if any(worker.generator.num_wanted for worker in workers):
         return "wait:device", "another process has its turn on the device"
-    if any(worker.groups for worker in workers):
+    if any(worker.running for worker in workers):
         return WAIT_REDIS, "samples are being published"
     return "wait:tickets", "the trainer has issued no more"
 

@@ -4,136 +4,80 @@ A finished group frees a slot. When the service stops, running groups get `strea
 the rest is handed back, and whoever takes over generates only the missing samples.
 """
 
-import asyncio
-
 import structlog
 
 from common.errors import BrokerError, EngineError, LeaseLostError, first_cause
 from common.process.heartbeats import Heartbeat
 from common.process.service import ServiceContext
-from common.streams import Consumer, Delivery, Garbled
+from common.streams import Delivery, Garbled
+from common.streams.lane_worker import LaneWorker
 from common.telemetry import metrics
 from common.wire.keys import ROLLOUT_GROUP
-from common.wire.messages import DeadLetter, Lane, Ticket
+from common.wire.messages import Lane, Ticket
 from services.rollout.engines.engine import Engine
 from services.rollout.group import GroupGenerator
 from services.rollout.weight_follower import WeightFollower
 
 log = structlog.get_logger(__name__)
 
-BLOCK_S = 1.0
 
-
-class RolloutWorker:
+class RolloutWorker(LaneWorker[Ticket]):
     """Serves one lane with one engine until the context says stop."""
 
     def __init__(self, context: ServiceContext, lane: Lane, engine: Engine, follower: WeightFollower) -> None:
-        self.context, self.lane, self.engine = context, lane, engine
-        streams = context.config.streams
-        self.consumer: Consumer[Ticket] = Consumer(
-            context.broker,
-            context.keys.prompts(lane),
-            ROLLOUT_GROUP,
-            context.consumer_name,
-            Ticket,
-            lease_s=streams.lease_s,
-            dead_key=context.keys.dead,
-            label=context.keys.name_of(context.keys.prompts(lane)),
-            max_bytes=streams.max_message_mb << 20,
-            stand_in=context.stand_in,
-        )
-        self.generator = GroupGenerator(
-            context.broker, context.keys, lane, self.consumer, engine, follower, context.name
-        )
+        super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
+        self.generator = GroupGenerator(context, lane, self.consumer, engine, follower)
         self.max_groups = context.config.rollout.max_groups_in_flight
-        self.groups: set[asyncio.Task[None]] = set()
+        self.drain_s = context.config.streams.drain_s
         metrics.GROUP_SLOTS.labels(lane).set(self.max_groups)
 
-    async def run(self) -> None:
-        """Fetch tickets while there are slots; drain at the end."""
-        async with self.consumer:
-            while not self.context.stopping.is_set():
-                if len(self.groups) >= self.max_groups:
-                    await self.context.unless_stopping(
-                        asyncio.wait(self.groups, return_when=asyncio.FIRST_COMPLETED)
-                    )
-                    continue
-                # Not cancelled by a stop: what a broken-off call was given would stay pending until its
-                # lease expires.
-                # One at a time: a step's tickets arrive together, and must not all go to who asks first.
-                for delivery in await self.consumer.fetch(1, BLOCK_S):
-                    await self._accept(delivery)
-            await self._drain()
+    @property
+    def num_free(self) -> int:
+        """Groups that may be started."""
+        return self.max_groups - len(self.running)
+
+    async def fetch(self, count: int) -> list[Delivery[Ticket] | Garbled]:
+        """One at a time: a step's tickets arrive together, and must not all go to who asks first."""
+        return await super().fetch(1)
+
+    async def accept(self, deliveries: list[Delivery[Ticket]]) -> None:
+        """Start a group, unless the service stops: then the ticket is handed back when draining."""
+        for delivery in deliveries if not self.context.stopping.is_set() else ():
+            self.begin(delivery, self._work(delivery)).add_done_callback(lambda _: self._count())
+            self._count()
+
+    def given_up(self, delivery: Delivery[Ticket]) -> str:
+        """A ticket may be delivered `streams.max_attempts` times."""
+        if delivery.attempts <= self.context.config.streams.max_attempts:
+            return ""
+        return f"given up after {delivery.attempts - 1} deliveries"
+
+    async def bury(self, entry: Delivery[Ticket] | Garbled, error: str, attempts: int = 1) -> bool:
+        """Also forget the progress of a group that will never be complete."""
+        is_buried = await super().bury(entry, error, attempts)
+        if is_buried and isinstance(entry, Delivery):
+            await self.generator.forget(entry.message.ticket)
+        return is_buried
 
     def report(self, beat: Heartbeat) -> None:
         """Add this lane to the process's heartbeat."""
-        beat.counts[f"groups_{self.lane}"] = len(self.groups)
+        beat.counts[f"groups_{self.lane}"] = len(self.running)
 
-    async def _accept(self, delivery: Delivery[Ticket] | Garbled) -> None:
-        """Start a group, or bury a message that nobody can work on."""
-        if isinstance(delivery, Garbled):
-            await self._bury(delivery, delivery.error, 1)
-        elif delivery.attempts > self.context.config.streams.max_attempts:
-            await self._bury(
-                delivery, f"given up after {delivery.attempts - 1} deliveries", delivery.attempts
-            )
-        elif not self.context.stopping.is_set():  # what arrives too late is handed back when draining
-            task = asyncio.create_task(self._work(delivery), name=f"ticket {delivery.message.ticket}")
-            self.groups.add(task)
-            task.add_done_callback(self._finished)
-            metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(len(self.groups))
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self.groups.discard(task)
-        metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(len(self.groups))
-        if not task.cancelled() and (error := task.exception()):
-            cause = first_cause(error)
-            log.error("this process cannot go on; stopping so that it is started anew", error=str(cause))
-            self.context.fail(cause)
+    def _count(self) -> None:
+        metrics.GROUPS_IN_FLIGHT.labels(self.lane).set(len(self.running))
+        self.free_slot()
 
     async def _work(self, delivery: Delivery[Ticket]) -> None:
-        """Generate one group; losing its lease cancels it. The one place that catches broadly."""
+        """Generate one group. The one place that catches broadly."""
         ticket = delivery.message.ticket
-        generation = asyncio.ensure_future(self.generator.generate(delivery))
-        lost = asyncio.ensure_future(delivery.lost.wait())
         try:
-            await asyncio.wait({generation, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if generation.done():
-                generation.result()
+            await self.generator.generate(delivery)
         except* LeaseLostError:
             log.info("group taken over by another worker", ticket=ticket)
-        except* (EngineError, BrokerError):
-            raise  # the ticket is as good as ever
+        except* (EngineError, BrokerError) as failures:  # the ticket is as good as ever
+            cause = first_cause(failures)
+            log.error("this process cannot go on; stopping so that it is started anew", error=str(cause))
+            self.context.fail(cause)
         except* Exception as failures:
             cause = first_cause(failures)
-            log.error("group failed", ticket=ticket, error=str(cause))
-            await self._bury(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
-        finally:
-            lost.cancel()
-            generation.cancel()
-            await asyncio.gather(generation, lost, return_exceptions=True)
-
-    async def _bury(self, delivery: Delivery[Ticket] | Garbled, error: str, attempts: int) -> None:
-        ticket = delivery.message.ticket if isinstance(delivery, Delivery) else -1
-        log.error("ticket moved to the dead letters", ticket=ticket, entry=delivery.entry_id, error=error)
-        letter = DeadLetter(
-            origin=self.context.keys.name_of(self.consumer.key),
-            entry_id=delivery.entry_id,
-            fields={name.decode(errors="replace"): value for name, value in delivery.fields.items()},
-            error=error,
-            attempts=attempts,
-            ticket=ticket,
-            worker=self.context.name,
-        )
-        if await self.consumer.bury(delivery, letter) and ticket >= 0:
-            await self.generator.forget(ticket)
-
-    async def _drain(self) -> None:
-        """Let running groups finish for a while, then give the rest back."""
-        if self.groups and self.context.failure is None:
-            await asyncio.wait(set(self.groups), timeout=self.context.config.streams.drain_s)
-        unfinished = set(self.groups)
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
-        await self.consumer.leave()
+            await self.bury(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)

@@ -23,6 +23,7 @@ from common.streams import (
     Garbled,
     OffsetReader,
     append_missing,
+    bury_unread,
     entry_id_of,
     group_status,
     has_entry,
@@ -46,7 +47,6 @@ from common.wire.messages import (
 from services.trainer.batch.prompts import Prompt
 from services.trainer.batch.reconciler import delete_results
 from services.trainer.batch.strays import move_strays_aside
-from services.trainer.batch.stream_join import bury_unread
 from services.trainer.durable.checkpointing import Trimmer
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import xxhash
 
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.outcome import AttemptError, RewardOutcome
 
 FAILING = 40
 """One completion in so many has no reward, whoever asks."""
@@ -17,13 +17,13 @@ class SimulatedReward:
 
     slots = None
 
-    async def score(self, sample: Any) -> Outcome:
+    async def score(self, sample: Any) -> RewardOutcome:
         number = fate_of(sample.solution_str)
         await asyncio.sleep(LONGEST_S * (number % 97) / 97)
         value = value_of(sample.solution_str)
         if value is None:
             raise AttemptError("this completion has no reward", is_final=True)
-        return Outcome(value)
+        return RewardOutcome(value)
 
     async def close(self) -> None:
         """Nothing to free."""

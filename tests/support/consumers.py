@@ -41,10 +41,7 @@ def make_score(ticket: int) -> Score:
 
 
 def make_letter(entry: Garbled, worker: str = "a") -> DeadLetter:
-    fields = {name.decode(): value for name, value in entry.fields.items()}
-    return DeadLetter(
-        origin="trajectories", entry_id=entry.entry_id, fields=fields, error=entry.error, worker=worker
-    )
+    return streams.dead_letter("trajectories", entry.entry_id, entry.fields, entry.error, worker)
 
 
 async def publish(broker: Broker, keys: Keys, count: int) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from common.redis.broker import Broker
-from common.streams import Consumer, Delivery, append
+from common.streams import Consumer, Delivery, append, dead_letter
 from common.wire import codec
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import DeadLetter, Lane, Message, SamplingParams, Ticket, Trajectory
@@ -39,15 +39,9 @@ async def bury_next(consumer: Consumer[Any], keys: Keys, error: str = "it raised
     """Take one message and bury it, as a worker does that cannot process it."""
     (entry,) = await consumer.fetch(1, 1.0)
     message = entry.message if isinstance(entry, Delivery) else None
-    letter = DeadLetter(
-        origin=keys.name_of(consumer.key),
-        entry_id=entry.entry_id,
-        fields={name.decode(): value for name, value in entry.fields.items()},
-        error=error,
-        attempts=5,
-        ticket=getattr(message, "ticket", -1),
-        index=getattr(message, "index", -1),
-        worker="rollout-0",
+    origin = keys.name_of(consumer.key)
+    letter = dead_letter(
+        origin, entry.entry_id, entry.fields, error, "rollout-0", message=message, attempts=5
     )
     assert await consumer.bury(entry, letter)
 

@@ -4,19 +4,19 @@ from typing import Any
 
 from common.config import NamedRewardConfig, RewardConfig
 from services.reward.rewards.named import NamedReward
-from services.reward.rewards.weighted_sum import HybridReward
-from services.reward.scorer import Scorer
+from services.reward.rewards.weighted_sum import WeightedSum
+from services.reward.worker import Scorer
 
 
-def alone(reward: Any, config: RewardConfig) -> HybridReward:
+def alone(reward: Any, config: RewardConfig) -> WeightedSum:
     """`reward` as the only one of a run, under the limits of its section."""
     (named,) = config.named.values()
-    return HybridReward([NamedReward("reward", named, reward)], is_named=False)
+    return WeightedSum([NamedReward("reward", named, reward)], is_named=False)
 
 
-def together(rewards: dict[str, tuple[Any, dict[str, Any]]]) -> HybridReward:
+def together(rewards: dict[str, tuple[Any, dict[str, Any]]]) -> WeightedSum:
     """Several rewards by name, each with the fields of its own config."""
-    return HybridReward(
+    return WeightedSum(
         [
             NamedReward(name, NamedRewardConfig(**({"function": "gsm8k", "backoff_s": 0.0} | fields)), reward)
             for name, (reward, fields) in rewards.items()

@@ -61,9 +61,7 @@ class Worker:
         self.consumer: Consumer[Ticket] = Consumer(
             broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=60.0, dead_key=keys.dead
         )
-        self.generator = GroupGenerator(
-            broker, keys, Lane.TRAIN, self.consumer, self.engine, self.follower, name
-        )
+        self.generator = GroupGenerator(self.context, Lane.TRAIN, self.consumer, self.engine, self.follower)
 
     async def fetch(self) -> Delivery[Ticket]:
         (delivery,) = await self.consumer.fetch(1, 1.0)

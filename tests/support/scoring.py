@@ -5,10 +5,10 @@ from pathlib import Path
 from textwrap import dedent
 
 from common.wire.messages import Score
-from services.reward.functions.processes.processes import ProcessPool
+from services.reward.functions.processes.pool import ProcessPool
 from services.reward.functions.request import Request
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import Outcome
+from services.reward.outcome import RewardOutcome
+from services.reward.sample import RewardSample
 
 SOURCE = """
     import asyncio, os, re, signal, subprocess, sys, threading, time
@@ -51,12 +51,14 @@ class Pool(ProcessPool):
     def __init__(self, reference: str, size: int = 1, threads: int = 1, is_async: bool = False) -> None:
         super().__init__({"reference": reference, "kwargs": {}}, size, threads, is_async)
 
-    async def score(self, code: str, timeout_s: float = 60, name: str = "sample", index: int = 0) -> Outcome:
-        (outcome,) = await self.run(Request([Sample((0, index), False, "", code, name)]), timeout_s)
+    async def score(
+        self, code: str, timeout_s: float = 60, name: str = "sample", index: int = 0
+    ) -> RewardOutcome:
+        (outcome,) = await self.run(Request([RewardSample((0, index), False, "", code, name)]), timeout_s)
         return outcome
 
 
-def peak(outcomes: Sequence[Outcome | Score]) -> int:
+def peak(outcomes: Sequence[RewardOutcome | Score]) -> int:
     """How many of the calls ran at once, at most."""
     moments = [(float(outcome.components["started"] or 0), 1) for outcome in outcomes]
     moments += [(float(outcome.components["ended"] or 0), -1) for outcome in outcomes]

@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import CodecError
 from common.redis.broker import Broker
 from common.run.state import FINISHED, read_state
-from common.streams import has_entry, scan
+from common.streams import dead_letter, has_entry, scan
 from common.streams.entries import Entry, Garbled, entry_id_of
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD
@@ -145,8 +145,7 @@ def _claims(fields: Mapping[bytes, bytes], max_bytes: int) -> Mapping[str, Any]:
 
 def unreadable_letter(entry: Garbled) -> Letter:
     """A letter that cannot be decoded itself."""
-    fields = {name.decode(errors="replace"): value for name, value in entry.fields.items()}
-    content = DeadLetter(origin="dead", entry_id=entry.entry_id, fields=fields, error=entry.error, attempts=0)
+    content = dead_letter("dead", entry.entry_id, entry.fields, entry.error, attempts=0)
     return Letter(entry.entry_id, content, problem="the letter itself cannot be decoded", is_readable=False)
 
 

@@ -9,13 +9,13 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, validate_call
+from pydantic import validate_call
 from rq import get_current_job
 
 from common.config.reward_kinds import SandboxConfig
 from common.process.programs import JobFunction
 from common.wire.keys import Keys
-from services.jobs.known_job import Functions
+from services.jobs.known_jobs import Functions, is_run
 from services.jobs.sandbox.programs import TestsError, make_cases
 from services.jobs.sandbox.runner import SandboxError, run_cases
 
@@ -26,14 +26,9 @@ BOUNDED = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "m
 def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
     """The one function of a sandbox worker, for this run, within the bounds of its configs."""
 
-    def own_run(value: str) -> str:
-        if value != run_id:
-            raise ValueError(f"this worker is of run {run_id}, and the job of {value}")
-        return value
-
     @validate_call
     def run_code(
-        run_id: Annotated[str, AfterValidator(own_run)],
+        run_id: Annotated[str, is_run(run_id)],
         job_id: str,
         code: str,
         tests: Any,
@@ -42,7 +37,7 @@ def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
         job = get_current_job()
         if job is None or job.id != job_id:
             raise ValueError(f"the job is not {job_id}, whose result it would write")
-        result = judge(code, tests, within(config, configs))
+        result = run_tests(code, tests, within(config, configs))
         job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=config.result_ttl_s)
 
     return {JobFunction.RUN_CODE: run_code}
@@ -61,7 +56,7 @@ def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
     )
 
 
-def judge(code: str, tests: Any, config: SandboxConfig) -> dict[str, Any]:
+def run_tests(code: str, tests: Any, config: SandboxConfig) -> dict[str, Any]:
     """How many tests passed, or why none could be run."""
     try:
         cases = make_cases(code, tests, config.max_cases)

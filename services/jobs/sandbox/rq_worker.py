@@ -23,7 +23,7 @@ from common.redis.broker import redis_url
 from common.redis.client import make_blocking_client
 from common.telemetry import metrics
 from common.wire.keys import Keys
-from services.jobs.known_job import KnownWorker
+from services.jobs.known_jobs import KnownWorker
 from services.jobs.sandbox.job import functions_of
 
 GONE = "finished"

@@ -1,26 +1,32 @@
 """What a function is asked: to score samples, or to post-process the scores of a group.
 
-Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the socket.
+Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the socket, in
+frames: a length, and a map in msgpack.
 """
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+import msgpack
 import numpy as np
 
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError, Outcome
+from common.wire.codec import pack
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.sample import RewardSample
 
+Send = Callable[[dict[str, Any]], None]
+LENGTH = struct.Struct("<I")
 FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
-SAMPLE_FIELDS = tuple(field.name for field in fields(Sample))
+SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One call. With `scores`, the samples of a group are post-processed; without, they are scored."""
 
-    samples: list[Sample]
+    samples: list[RewardSample]
     given: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments that are known only while the worker runs, such as a router's address."""
     scores: list[float | None] | None = None
@@ -39,28 +45,20 @@ class Request:
     @classmethod
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
         """The request that `to_wire` wrote."""
-        return cls(
-            [_unwired(sample) for sample in tree["samples"]], tree["given"], tree["scores"], tree["notes"]
-        )
+        return cls(**tree | {"samples": [_unwired(sample) for sample in tree["samples"]]})
 
 
-def outcomes_to_wire(outcomes: list[Outcome]) -> dict[str, Any]:
+def outcomes_to_wire(outcomes: list[RewardOutcome]) -> dict[str, Any]:
     """What a call came to, as plain values."""
     return {"outcomes": [(outcome.value, outcome.components, outcome.detail) for outcome in outcomes]}
 
 
 def failure_to_wire(error: AttemptError) -> dict[str, Any]:
     """The failure of a call, as plain values."""
-    return {
-        "error": str(error),
-        "is_timeout": error.is_timeout,
-        "is_final": error.is_final,
-        "kind": error.kind,
-        "retry_after_s": error.retry_after_s,
-    }
+    return {"error": str(error)} | {name: getattr(error, name) for name in FAILURE_FIELDS}
 
 
-def outcomes_of(answer: dict[str, Any]) -> list[Outcome]:
+def outcomes_of(answer: dict[str, Any]) -> list[RewardOutcome]:
     """What the two functions above wrote.
 
     Raises:
@@ -69,7 +67,7 @@ def outcomes_of(answer: dict[str, Any]) -> list[Outcome]:
     if "error" in answer:
         further = {name: answer[name] for name in FAILURE_FIELDS if name in answer}
         raise AttemptError(answer["error"], **further)
-    return [Outcome(*parts) for parts in answer["outcomes"]]
+    return [RewardOutcome(*parts) for parts in answer["outcomes"]]
 
 
 class Callee(Protocol):
@@ -90,21 +88,33 @@ class Callee(Protocol):
     def spec(self) -> dict[str, Any]:
         """What another process needs to load the same."""
 
-    def call(self, request: Request) -> list[Outcome]:
+    def call(self, request: Request) -> list[RewardOutcome]:
         """Call a plain function: one outcome for each sample. Raises AttemptError."""
 
-    async def call_async(self, request: Request) -> list[Outcome]:
+    async def call_async(self, request: Request) -> list[RewardOutcome]:
         """Call an async function."""
 
 
-def _wired(sample: Sample) -> dict[str, Any]:
+def _wired(sample: RewardSample) -> dict[str, Any]:
     tree = {name: getattr(sample, name) for name in SAMPLE_FIELDS}  # `asdict` would copy every value
     for name in ("prompt_ids", "completion_ids"):
         tree[name] = np.asarray(tree[name], dtype="<i4").tobytes()
     return tree
 
 
-def _unwired(tree: dict[str, Any]) -> Sample:
+def _unwired(tree: dict[str, Any]) -> RewardSample:
     for name in ("prompt_ids", "completion_ids"):
         tree[name] = np.frombuffer(tree[name], dtype="<i4")
-    return Sample(**tree | {"key": tuple(tree["key"])})
+    return RewardSample(**tree | {"key": tuple(tree["key"])})
+
+
+def frame_of(tree: dict[str, Any]) -> bytes:
+    """One frame."""
+    body = pack(tree)
+    return LENGTH.pack(len(body)) + body
+
+
+def content_of(body: bytes) -> dict[str, Any]:
+    """What a frame holds, without its length."""
+    tree: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
+    return tree

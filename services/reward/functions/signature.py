@@ -65,7 +65,7 @@ OWN_ARGUMENTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallConvention:
     """How to call a function: it takes the arguments `names`, with `takes_any` any others too."""
 
     style: Style
@@ -78,10 +78,14 @@ class Call:
         """Whether an argument of this name can be passed."""
         return self.takes_any or name in self.names
 
+    def taken(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """What it takes of the arguments that are offered."""
+        return {name: value for name, value in offered.items() if self.takes(name)}
+
 
 def recognise(
     function: Callable[..., Any], kwargs: Mapping[str, Any], name: str, style: str = "auto"
-) -> Call:
+) -> CallConvention:
     """How `function` is to be called with the further arguments `kwargs`.
 
     Raises:
@@ -127,15 +131,17 @@ def _style_of(signature: inspect.Signature) -> Style:
     return Style.VERIFIERS if "completion" in names and "solution_str" not in names else Style.VERL
 
 
-def _call(function: Callable[..., Any], signature: inspect.Signature, style: Style) -> Call:
+def _call(function: Callable[..., Any], signature: inspect.Signature, style: Style) -> CallConvention:
     parameters = signature.parameters.values()
     names = {p.name for p in parameters if p.kind in _BY_KEYWORD}
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return Call(style, is_async(function), frozenset(names), takes_any, frozenset(required))
+    return CallConvention(style, is_async(function), frozenset(names), takes_any, frozenset(required))
 
 
-def _check_given(call: Call, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str) -> None:
+def _check_given(
+    call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
+) -> None:
     """All that it insists on has to be given, the completion has to be among what it takes, all by name."""
     own = OWN_ARGUMENTS[call.style]
     known = {*own, *kwargs}
@@ -155,7 +161,7 @@ def _check_given(call: Call, signature: inspect.Signature, kwargs: Mapping[str, 
     _check_by_keyword(call, signature, name)
 
 
-def _adapter(call: Call, signature: inspect.Signature, name: str, own: Collection[str]) -> str:
+def _adapter(call: CallConvention, signature: inspect.Signature, name: str, own: Collection[str]) -> str:
     """The line that makes a function of other names fit, where one can be guessed; else nothing."""
     function = name.rpartition(":")[2]
     required = [p for p in signature.parameters if p in call.required]
@@ -171,14 +177,14 @@ def _adapter(call: Call, signature: inspect.Signature, name: str, own: Collectio
     return f" Write beside it: def {adapter}({head}, **_): return {function}({passed}), and name that one."
 
 
-def _check_trl(call: Call, signature: inspect.Signature, name: str) -> None:
+def _check_trl(call: CallConvention, signature: inspect.Signature, name: str) -> None:
     """Which columns the dataset has shows with the first sample; the rest can be checked now."""
     if not any(call.takes(each) for each in TRL_LISTS):
         raise ConfigError(f"reward.function {name} takes {_shown(signature)}; expected {EXPECTED}")
     _check_by_keyword(call, signature, name)
 
 
-def _check_by_keyword(call: Call, signature: inspect.Signature, name: str) -> None:
+def _check_by_keyword(call: CallConvention, signature: inspect.Signature, name: str) -> None:
     if unnamed := sorted(call.required - call.names):
         raise ConfigError(
             f"reward.function {name} takes {_shown(signature)}, where {', '.join(unnamed)} cannot be "
@@ -186,7 +192,9 @@ def _check_by_keyword(call: Call, signature: inspect.Signature, name: str) -> No
         )
 
 
-def _check_kwargs(call: Call, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str) -> None:
+def _check_kwargs(
+    call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
+) -> None:
     """Everything in `reward.kwargs` has to be taken, and must not stand in for the sample."""
     own = OWN_ARGUMENTS[call.style]
     if reserved := sorted(set(own) & set(kwargs)):

@@ -25,8 +25,9 @@ from common.process.gpu_sharing import GpuGate, GpuSharingError
 from common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
 from common.telemetry import metrics
 from services.reward.model_server.batcher import Batcher, BusyError, ComputeError
-from services.reward.model_server.inputs import InputError, Inputs
-from services.reward.model_server.protocol import (
+from services.reward.model_server.requests import (
+    InputError,
+    Inputs,
     ScoringRequest,
     activate,
     classification,

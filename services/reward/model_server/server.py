@@ -21,10 +21,9 @@ from common.process.gpu_sharing import GpuGate, GpuLock, lock_files
 from common.process.programs import run_main
 from common.run.replicas import model_token
 from services.reward.model_server.app import ScoringApp, TokenGate
-from services.reward.model_server.batcher import Batcher
-from services.reward.model_server.batching import BatchLimits
-from services.reward.model_server.inputs import Inputs
+from services.reward.model_server.batcher import Batcher, BatchLimits
 from services.reward.model_server.options import ServerOptions
+from services.reward.model_server.requests import Inputs
 from services.reward.model_server.scoring_model import ScoringModel
 
 log = structlog.get_logger(__name__)

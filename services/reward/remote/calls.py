@@ -12,16 +12,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from common.config.reward_kinds import HedgeConfig, PricesConfig, RemoteConfig
+from common.config.reward_kinds import HedgeConfig, PricesConfig
 from common.process.heartbeats import Heartbeat
-from common.run.replicas import ReplicaRegistry
 from common.telemetry import metrics
 from common.wire.messages import Lane
 from services.reward.remote.faults import FaultKind, RemoteFault
 from services.reward.remote.limiter import Limiter, Permit
-from services.reward.remote.replica import Replica
-from services.reward.remote.router import Router
-from services.reward.rewards.dependencies import RewardServices
+from services.reward.remote.router import Replica, Router
 
 T = TypeVar("T")
 
@@ -241,14 +238,3 @@ class RemoteCalls:
             self._hedge.observe(time_s)
         self.num_answered += 1
         return answer
-
-
-def make_calls(name: str, config: RemoteConfig, timeout_s: float, services: RewardServices) -> RemoteCalls:
-    """The requests of the reward `name` in this worker, which reports on them in its heartbeat."""
-    registry = ReplicaRegistry(services.broker, services.keys, name, config.routing.replica_ttl_s)
-    router = Router(name, config.base_urls, config.routing, services.http, registry)
-    limiter = Limiter(services.broker, services.keys, name, config.limits)
-    calls = RemoteCalls(name, router, limiter, timeout_s, config.hedge, config.api_key_env, config.prices)
-    services.reporters.append(calls.report)
-    services.calls[name] = calls
-    return calls

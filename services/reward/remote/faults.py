@@ -1,11 +1,13 @@
 """What can go wrong with a request to a server: a kind for metrics, and what it means for the next try."""
 
+import os
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
-from services.reward.results.outcome import AttemptError
+from common.errors import ConfigError
+from services.reward.outcome import AttemptError
 
 
 class FaultKind(StrEnum):
@@ -30,6 +32,8 @@ FINAL_KINDS = (FaultKind.NO_REPLICA, FaultKind.REFUSED_REQUEST)
 LONGEST_RETRY_AFTER_S = 600.0
 """A server may ask for any pause; a longer one is taken for this, or a run would stand still for it."""
 SHOWN_CHARS = 200
+CHARS_PER_TOKEN = 3
+"""For estimates before a request; most languages have more. The answer corrects them."""
 
 
 class RemoteFault(AttemptError):
@@ -56,6 +60,24 @@ class RemoteFault(AttemptError):
     def may_fail_over(self) -> bool:
         """Whether another replica should be asked at once."""
         return self.fault in FAILOVER_KINDS
+
+
+def connection_fault(origin: str, error: BaseException) -> RemoteFault:
+    """The fault of a request that was not answered."""
+    return RemoteFault(FaultKind.CONNECTION, f"no answer from {origin}: {str(error) or type(error).__name__}")
+
+
+def check_key(name: str, variable: str, field: str) -> None:
+    """See that the environment has the key that the config names.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"reward {name}: the environment variable {variable} ({field}) is not set; every machine with "
+            "reward workers needs it"
+        )
 
 
 def status_fault(origin: str, status: int, headers: Mapping[str, str], said: str) -> RemoteFault:

@@ -1,12 +1,14 @@
-"""A reward that asks a language model for its verdict.
+"""A reward that asks a language model for its verdict, through OpenAI's client.
 
 One attempt: fill in the template, ask within the run's limits, read a number from the words. Words without a
 number are a failed attempt, and what the judge quotes of the completion is no verdict of the judge's. The
 words are kept in the score's detail, and tokens are counted whatever came of them, because they are paid for.
 """
 
+import importlib.util
 import secrets
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import StrictUndefined, Template, TemplateError
@@ -15,37 +17,44 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.config import NamedRewardConfig
 from common.config.reward_kinds import JudgeConfig
 from common.errors import ConfigError
-from common.wire.messages import Lane
-from services.reward.functions.sample import Sample
-from services.reward.remote.calls import RemoteCalls, make_calls
-from services.reward.remote.faults import RemoteFault
+from common.run.replicas import key_for
+from common.wire.codec import sendable
+from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome, describe
+from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.dependencies import RewardDependencies
+from services.reward.remote.faults import (
+    CHARS_PER_TOKEN,
+    SHOWN_CHARS,
+    FaultKind,
+    RemoteFault,
+    check_key,
+    connection_fault,
+    status_fault,
+)
 from services.reward.remote.limiter import Permit
-from services.reward.remote.openai_requests import Judgement, OpenAIRequests, check_openai
-from services.reward.remote.replica import Replica
+from services.reward.remote.router import Replica
 from services.reward.remote.serving import check_local_replicas
 from services.reward.remote.verdict import make_verdict
-from services.reward.results.outcome import MAX_DETAIL_CHARS, AttemptError, Outcome, describe
+from services.reward.sample import RewardSample
 
 if TYPE_CHECKING:
-    from services.reward.rewards.dependencies import RewardServices
+    from openai import AsyncOpenAI
 
+NONCE_BYTES = 4
+NO_KEY = "none"
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 
 class JudgePrompt:
     """The templates of one judge."""
 
     def __init__(self, name: str, config: JudgeConfig) -> None:
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True)
-        self._user = _compiled(environment, config.template, f"reward.rewards.{name}.judge.template")
-        self._system = (
-            _compiled(environment, config.system, f"reward.rewards.{name}.judge.system")
-            if config.system
-            else None
-        )
+        where = f"reward.rewards.{name}.judge"
+        self._user = _compiled(config.template, f"{where}.template")
+        self._system = _compiled(config.system, f"{where}.system") if config.system else None
 
-    def text(self, sample: Sample, nonce: str = "") -> str:
+    def text(self, sample: RewardSample, nonce: str = "") -> str:
         """What the judge reads about a sample. `nonce` is a word that no completion can know.
 
         Raises:
@@ -53,17 +62,17 @@ class JudgePrompt:
         """
         return _rendered(self._user, sample, nonce)
 
-    def messages(self, sample: Sample, nonce: str = "") -> list[Message]:
+    def messages(self, sample: RewardSample, nonce: str = "") -> list[ChatMessage]:
         """The same as a chat."""
+        user = {"role": "user", "content": self.text(sample, nonce)}
         if self._system is None:
-            return [{"role": "user", "content": self.text(sample, nonce)}]
-        system = {"role": "system", "content": _rendered(self._system, sample, nonce)}
-        return [system, {"role": "user", "content": self.text(sample, nonce)}]
+            return [user]
+        return [{"role": "system", "content": _rendered(self._system, sample, nonce)}, user]
 
 
-def _compiled(environment: ImmutableSandboxedEnvironment, source: str, where: str) -> Template:
+def _compiled(source: str, where: str) -> Template:
     try:
-        return environment.from_string(source)
+        return ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True).from_string(source)
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(
@@ -71,7 +80,7 @@ def _compiled(environment: ImmutableSandboxedEnvironment, source: str, where: st
         ) from None
 
 
-def _rendered(template: Template, sample: Sample, nonce: str) -> str:
+def _rendered(template: Template, sample: RewardSample, nonce: str) -> str:
     fields: dict[str, Any] = {
         "prompt": sample.prompt,
         "messages": sample.chat,
@@ -92,9 +101,106 @@ def _rendered(template: Template, sample: Sample, nonce: str) -> str:
         ) from error
 
 
-NONCE_BYTES = 4
-CHARS_PER_TOKEN = 3
-"""For estimates before a request; most languages have more. What was wrong is put right by the answer."""
+@dataclass(frozen=True, slots=True)
+class JudgeAnswer:
+    """The words of a judge, and what they cost."""
+
+    words: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """All that count towards a limit."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class OpenAIRequests:
+    """Sends a judge's requests, by one client for all replicas, so that they share connections.
+
+    The client's own retries are off: limits, other replicas, pauses and attempts are decided around it.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._clients: dict[str, AsyncOpenAI] = {}
+        self._first: AsyncOpenAI | None = None
+
+    async def send(self, replica: Replica, messages: list[ChatMessage]) -> JudgeAnswer:
+        """One request, without limits of its own.
+
+        Raises:
+            RemoteFault: there was no answer, or none of this API.
+        """
+        import openai
+
+        try:
+            answer = await self._create(self._client(replica), messages)
+        except openai.APIStatusError as error:
+            raise status_fault(
+                replica.origin, error.status_code, error.response.headers, error.message
+            ) from error
+        except openai.APIResponseValidationError as error:
+            raise _garbage(replica, str(error)) from error
+        except openai.APIError as error:
+            raise connection_fault(replica.origin, error.__cause__ or error) from error
+        except (ValueError, TypeError, AttributeError) as error:  # the client could not read it
+            raise _garbage(replica, str(error)) from error
+        return self._read(replica, answer)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._first is not None:
+            await self._first.close()
+
+    async def _create(self, client: "AsyncOpenAI", messages: list[ChatMessage]) -> Any:
+        config = self._config
+        options: dict[str, Any] = {
+            "model": config.model_name,
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+            "extra_body": config.extra_body or None,
+        }
+        if config.api == "completions":
+            return await client.completions.create(prompt=messages[-1]["content"], **options)
+        return await client.chat.completions.create(messages=messages, **options)  # type: ignore[arg-type]
+
+    def _client(self, replica: Replica) -> "AsyncOpenAI":
+        if (known := self._clients.get(replica.url)) is not None:
+            return known
+        import httpx2  # what the openai client is built on
+        import openai
+
+        if self._first is None:
+            # Unbounded, because the limits are elsewhere: a pool of its own would be another queue.
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
+            http = openai.DefaultAsyncHttpxClient(timeout=None, limits=limits)
+            self._first = openai.AsyncOpenAI(
+                base_url=replica.url, api_key=NO_KEY, max_retries=0, timeout=None, http_client=http
+            )
+        key = key_for(replica.is_registered, self._config.api_key_env) or NO_KEY
+        self._clients[replica.url] = self._first.with_options(base_url=replica.url, api_key=key)
+        return self._clients[replica.url]
+
+    def _read(self, replica: Replica, answer: Any) -> JudgeAnswer:
+        """Take nothing for granted: the client checks no types."""
+        try:
+            choice = answer.choices[0]
+            words = choice.text if self._config.api == "completions" else choice.message.content
+            if words is None:
+                words = ""  # a model that said nothing, or refused: no verdict, but an answer
+            usage = answer.usage
+            counts = [int(usage.prompt_tokens), int(usage.completion_tokens)] if usage else [0, 0]
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise _garbage(replica, str(answer)) from None
+        if not isinstance(words, str):
+            raise _garbage(replica, f"choices[0] holds {type(words).__name__} in place of text")
+        return JudgeAnswer(sendable(words), *counts)
+
+
+def _garbage(replica: Replica, said: str) -> RemoteFault:
+    shown = " ".join(said.split())[:SHOWN_CHARS]
+    return RemoteFault(FaultKind.GARBAGE, f"{replica.origin} answered what is no completion: {shown}")
 
 
 class JudgeReward:
@@ -107,66 +213,69 @@ class JudgeReward:
         self._prompt, self._verdict = JudgePrompt(name, config), make_verdict(config.verdict)
         self._requests = OpenAIRequests(config)
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         """One attempt.
 
         Raises:
             AttemptError: no verdict; mostly a `RemoteFault`.
         """
         if self.config.router_only:
-            return Outcome(None)  # not applicable
+            return RewardOutcome(None)  # not applicable
         nonce = secrets.token_hex(NONCE_BYTES)
         messages = self._prompt.messages(sample, nonce)
         started = time.monotonic()
-        judgement = await self.calls.ask(
+        answer = await self.calls.ask(
             lambda replica, permit: self._send(replica, permit, messages),
-            Lane.EVAL if sample.is_evaluation else Lane.TRAIN,
+            sample.lane,
             sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN + self.config.max_tokens,
         )
         try:
-            outcome = self._verdict(judgement.words, sample.solution_str, nonce)
+            outcome = self._verdict(answer.words, sample.solution_str, nonce)
         except RemoteFault as fault:
             self.calls.count(fault)
             raise
         detail = {
-            "judgement": judgement.words[:MAX_DETAIL_CHARS],
-            "judge_tokens": judgement.tokens,
+            "judgement": answer.words[:MAX_DETAIL_CHARS],
+            "judge_tokens": answer.tokens,
             "judge_s": round(time.monotonic() - started, 3),
         }
-        return Outcome(outcome.value, outcome.components, {**outcome.detail, **detail})
+        return RewardOutcome(outcome.value, outcome.components, {**outcome.detail, **detail})
 
     async def close(self) -> None:
         """Close connections, and give back what the limits hold for this worker."""
         await self.calls.close()
         await self._requests.close()
 
-    async def _send(self, replica: Replica, permit: Permit, messages: list[Message]) -> Judgement:
-        judgement = await self._requests.send(replica, messages)
-        permit.used_tokens = judgement.tokens
-        self.calls.count_tokens(judgement.prompt_tokens, judgement.completion_tokens)
-        return judgement
+    async def _send(self, replica: Replica, permit: Permit, messages: list[ChatMessage]) -> JudgeAnswer:
+        answer = await self._requests.send(replica, messages)
+        permit.used_tokens = answer.tokens
+        self.calls.count_tokens(answer.prompt_tokens, answer.completion_tokens)
+        return answer
 
 
-def make_judge(name: str, config: NamedRewardConfig, services: "RewardServices") -> JudgeReward:
-    """The judge called `name`, ready to be asked.
-
-    Raises:
-        ConfigError: its template, verdict or key is not as it should be.
-    """
+def make_judge(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> JudgeReward:
+    """The judge called `name`, ready to be asked; raises as `check_judge` does."""
     assert config.judge is not None
-    check_openai(name, config.judge)
-    calls = make_calls(name, config.judge, config.timeout_s, services)
-    return JudgeReward(name, config.judge, calls)
+    _check_client(name, config.judge)
+    return JudgeReward(name, config.judge, dependencies.make_calls(name, config.judge, config.timeout_s))
 
 
 def check_judge(name: str, config: NamedRewardConfig) -> None:
     """Find what is wrong with a judge without asking it.
 
     Raises:
-        ConfigError: its template, verdict or key is not as it should be.
+        ConfigError: its template, verdict or key is not as it should be, or the client is not installed.
     """
     assert config.judge is not None
-    check_openai(name, config.judge)
+    _check_client(name, config.judge)
     check_local_replicas(name, config)
     JudgePrompt(name, config.judge)
     make_verdict(config.judge.verdict)
+
+
+def _check_client(name: str, config: JudgeConfig) -> None:
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError(
+            f"reward {name} is a judge, which needs the openai client: pip install 'tidemill[reward]'"
+        )
+    check_key(name, config.api_key_env, "judge.api_key_env")

@@ -5,28 +5,28 @@ false`); what is done to them stands in the config, and depends on nothing but t
 """
 
 import math
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from common.config import NamedRewardConfig
 from common.config.reward_kinds import RewardModelConfig
-from common.errors import ConfigError
 from common.run.replicas import key_for
-from common.wire.messages import Lane
-from services.reward.functions.sample import Sample
-from services.reward.remote.calls import RemoteCalls, make_calls
-from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.dependencies import RewardDependencies
+from services.reward.remote.faults import (
+    CHARS_PER_TOKEN,
+    FaultKind,
+    RemoteFault,
+    check_key,
+    connection_fault,
+    status_fault,
+)
 from services.reward.remote.limiter import Permit
-from services.reward.remote.replica import Replica
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.remote.router import Replica
+from services.reward.sample import RewardSample
 
-if TYPE_CHECKING:
-    from services.reward.rewards.dependencies import RewardServices
-
-CHARS_PER_TOKEN = 3
-"""For estimates before a request; the server's own count corrects them."""
 URGENT, NORMAL = -1, 0
 MAX_KEPT_TOKENS = 100_000
 
@@ -39,16 +39,15 @@ class ModelReward:
     def __init__(self, config: RewardModelConfig, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
         self._config, self._calls, self._http = config, calls, http
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         """Ask the model once.
 
         Raises:
             AttemptError: no replica gave a score, or there is nothing to score.
         """
         body = make_body(sample, self._config)
-        lane = Lane.EVAL if sample.is_evaluation else Lane.TRAIN
         scores = await self._calls.ask(
-            lambda replica, permit: self._send(replica, permit, body), lane, _estimate(body)
+            lambda replica, permit: self._send(replica, permit, body), sample.lane, _estimate(body)
         )
         raw = reduce_scores(scores, sample, self._config)
         if not math.isfinite(raw):
@@ -56,7 +55,7 @@ class ModelReward:
         detail = {}
         if self._config.head == "token" and self._config.keep_token_rewards:
             detail["token_rewards"] = [_label(row, self._config.label) for row in scores[:MAX_KEPT_TOKENS]]
-        return Outcome(normalise(raw, self._config), {"raw": raw}, detail)
+        return RewardOutcome(normalise(raw, self._config), {"raw": raw}, detail)
 
     async def close(self) -> None:
         """Stop watching replicas."""
@@ -69,8 +68,7 @@ class ModelReward:
         try:
             answer = await self._http.post(replica.origin + path, json=body, headers=headers)
         except httpx.HTTPError as error:
-            said = str(error) or type(error).__name__
-            raise RemoteFault(FaultKind.CONNECTION, f"no answer from {replica.origin}: {said}") from error
+            raise connection_fault(replica.origin, error) from error
         if answer.status_code != 200:
             raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
         try:
@@ -89,7 +87,7 @@ class ModelReward:
         return list(scores)
 
 
-def make_model_reward(name: str, config: NamedRewardConfig, services: "RewardServices") -> ModelReward:
+def make_model_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> ModelReward:
     """The reward of the model called `name`.
 
     Raises:
@@ -97,25 +95,16 @@ def make_model_reward(name: str, config: NamedRewardConfig, services: "RewardSer
     """
     assert config.model is not None
     check_model_reward(name, config.model)
-    return ModelReward(
-        config.model, make_calls(name, config.model, config.timeout_s, services), services.http
-    )
+    calls = dependencies.make_calls(name, config.model, config.timeout_s)
+    return ModelReward(config.model, calls, dependencies.http)
 
 
 def check_model_reward(name: str, config: RewardModelConfig) -> None:
-    """Find what is wrong with a reward model without asking it.
-
-    Raises:
-        ConfigError: the variable with its key is not set.
-    """
-    if config.api_key_env and not os.environ.get(config.api_key_env):
-        raise ConfigError(
-            f"reward {name}: the environment variable {config.api_key_env} (model.api_key_env) is not set; "
-            "every machine with reward workers needs it"
-        )
+    """Find what is wrong with a reward model without asking it; raises ConfigError."""
+    check_key(name, config.api_key_env, "model.api_key_env")
 
 
-def make_body(sample: Sample, config: RewardModelConfig) -> dict[str, Any]:
+def make_body(sample: RewardSample, config: RewardModelConfig) -> dict[str, Any]:
     """The request for one sample."""
     body: dict[str, Any] = {"use_activation": False}
     if config.input == "ids":
@@ -135,7 +124,7 @@ def make_body(sample: Sample, config: RewardModelConfig) -> dict[str, Any]:
     return body
 
 
-def reduce_scores(scores: list[Any], sample: Sample, config: RewardModelConfig) -> float:
+def reduce_scores(scores: list[Any], sample: RewardSample, config: RewardModelConfig) -> float:
     """One number from the scores of labels, or of tokens and labels.
 
     Raises:

@@ -23,13 +23,18 @@ from common.errors import ConfigError
 from common.run.replicas import key_for
 from common.wire.messages import Lane
 from services.reward.remote.calls import RemoteCalls
-from services.reward.remote.faults import FaultKind, RemoteFault, status_fault
+from services.reward.remote.faults import (
+    CHARS_PER_TOKEN,
+    FaultKind,
+    RemoteFault,
+    connection_fault,
+    status_fault,
+)
 from services.reward.remote.limiter import Permit
-from services.reward.remote.replica import Replica
+from services.reward.remote.router import Replica
 
 LANE_HEADER = "x-tidemill-lane"
 """`eval` gives a request the priority of evaluation."""
-CHARS_PER_TOKEN = 3
 PASSED_ON = ("content-type", "accept", "authorization")
 METHODS = ["GET", "POST"]
 STATUSES = {FaultKind.TIMEOUT: 504, FaultKind.RATE_LIMITED: 429, FaultKind.NO_REPLICA: 503}
@@ -99,9 +104,7 @@ class RouterProxy:
                 method, f"{replica.root}{target}", content=body or None, headers=dict(headers)
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RemoteFault(
-                FaultKind.CONNECTION, f"no answer from {replica.origin}: {str(error) or type(error).__name__}"
-            ) from error
+            raise connection_fault(replica.origin, error) from error
         # What is wrong with the request is between the function and the replica; the rest is ours.
         if answer.status_code >= 500 or answer.status_code in (408, 429):
             raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)

@@ -6,9 +6,9 @@ import re
 from typing import Any, Protocol
 
 from common.config.reward_kinds import SCORE, VerdictConfig
-from services.reward.functions.functions import import_function
+from services.reward.functions.loading import import_function
+from services.reward.outcome import AttemptError, RewardOutcome, contained, interpret
 from services.reward.remote.faults import FaultKind, RemoteFault
-from services.reward.results.outcome import AttemptError, Outcome, contained, interpret
 
 SHOWN_CHARS = 200
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?(?![\w%]|\.\d)")
@@ -17,15 +17,15 @@ NONCE = "{nonce}"
 """In a regex or field: the word that the template showed the judge, which no completion can know."""
 
 
-class Verdict(Protocol):
+class VerdictReader(Protocol):
     """Reads a judge's words. `completion` is what it judged: the words may quote it."""
 
-    def __call__(self, words: str, completion: str = "", nonce: str = "") -> Outcome:
+    def __call__(self, words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
         """The verdict; its value is None where the function that reads it says so."""
         ...
 
 
-def make_verdict(config: VerdictConfig) -> Verdict:
+def make_verdict(config: VerdictConfig) -> VerdictReader:
     """The reader that the config describes. What it raises is a `RemoteFault` of kind `no_verdict`.
 
     Raises:
@@ -33,17 +33,17 @@ def make_verdict(config: VerdictConfig) -> Verdict:
     """
     read = _function_reader(config) if config.function else _reader(config)
 
-    def verdict(words: str, completion: str = "", nonce: str = "") -> Outcome:
+    def verdict(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
         outcome = read(words, completion, nonce)
         if outcome.value is None:
             return outcome
-        return Outcome(_in_range(config, outcome.value, words), outcome.components, outcome.detail)
+        return RewardOutcome(_in_range(config, outcome.value, words), outcome.components, outcome.detail)
 
     return verdict
 
 
-def _reader(config: VerdictConfig) -> Verdict:
-    def read(words: str, completion: str = "", nonce: str = "") -> Outcome:
+def _reader(config: VerdictConfig) -> VerdictReader:
+    def read(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
         is_all = not config.regex and not config.json_field
         if config.regex:
             found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion)
@@ -55,15 +55,15 @@ def _reader(config: VerdictConfig) -> Verdict:
         if value is None or not math.isfinite(value):
             wanted = f"one of {', '.join(config.choices)}" if config.choices else "one finite number"
             raise _none(words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}")
-        return Outcome(value)
+        return RewardOutcome(value)
 
     return read
 
 
-def _function_reader(config: VerdictConfig) -> Verdict:
+def _function_reader(config: VerdictConfig) -> VerdictReader:
     function = import_function(config.function, "judge.verdict.function", ())
 
-    def read(words: str, completion: str = "", nonce: str = "") -> Outcome:
+    def read(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
         try:
             with contained():
                 return interpret(function(words))

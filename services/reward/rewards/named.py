@@ -17,18 +17,17 @@ from tenacity import wait_random as jitter
 
 from common.config import NamedRewardConfig, RewardLimits
 from common.telemetry import metrics
-from common.wire.messages import Lane
-from services.reward.functions.sample import Sample
-from services.reward.results.cache import RewardCache, version_of
-from services.reward.results.outcome import (
+from services.reward.outcome import (
     MAX_TRY_CHARS,
     AttemptError,
     NamelessTry,
-    Outcome,
     Part,
+    RewardOutcome,
     contained,
 )
+from services.reward.rewards.cache import RewardCache, version_of
 from services.reward.rewards.reward import FunctionReward, Reward
+from services.reward.sample import RewardSample
 
 LONGEST_BACKOFF_S = 60.0
 
@@ -128,9 +127,9 @@ class NamedReward:
             for _ in ("training", "evaluation")
         ]
 
-    def applies_to(self, sample: Sample) -> bool:
+    def applies_to(self, sample: RewardSample) -> bool:
         """Whether the sample's lane and data source are ones it scores."""
-        if (Lane.EVAL if sample.is_evaluation else Lane.TRAIN) not in self.config.lanes:
+        if sample.lane not in self.config.lanes:
             return False
         return not self.config.applies_to or sample.data_source in self.config.applies_to
 
@@ -139,7 +138,7 @@ class NamedReward:
         """Whether it scores the samples of a group together, when all are there."""
         return self.config.per == "group"
 
-    async def score(self, sample: Sample) -> Part:
+    async def score(self, sample: RewardSample) -> Part:
         """All attempts at one sample; it never raises for what a reward does."""
         if not self.applies_to(sample):
             return Part()
@@ -147,24 +146,24 @@ class NamedReward:
             return await self._score(sample)
         return await self.cache.get_or_make(self.version, sample, partial(self._score, sample))
 
-    async def score_group(self, samples: list[Sample]) -> list[Part]:
+    async def score_group(self, samples: list[RewardSample]) -> list[Part]:
         """All attempts at the samples of one group at once."""
         if not self.applies_to(samples[0]):
             return [Part() for _ in samples]
         assert isinstance(self.reward, FunctionReward)  # `per: group` is for functions only
         return await self._attempt(samples, partial(self.reward.score_group, samples))
 
-    async def _score(self, sample: Sample) -> Part:
-        async def once() -> list[Outcome]:
+    async def _score(self, sample: RewardSample) -> Part:
+        async def once() -> list[RewardOutcome]:
             return [await self.reward.score(sample)]
 
         (part,) = await self._attempt([sample], once)
         return part
 
     async def _attempt(
-        self, samples: list[Sample], once: Callable[[], Awaitable[list[Outcome]]]
+        self, samples: list[RewardSample], once: Callable[[], Awaitable[list[RewardOutcome]]]
     ) -> list[Part]:
-        async def placed() -> list[Outcome]:
+        async def placed() -> list[RewardOutcome]:
             async with self._places[samples[0].is_evaluation]:
                 return await once()
 

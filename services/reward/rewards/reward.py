@@ -11,17 +11,18 @@ from typing import Protocol
 
 from common.config import NamedRewardConfig
 from common.errors import ConfigError
-from services.reward.functions.functions import RewardFunction, load_function
-from services.reward.functions.processes.execution import execution_of
+from services.reward.functions.loading import load_function
+from services.reward.functions.processes.pool import execution_of
 from services.reward.functions.request import Request
-from services.reward.functions.sample import Sample
+from services.reward.functions.reward_function import RewardFunction
 from services.reward.functions.signature import ROUTER
+from services.reward.outcome import RewardOutcome
+from services.reward.remote.dependencies import RewardDependencies
 from services.reward.remote.judge import check_judge, make_judge
 from services.reward.remote.reward_model import check_model_reward, make_model_reward
 from services.reward.remote.serving import check_local_replicas
-from services.reward.results.outcome import Outcome
-from services.reward.rewards.dependencies import RewardServices
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
+from services.reward.sample import RewardSample
 
 
 class Reward(Protocol):
@@ -31,7 +32,7 @@ class Reward(Protocol):
     def slots(self) -> int | None:
         """Samples it makes sense to hold at once; None where only memory sets a limit."""
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         """One attempt, within the reward's own limit of time. Whoever calls decides on retries.
 
         Raises:
@@ -62,17 +63,19 @@ class FunctionReward:
         """Those of the function's processes; it grows where they are found to wait."""
         return self.execution.slots
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         """Call the function once, for one sample."""
         (outcome,) = await self.score_group([sample])
         return outcome
 
-    async def score_group(self, samples: list[Sample]) -> list[Outcome]:
+    async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         """Call the function once, for all samples of a group."""
         given = {ROUTER: await self._router()} if self._router else {}
         return await self.execution.run(Request(samples, given), self._timeout_s)
 
-    async def post_process(self, samples: list[Sample], scores: list[float | None]) -> list[Outcome]:
+    async def post_process(
+        self, samples: list[RewardSample], scores: list[float | None]
+    ) -> list[RewardOutcome]:
         """Have a class post-process its own scores of a group."""
         return await self.execution.run(Request(samples, scores=scores), self._timeout_s)
 
@@ -81,23 +84,23 @@ class FunctionReward:
         await self.execution.close()
 
 
-def make_reward(name: str, config: NamedRewardConfig, services: RewardServices) -> Reward:
+def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> Reward:
     """The reward called `name`.
 
     Raises:
         ConfigError: it cannot be loaded or called as configured.
     """
     if config.function is not None:
-        router = partial(services.router_address, config.router) if config.router else None
-        section = services.config.reward
+        router = partial(dependencies.router_address, config.router) if config.router else None
+        section = dependencies.config.reward
         return FunctionReward(
             _function(name, config), config.timeout_s, section.processes, router, section.threads
         )
     if config.sandbox is not None:
-        return SandboxReward(config.sandbox, SandboxJobs(services.broker, services.keys))
+        return SandboxReward(config.sandbox, SandboxJobs(dependencies.broker, dependencies.keys))
     if config.model is not None:
-        return make_model_reward(name, config, services)
-    return make_judge(name, config, services)
+        return make_model_reward(name, config, dependencies)
+    return make_judge(name, config, dependencies)
 
 
 def check_reward(name: str, config: NamedRewardConfig) -> None:

@@ -21,8 +21,8 @@ from common.redis.broker import Broker, redis_url
 from common.redis.client import make_blocking_client
 from common.telemetry import metrics
 from common.wire.keys import Keys
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)
 
@@ -180,12 +180,12 @@ class SandboxReward:
     def __init__(self, config: SandboxConfig, jobs: SandboxJobs) -> None:
         self._config, self._jobs = config, jobs
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         """Run the completion's code against the tests in its ground truth."""
         code = extract_code(sample.solution_str)
         if not code.strip():
             metrics.SANDBOX_JOBS.labels("no_code").inc()
-            return Outcome(0.0, {"passed": 0.0}, {"sandbox": "the completion has no code"})
+            return RewardOutcome(0.0, {"passed": 0.0}, {"sandbox": "the completion has no code"})
         with metrics.SANDBOX_SECONDS.time():
             result = await self._jobs.run(code, sample.ground_truth, self._config)
         share = result["passed"] / result["total"]
@@ -193,7 +193,7 @@ class SandboxReward:
         metrics.SANDBOX_JOBS.labels(outcome).inc()
         value = share if self._config.score == "fraction" else float(share == 1.0)
         detail = {"outcomes": result["outcomes"], "first_failure": result["first_failure"]}
-        return Outcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
+        return RewardOutcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
 
     async def close(self) -> None:
         """Stop waiting for results."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from common.config import RewardConfig
 from common.wire.messages import OnFailure, Score, ScoreStatus, TrajectoryKey, Try
-from services.reward.functions.sample import Sample
-from services.reward.results.cache import RewardCache
-from services.reward.results.outcome import Detail, Part
-from services.reward.rewards.dependencies import RewardServices
+from services.reward.outcome import Detail, Part
+from services.reward.remote.dependencies import RewardDependencies
+from services.reward.rewards.cache import RewardCache
 from services.reward.rewards.named import NamedReward
 from services.reward.rewards.reward import make_reward
+from services.reward.sample import RewardSample
 
 Parts = dict[str, Part]
 
@@ -25,7 +25,7 @@ NONE_APPLIES = "no reward applies to this sample: each of them returned None or 
 
 
 @dataclass(slots=True)
-class Sum:
+class Total:
     """What the parts of one sample come to."""
 
     status: ScoreStatus
@@ -55,7 +55,7 @@ class Sum:
         )
 
 
-class HybridReward:
+class WeightedSum:
     """All rewards of a run."""
 
     def __init__(self, rewards: Sequence[NamedReward], is_named: bool) -> None:
@@ -70,7 +70,7 @@ class HybridReward:
         known = [count for count in counts if count is not None]
         return max(known) if len(known) == len(counts) else None
 
-    async def score(self, sample: Sample) -> Parts:
+    async def score(self, sample: RewardSample) -> Parts:
         """The part of each reward that scores samples one by one; all are asked at once."""
         single = [named for named in self.rewards if not named.is_per_group]
         if len(single) == 1:
@@ -78,7 +78,7 @@ class HybridReward:
         parts = await asyncio.gather(*(named.score(sample) for named in single))
         return {named.name: part for named, part in zip(single, parts, strict=True)}
 
-    async def score_group(self, samples: list[Sample]) -> list[Parts]:
+    async def score_group(self, samples: list[RewardSample]) -> list[Parts]:
         """The parts of the rewards that score a group at once, for each of its samples."""
         together = [named for named in self.rewards if named.is_per_group]
         columns = await asyncio.gather(*(named.score_group(samples) for named in together))
@@ -92,7 +92,7 @@ class HybridReward:
         """Whether a reward needs all samples of a group."""
         return any(named.is_per_group for named in self.rewards)
 
-    def sum_up(self, parts: Mapping[str, Part]) -> Sum:
+    def sum_up(self, parts: Mapping[str, Part]) -> Total:
         """The weighted sum of the parts of one sample, or why there is none."""
         components, detail = self._notes(parts)
         total, num_values, failed, is_group_lost = 0.0, 0, list[str](), False
@@ -116,7 +116,7 @@ class HybridReward:
             first = parts[failed[0]]
             error = "; ".join(f"{name}: {parts[name].error}" for name in failed)
             policy: OnFailure = "drop_group" if is_group_lost else "drop_sample"
-            return Sum(
+            return Total(
                 first.status,
                 None,
                 error if self._is_named else first.error,
@@ -127,8 +127,8 @@ class HybridReward:
                 detail,
             )
         if not num_values:
-            return Sum(ScoreStatus.FAILED, None, NONE_APPLIES, "", attempts, tries, components, detail)
-        return Sum(ScoreStatus.OK, total, "", "", attempts, tries, components, detail)
+            return Total(ScoreStatus.FAILED, None, NONE_APPLIES, "", attempts, tries, components, detail)
+        return Total(ScoreStatus.OK, total, "", "", attempts, tries, components, detail)
 
     def failures(self) -> dict[str, int]:
         """How often each reward failed, as `<name>:<kind>`."""
@@ -151,15 +151,15 @@ class HybridReward:
         return components, detail
 
 
-def make_hybrid(config: RewardConfig, services: RewardServices) -> HybridReward:
+def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) -> WeightedSum:
     """All rewards of a run, ready to score.
 
     Raises:
         ConfigError: one of them cannot be loaded or called as configured.
     """
-    cache = RewardCache(services.broker, services.keys, config.cache)
+    cache = RewardCache(dependencies.broker, dependencies.keys, config.cache)
     rewards = [
-        NamedReward(name, named, make_reward(name, named, services), cache if named.is_cached else None)
+        NamedReward(name, named, make_reward(name, named, dependencies), cache if named.is_cached else None)
         for name, named in config.named.items()
     ]
-    return HybridReward(rewards, bool(config.rewards))
+    return WeightedSum(rewards, bool(config.rewards))

@@ -20,9 +20,9 @@ def build_engine(config: RunConfig, worker: str = "") -> Engine:
     different names sample differently.
     """
     if (turn_s := config.shared_turn_s) is not None:
-        from services.rollout.engines.gpu_sharing import TurnTakingEngine
+        from services.rollout.engines.gpu_sharing import GpuSharingEngine
 
-        return TurnTakingEngine(_sleeping_engine(config, worker), turn_s)
+        return GpuSharingEngine(_sleeping_engine(config, worker), turn_s)
     if config.rollout.engine == "transformers":
         from services.rollout.engines.transformers import TransformersEngine
 

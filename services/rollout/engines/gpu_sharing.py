@@ -25,7 +25,7 @@ class SleepingEngine(Engine, Protocol):
         ...
 
 
-class TurnTakingEngine:
+class GpuSharingEngine:
     """`engine`, in its turns on the devices of this process."""
 
     def __init__(self, engine: SleepingEngine, turn_s: float) -> None:

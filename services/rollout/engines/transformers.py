@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.config.run import RunConfig
 from common.errors import EngineError
+from services.rollout.engines.decoding import request_key
 from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate
 from services.rollout.engines.model import ModelFolder, check_ids, open_model
-from services.rollout.engines.sampling import request_key
 from services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:

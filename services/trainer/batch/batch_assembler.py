@@ -12,10 +12,9 @@ import structlog
 
 from common.errors import ConfigError
 from common.process.service import ServiceContext
-from common.streams import append, has_entry
+from common.streams import bury, dead_letter, has_entry
 from common.telemetry import metrics
 from common.wire import codec
-from common.wire.messages import DeadLetter
 from services.trainer.batch.precompute import Preparer
 from services.trainer.batch.reconciler import Reconciler
 from services.trainer.batch.scheduler import Scheduler
@@ -206,17 +205,11 @@ class Collector:
         oldest, newest = min(samples, key=lambda t: t.min_version), max(samples, key=lambda t: t.max_version)
         is_old = step - oldest.min_version > self.trainer.max_staleness
         sample = oldest if is_old else newest
-        letter = DeadLetter(
-            origin="trajectories",
-            entry_id="",
-            fields={name.decode(): value for name, value in codec.encode(sample).items()},
-            error=f"staleness bound violated: {detail}",
-            ticket=sample.ticket,
-            index=sample.index,
-            worker=self.context.name,
+        error = f"staleness bound violated: {detail}"
+        letter = dead_letter(
+            "trajectories", "", codec.encode(sample), error, self.context.name, message=sample
         )
-        await append(self.context.broker, self.context.keys.dead, letter)
-        metrics.DEAD_LETTERS.labels(letter.origin).inc()
+        await bury(self.context.broker, self.context.keys.dead, letter)
 
     async def _replace_dead(self, step: int) -> None:
         for ticket, (letter_id, error) in list(self.intake.dead.items()):

@@ -16,9 +16,11 @@ from common.streams import (
     START,
     Entry,
     Garbled,
+    dead_letter,
     entry_id_of,
     id_before,
     id_order,
+    is_buried,
     last_id,
     read_back,
 )
@@ -27,7 +29,6 @@ from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.keys import Keys
 from common.wire.messages import Commit, DeadLetter, Message, Ticket, WeightManifest
-from services.trainer.batch.stream_join import is_buried
 
 log = structlog.get_logger(__name__)
 
@@ -113,10 +114,4 @@ async def _letter(broker: Broker, keys: Keys, key: str, stray: Record) -> DeadLe
     if await is_buried(broker, keys, origin, stray.entry_id):
         return None
     fields = stray.fields if isinstance(stray, Garbled) else codec.encode(stray.message)
-    return DeadLetter(
-        origin=origin,
-        entry_id=stray.entry_id,
-        fields={name.decode(errors="replace"): value for name, value in fields.items()},
-        error=STRAY,
-        worker="trainer",
-    )
+    return dead_letter(origin, stray.entry_id, fields, STRAY, "trainer")

@@ -9,10 +9,10 @@ import pytest
 from common.config import NamedRewardConfig, RewardCacheConfig
 from common.redis.broker import Broker
 from common.wire.keys import Keys
-from services.reward.functions.sample import Sample
-from services.reward.results.cache import RewardCache, version_of
-from services.reward.results.outcome import AttemptError, Outcome, Part
+from services.reward.outcome import AttemptError, Part, RewardOutcome
+from services.reward.rewards.cache import RewardCache, version_of
 from services.reward.rewards.named import NamedReward
+from services.reward.sample import RewardSample
 from tests.support.waiting import wait_until
 
 
@@ -26,18 +26,20 @@ class Paid:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         self.asked.append(sample.solution_str)
         await self.gate.wait()
         if sample.solution_str == "fail":
             raise AttemptError("no verdict")
-        return Outcome(float(len(self.asked)), {"tokens": 7.0}, {"verdict": "good"})
+        return RewardOutcome(float(len(self.asked)), {"tokens": 7.0}, {"verdict": "good"})
 
     async def close(self) -> None: ...
 
 
-def sample(text: str, ticket: int = 0, truth: Any = "1", **fields: Any) -> Sample:
-    return Sample((ticket, 0), False, "src", text, truth, prompt_text=fields.pop("prompt", "p"), **fields)
+def sample(text: str, ticket: int = 0, truth: Any = "1", **fields: Any) -> RewardSample:
+    return RewardSample(
+        (ticket, 0), False, "src", text, truth, prompt_text=fields.pop("prompt", "p"), **fields
+    )
 
 
 def named(broker: Broker, keys: Keys, reward: Paid, name: str = "judge", **limits: Any) -> NamedReward:
@@ -136,8 +138,8 @@ async def test_the_bound_holds_and_what_was_not_used_for_longest_goes_first(
 
 async def test_bytes_are_bounded_too_and_counted_right(broker: Broker, keys: Keys) -> None:
     class Long(Paid):
-        async def score(self, sample: Sample) -> Outcome:
-            return Outcome(1.0, detail={"verdict": "x" * 200_000})
+        async def score(self, sample: RewardSample) -> RewardOutcome:
+            return RewardOutcome(1.0, detail={"verdict": "x" * 200_000})
 
     cached = named(broker, keys, Long(), max_mb=1)
     for number in range(12):

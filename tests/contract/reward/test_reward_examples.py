@@ -14,10 +14,10 @@ from common.config import NamedRewardConfig, load_config
 from common.redis.broker import Broker
 from common.streams import append
 from common.wire.keys import Keys
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError
-from services.reward.rewards.dependencies import RewardServices
+from services.reward.outcome import AttemptError
+from services.reward.remote.dependencies import RewardDependencies
 from services.reward.rewards.reward import make_reward
+from services.reward.sample import RewardSample
 from tests.support.reward_worker import scores, worker
 from tests.support.trajectories import make_config, make_trajectory
 
@@ -73,7 +73,7 @@ async def test_functions(
     assert [score.value for score in made] == pytest.approx(values)
 
 
-async def test_the_hybrid_reward_of_the_yaml_file(broker: Broker, keys: Keys, tmp_path: Path) -> None:
+async def test_the_weighted_sum_of_the_yaml_file(broker: Broker, keys: Keys, tmp_path: Path) -> None:
     tree = yaml.safe_load((EXAMPLES / "hybrid.yaml").read_text())
     config = tmp_path / "run.yaml"  # as a part of a whole run's config, beside the functions
     config.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"train": "t"}, **tree}))
@@ -124,7 +124,7 @@ def server() -> Iterator[str]:
 
 
 async def test_a_judge_over_http_through_the_routers_address(broker: Broker, keys: Keys, server: str) -> None:
-    services = RewardServices(make_config(), broker, keys, "w1")
+    services = RewardDependencies(make_config(), broker, keys, "w1")
     asked: list[str] = []
 
     async def router_address(name: str) -> str:
@@ -134,11 +134,11 @@ async def test_a_judge_over_http_through_the_routers_address(broker: Broker, key
     services.router_address = router_address
     config = NamedRewardConfig(function=f"{EXAMPLES}/judge_by_router.py:compute_score", router="judge")
     reward = make_reward("mine", config, services)
-    sample = Sample((0, 0), False, "", "2", "2", {"question": "1+1?"})
+    sample = RewardSample((0, 0), False, "", "2", "2", {"question": "1+1?"})
     outcome = await reward.score(sample)
     assert (outcome.value, outcome.detail, asked) == (0.8, {"verdict": "I say 8."}, ["judge"])
     with pytest.raises(AttemptError, match="no number in the verdict"):
-        await reward.score(Sample((0, 1), False, "", "odd", "2", {}))
+        await reward.score(RewardSample((0, 1), False, "", "odd", "2", {}))
     await reward.close()
     await services.close()
 

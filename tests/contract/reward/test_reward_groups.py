@@ -13,9 +13,9 @@ from common.redis.broker import Broker
 from common.streams import Consumer, Delivery, append, ensure_group, group_status
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import Lane, ScoreStatus, Trajectory
-from services.reward.functions.sample import Sample
-from services.reward.groups.grouping import GroupResult
-from services.reward.results.outcome import Part
+from services.reward.outcome import Part
+from services.reward.rewards.group_scoring import GroupResult
+from services.reward.sample import RewardSample
 from services.trainer.batch.reconciler import delete_results
 from tests.support.reward_worker import group, num_pending, scores, worker
 from tests.support.waiting import wait_until
@@ -280,7 +280,7 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
     results = keys.results(0), keys.result_tickets()
     for delivery in await dead.fetch(2, 0.0):  # it kept both results, and died before the group was published
         assert isinstance(delivery, Delivery)
-        sample = Sample.from_trajectory(delivery.message, Lane.TRAIN)
+        sample = RewardSample.from_trajectory(delivery.message, Lane.TRAIN)
         parts = {"compute_score": Part(value=float(sample.solution_str))}
         kept = await dead.store_result(delivery, *results, GroupResult.of(sample, parts, "dead", 1.0))
     assert kept is not None and len(kept) == 2

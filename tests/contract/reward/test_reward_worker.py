@@ -17,12 +17,11 @@ from common.redis.broker import Broker
 from common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory
-from services.reward.functions.sample import Sample
-from services.reward.groups.group_functions import PostProcessing
-from services.reward.results.outcome import AttemptError, Outcome
-from services.reward.scorer import Scorer
-from services.reward.worker import RewardLane, serve
-from services.reward.worker_metrics import Tally
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.rewards.post_processing import PostProcessing
+from services.reward.sample import RewardSample
+from services.reward.worker import RewardLane, Scorer, serve
+from services.reward.worker_metrics import WorkerMetrics
 from tests.support.rewards import scorer_of
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
@@ -36,7 +35,7 @@ class GatedReward:
         self.cancelled: Counter[tuple[int, int]] = Counter()
         self.gate = asyncio.Event()
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         self.started[sample.key] += 1
         try:
             await self.gate.wait()
@@ -45,7 +44,7 @@ class GatedReward:
             raise
         if sample.solution_str == "fail":
             raise AttemptError("as the test wants", is_final=True)
-        return Outcome(float(sample.key[0]))
+        return RewardOutcome(float(sample.key[0]))
 
     async def close(self) -> None: ...
 
@@ -97,7 +96,7 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
             context,
             lane,
             scorer,
-            Tally(context.activity),
+            WorkerMetrics(context.activity),
             config.reward.max_in_flight,
             PostProcessing(config.reward, scorer.reward),
         )
@@ -212,7 +211,7 @@ async def test_a_lease_lost_just_before_publishing_publishes_nothing(
     broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward, counted = GatedReward(), []
-    monkeypatch.setattr(Tally, "published", lambda _, lane, score: counted.append(score.key))
+    monkeypatch.setattr(WorkerMetrics, "published", lambda _, lane, score: counted.append(score.key))
     await append(broker, keys.trajectories(), make_trajectory(1))
     async with start(reward, streams={"lease_s": 60.0}, reward={"max_in_flight": 1}):
         await wait_until(lambda: reward.started[1, 0])
@@ -241,11 +240,11 @@ async def test_no_more_is_fetched_than_there_are_free_slots(broker: Broker, keys
 async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: Broker, keys: Keys) -> None:
     held, config = GatedReward(), make_config(reward={"max_in_flight": 2})
     context = make_context(broker, keys, config)
-    tally = Tally(context.activity)
+    counts = WorkerMetrics(context.activity)
 
     class TrainingHangs(GatedReward):
-        async def score(self, sample: Sample) -> Outcome:
-            return Outcome(1.0) if sample.is_evaluation else await held.score(sample)
+        async def score(self, sample: RewardSample) -> RewardOutcome:
+            return RewardOutcome(1.0) if sample.is_evaluation else await held.score(sample)
 
     scorer = scorer_of(TrainingHangs(), config.reward)
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
@@ -254,7 +253,7 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
             context,
             lane,
             scorer,
-            tally,
+            counts,
             config.reward.max_in_flight,
             PostProcessing(config.reward, scorer.reward),
         ).run()

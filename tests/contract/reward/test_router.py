@@ -17,8 +17,7 @@ from common.wire.messages import Lane
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.faults import FaultKind, RemoteFault
 from services.reward.remote.limiter import Limiter, Permit
-from services.reward.remote.replica import Replica
-from services.reward.remote.router import Router
+from services.reward.remote.router import Replica, Router
 from tests.support.misbehaving import MisbehavingServer, answers, hangs, says
 from tests.support.waiting import wait_until
 

@@ -220,7 +220,7 @@ class TestWorkerLoop:
         async with make() as worker:
             worker.engine.held = {0}
             async with self.running(worker) as loop:
-                await wait_until(lambda: len(loop.groups) == 4)
+                await wait_until(lambda: len(loop.running) == 4)
                 await wait_until(lambda: has_samples(broker, keys, 4 * (SIZE - 1), None))
                 worker.context.stopping.set()
                 worker.engine.released.set()

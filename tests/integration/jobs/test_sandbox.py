@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from common.config.reward_kinds import SandboxConfig
-from services.jobs.sandbox.job import judge
+from services.jobs.sandbox.job import run_tests
 from services.jobs.sandbox.programs import make_cases
 from services.jobs.sandbox.runner import SandboxError, probe, run_cases
 from tests.support.waiting import wait_until
@@ -23,7 +23,7 @@ ANY_OUTPUT: dict[str, Any] = {"inputs": [""], "outputs": ["ok"]}
 
 
 def passes(code: str, tests: Any, config: SandboxConfig = LIMITS) -> bool:
-    result = judge(code, tests, config)
+    result = run_tests(code, tests, config)
     assert "error" not in result, result
     return bool(result["passed"] == result["total"])
 
@@ -67,7 +67,7 @@ def test_statements_and_check_functions_run_behind_the_code() -> None:
 
 
 def test_part_of_the_tests_counts_as_that_part() -> None:
-    result = judge("print(input())", {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "9"]}, LIMITS)
+    result = run_tests("print(input())", {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "9"]}, LIMITS)
     assert (result["passed"], result["total"]) == (2, 3)
     assert result["first_failure"]["stdout"] == "3\n"
 
@@ -87,7 +87,7 @@ def test_code_that_echoes_its_input_does_not_pass_its_tests() -> None:
     "tests", [None, 7, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}]
 )
 def test_a_ground_truth_without_tests_is_an_error_and_no_zero(tests: Any) -> None:
-    result = judge("print(1)", tests, LIMITS)
+    result = run_tests("print(1)", tests, LIMITS)
     assert "ground truth" in result["error"]
     assert result["is_final"]
 

@@ -23,10 +23,10 @@ from common.redis.client import make_blocking_client
 from common.redis.embedded import EmbeddedRedis
 from common.run.state import publish_config
 from common.wire.keys import Keys
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError
+from services.reward.outcome import AttemptError
 from services.reward.rewards import sandbox
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward, extract_code
+from services.reward.sample import RewardSample
 from tests.support.runs import REPO
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
@@ -37,8 +37,8 @@ TESTS = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
 DOUBLES = "Here it is:\n```python\nprint(int(input()) * 2)\n```\nDone."
 
 
-def sample(text: str, tests: Any = TESTS, number: int = 0) -> Sample:
-    return Sample((number, 0), False, "code", text, tests)
+def sample(text: str, tests: Any = TESTS, number: int = 0) -> RewardSample:
+    return RewardSample((number, 0), False, "code", text, tests)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from common.config.reward_kinds import SandboxConfig
 from common.redis.broker import URL_VARIABLE, Broker
 from common.run.state import publish_config
 from common.wire.keys import Keys
-from services.reward.functions.sample import Sample
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
+from services.reward.sample import RewardSample
 from tests.support.runs import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.trajectories import make_config
@@ -57,7 +57,7 @@ async def test_code_is_scored_without_a_refusal(tmp_path: Path, monkeypatch: pyt
         _as(monkeypatch, "reward")
         broker = await Broker.connect(url)
         jobs = SandboxJobs(broker, KEYS, url)
-        sample = Sample((0, 0), False, "code", "print(1)", {"inputs": [""], "outputs": ["1"]})
+        sample = RewardSample((0, 0), False, "code", "print(1)", {"inputs": [""], "outputs": ["1"]})
         try:
             outcome = await asyncio.wait_for(SandboxReward(CONFIG, jobs).score(sample), 120)
         finally:

@@ -17,7 +17,7 @@ from common.process.gpu_sharing import LOCKS_DIR_VARIABLE, GpuGate, GpuLock, loc
 from common.wire.messages import SamplingParams
 from services.rollout.engines import build_engine
 from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.gpu_sharing import TurnTakingEngine
+from services.rollout.engines.gpu_sharing import GpuSharingEngine
 from tests.support.reward_models import server_url, start_server, tiny_classifier
 from tests.support.runs import REPO
 from tests.support.waiting import wait_until
@@ -168,7 +168,7 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
     monkeypatch.setenv(LOCKS_DIR_VARIABLE, str(tmp_path))
     assert lock_files() == [tmp_path / "device-0"]
     engine = build_engine(_config(tmp_path))
-    assert isinstance(engine, TurnTakingEngine)
+    assert isinstance(engine, GpuSharingEngine)
     await engine.start()
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}

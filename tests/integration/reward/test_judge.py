@@ -22,7 +22,7 @@ from common.run.replicas import ReplicaRegistry
 from common.streams import Entry, append, read_range
 from common.wire.keys import Keys
 from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.rewards.dependencies import RewardServices
+from services.reward.remote.dependencies import RewardDependencies
 from services.reward.rewards.reward import check_reward, make_reward
 from services.reward.worker import serve
 from tests.support.misbehaving import (
@@ -311,12 +311,12 @@ async def test_a_slow_judge_is_asked_a_second_time_elsewhere(worker: Worker) -> 
 
 
 @pytest.fixture
-async def services(worker: Worker) -> AsyncIterator[RewardServices]:
+async def services(worker: Worker) -> AsyncIterator[RewardDependencies]:
     """What the rewards of a worker share, with the router of a judge that scores nothing itself."""
     reward = {"judge": {"router_only": True, "routing": FAST}}
     config = make_config(reward={"rewards": {"judge": reward}})
     context = ServiceContext("reward", "w1", worker.keys, config, worker.broker, Path(), Activity("reward"))
-    services = RewardServices.of(context)
+    services = RewardDependencies.of(context)
     reward = make_reward("judge", config.reward.named["judge"], services)
     yield services
     await reward.close()
@@ -324,7 +324,7 @@ async def services(worker: Worker) -> AsyncIterator[RewardServices]:
 
 
 async def test_functions_reach_the_judges_servers_through_the_router(
-    worker: Worker, services: RewardServices
+    worker: Worker, services: RewardDependencies
 ) -> None:
     registry = ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0)
     address = await services.router_address("judge")
@@ -346,7 +346,7 @@ async def test_functions_reach_the_judges_servers_through_the_router(
 
 
 async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
-    worker: Worker, services: RewardServices
+    worker: Worker, services: RewardDependencies
 ) -> None:
     async with MisbehavingServer(says(429, None, Retry_After="3")) as busy:
         await ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0).announce(busy.url)
@@ -357,6 +357,6 @@ async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
     assert answer.json()["error"]["code"] == "rate_limited"
 
 
-async def test_a_router_that_nobody_has_is_a_mistake_of_the_config(services: RewardServices) -> None:
+async def test_a_router_that_nobody_has_is_a_mistake_of_the_config(services: RewardDependencies) -> None:
     with pytest.raises(ConfigError, match=r"no reward with servers is called 'judje'.*known: judge"):
         await services.router_address("judje")

@@ -10,8 +10,8 @@ import pytest
 
 from common.config import RewardConfig
 from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.functions.functions import load_function
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.functions.loading import load_function
+from services.reward.outcome import AttemptError, RewardOutcome
 from services.reward.rewards.reward import FunctionReward
 from tests.support.rewards import scorer_of
 from tests.support.scoring import Pool, obedient_functions, peak
@@ -51,7 +51,7 @@ async def test_a_step_that_never_ends_fails_alone(tmp_path: Path, code: str) -> 
         calls = [pool.score("await asyncio.sleep(0.1)", 2.0) for _ in range(7)]
         stuck, *others = await asyncio.gather(pool.score(code, 2.0), *calls, return_exceptions=True)
         assert isinstance(stuck, AttemptError) and stuck.is_timeout
-        assert [type(other) for other in others] == [Outcome] * 7
+        assert [type(other) for other in others] == [RewardOutcome] * 7
 
 
 async def test_a_call_that_ends_its_process_fails_alone(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from transformers import AutoModelForSequenceClassification
 from common.config.reward_kinds import RewardModelConfig
 from common.streams import Entry, append, read_range
 from common.wire.messages import Score, ScoreStatus
-from services.reward.functions.sample import Sample
+from services.reward.outcome import AttemptError
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.limiter import Limiter
 from services.reward.remote.reward_model import ModelReward
 from services.reward.remote.router import Router
-from services.reward.results.outcome import AttemptError
+from services.reward.sample import RewardSample
 from tests.support.misbehaving import MisbehavingServer, cuts, says
 from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun
@@ -26,7 +26,7 @@ from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 
 COUNT = 60
-SAMPLE = Sample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
+SAMPLE = RewardSample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
 
 
 def reward_of(url: str, http: httpx.AsyncClient, **fields: Any) -> ModelReward:

@@ -18,9 +18,8 @@ from starlette.applications import Starlette
 from torch import Tensor
 
 from services.reward.model_server.app import ScoringApp
-from services.reward.model_server.batcher import Batcher
-from services.reward.model_server.batching import BatchLimits
-from services.reward.model_server.inputs import Inputs
+from services.reward.model_server.batcher import Batcher, BatchLimits
+from services.reward.model_server.requests import Inputs
 from services.reward.model_server.scoring_model import ScoringModel
 from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
 from tests.support.runs import REPO

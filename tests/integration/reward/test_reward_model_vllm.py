@@ -13,8 +13,7 @@ import pytest
 
 from common.config.reward_kinds import RewardModelConfig
 from common.process.vllm_machine import machine_environment
-from services.reward.model_server.inputs import Inputs
-from services.reward.model_server.protocol import ScoringRequest
+from services.reward.model_server.requests import Inputs, ScoringRequest
 from services.reward.model_server.scoring_model import ScoringModel
 from services.reward.remote.reward_model import make_body
 from tests.integration.reward.test_reward_model_reward import SAMPLE, reward_of

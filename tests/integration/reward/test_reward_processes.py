@@ -9,12 +9,11 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from services.reward.functions.functions import load_function
-from services.reward.functions.processes.execution import ProcessExecution
-from services.reward.functions.processes.processes import ProcessPool
+from services.reward.functions.loading import load_function
+from services.reward.functions.processes.pool import ProcessExecution, ProcessPool
 from services.reward.functions.request import Request
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.sample import RewardSample
 from tests.support.waiting import wait_until
 
 SOURCE = """
@@ -48,7 +47,7 @@ class Pool(ProcessPool):
     def __init__(self, reference: str, size: int) -> None:
         super().__init__({"reference": reference, "kwargs": {}}, size)
 
-    async def score(self, sample: Sample, timeout_s: float) -> Outcome:
+    async def score(self, sample: RewardSample, timeout_s: float) -> RewardOutcome:
         (outcome,) = await self.run(Request([sample]), timeout_s)
         return outcome
 
@@ -60,8 +59,8 @@ async def pool(reference: str) -> AsyncIterator[Pool]:
     await pool.close()
 
 
-def sample(code: str, name: str = "sample", is_evaluation: bool = False) -> Sample:
-    return Sample((0, 0), is_evaluation, "", code, name)
+def sample(code: str, name: str = "sample", is_evaluation: bool = False) -> RewardSample:
+    return RewardSample((0, 0), is_evaluation, "", code, name)
 
 
 def pid_of(folder: Path, name: str) -> int:

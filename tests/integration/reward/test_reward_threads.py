@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.functions.processes.capacity import Sizing
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.functions.processes.pool import Sizing
+from services.reward.outcome import AttemptError, RewardOutcome
 from tests.support.scoring import Pool, obedient_functions, peak
 
 WAIT = "time.sleep(0.2)"
@@ -25,7 +25,7 @@ async def pool_of(folder: Path, size: int = 1, threads: int = 16) -> AsyncIterat
         await pool.close()
 
 
-async def warmed_up(pool: Pool, count: int = 48) -> list[Outcome]:
+async def warmed_up(pool: Pool, count: int = 48) -> list[RewardOutcome]:
     """After so many calls that wait, the pool runs many at once."""
     return await asyncio.gather(*(pool.score(WAIT) for _ in range(count)))
 
@@ -40,7 +40,7 @@ async def test_calls_that_wait_run_many_at_once(tmp_path: Path) -> None:
 async def test_calls_that_compute_run_one_at_a_time_in_each_process(tmp_path: Path) -> None:
     async with pool_of(tmp_path, size=2) as pool:
         outcomes = await asyncio.gather(*(pool.score("sum(range(4_000_000))") for _ in range(24)))
-    by_process: dict[float | None, list[Outcome]] = defaultdict(list)
+    by_process: dict[float | None, list[RewardOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_process[outcome.components["pid"]].append(outcome)
         assert outcome.components["main"]
@@ -105,7 +105,7 @@ async def test_a_call_that_lets_no_other_run_fails_alone(tmp_path: Path) -> None
         calls = [pool.score(HOLDS_THE_LOCK, 5.0), *(pool.score(WAIT, 5.0) for _ in range(7))]
         first, *others = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(first, AttemptError) and first.is_timeout
-        assert [type(other) for other in others] == [Outcome] * 7
+        assert [type(other) for other in others] == [RewardOutcome] * 7
 
 
 def test_the_number_of_calls_follows_the_load() -> None:

@@ -11,8 +11,8 @@ from common.config.reward_kinds import JudgeConfig, RoutingConfig
 from common.run.replicas import MODEL_TOKEN_VARIABLE, complaint, key_for
 from services.reward.model_server.__main__ import main
 from services.reward.model_server.app import TokenGate
-from services.reward.remote.openai_requests import OpenAIRequests
-from services.reward.remote.replica import Replica
+from services.reward.remote.judge import OpenAIRequests
+from services.reward.remote.router import Replica
 
 TOKEN = "0123456789abcdef-token"
 

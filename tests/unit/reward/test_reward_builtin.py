@@ -8,7 +8,7 @@ import pytest
 
 from common.run.dataset import read_dataset
 from services.reward.builtin import exact_match, gsm8k, math_equivalence
-from services.reward.results.outcome import AttemptError
+from services.reward.outcome import AttemptError
 
 GSM8K = Path(__file__).parents[3] / "examples" / "gsm8k" / "data"
 

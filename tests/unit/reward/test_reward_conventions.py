@@ -9,21 +9,22 @@ import pytest
 
 from common.config import NamedRewardConfig
 from common.errors import ConfigError
-from services.reward.functions.functions import RewardFunction, load_function
+from services.reward.functions.loading import load_function
 from services.reward.functions.request import Request
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.functions.reward_function import RewardFunction
+from services.reward.outcome import AttemptError, RewardOutcome
 from services.reward.rewards.reward import check_reward
+from services.reward.sample import RewardSample
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 
 
-def sample(text: str = "2", index: int = 0, **fields: Any) -> Sample:
+def sample(text: str = "2", index: int = 0, **fields: Any) -> RewardSample:
     values: dict[str, Any] = {
         "data_source": "src", "ground_truth": "truth", "extra_info": {}, "prompt_text": "<user>1+1?",
         "completion_ids": np.array([5, 6], dtype=np.int32), "step": 7,
     }  # fmt: skip
-    return Sample((3, index), False, solution_str=text, **(values | fields))
+    return RewardSample((3, index), False, solution_str=text, **(values | fields))
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def load(tmp_path: Path) -> Any:
     return load
 
 
-def call(function: RewardFunction, *samples: Sample, **given: Any) -> list[Outcome]:
+def call(function: RewardFunction, *samples: RewardSample, **given: Any) -> list[RewardOutcome]:
     return function.call(Request(list(samples), given))
 
 
@@ -71,7 +72,7 @@ def test_a_function_sees_whether_it_scores_training_or_evaluation(load: Any) -> 
     by_info = load(
         "def reward(solution_str, extra_info): return float(extra_info['is_evaluation'])", "reward"
     )
-    evaluated = Sample((0, 0), True, "", "text", None)
+    evaluated = RewardSample((0, 0), True, "", "text", None)
     for function in (by_name, by_info):
         assert [call(function, s)[0].value for s in (sample(), evaluated)] == [0.0, 1.0]
 

@@ -8,23 +8,24 @@ import pytest
 
 from common.errors import ConfigError
 from services.reward.builtin import BUILTINS
-from services.reward.functions.functions import RewardFunction, load_function
+from services.reward.functions.loading import load_function
 from services.reward.functions.request import Request
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.functions.reward_function import RewardFunction
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.sample import RewardSample
 
 
-def sample(**fields: Any) -> Sample:
+def sample(**fields: Any) -> RewardSample:
     values: dict[str, Any] = {"data_source": "src", "solution_str": "text", "ground_truth": "truth"}
-    return Sample((0, 0), False, **(values | fields))
+    return RewardSample((0, 0), False, **(values | fields))
 
 
-def score(function: RewardFunction, *samples: Sample) -> Outcome:
+def score(function: RewardFunction, *samples: RewardSample) -> RewardOutcome:
     (outcome,) = function.call(Request(list(samples)))
     return outcome
 
 
-async def score_async(function: RewardFunction, *samples: Sample) -> Outcome:
+async def score_async(function: RewardFunction, *samples: RewardSample) -> RewardOutcome:
     (outcome,) = await function.call_async(Request(list(samples)))
     return outcome
 

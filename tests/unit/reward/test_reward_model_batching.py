@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.reward.model_server.batching import BatchLimits, Row, select_batch
+from services.reward.model_server.batcher import BatchLimits, Row, select_batch
 
 LIMITS = BatchLimits(max_tokens=100, max_rows=8, max_padding=0.3)
 

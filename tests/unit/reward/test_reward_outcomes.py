@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from services.reward.results.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret
+from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret
 
 
 @pytest.mark.parametrize(

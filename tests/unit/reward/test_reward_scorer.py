@@ -7,8 +7,8 @@ import pytest
 
 from common.config import RewardConfig
 from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.sample import RewardSample
 from tests.support.rewards import scorer_of
 from tests.support.trajectories import make_trajectory
 
@@ -16,10 +16,10 @@ from tests.support.trajectories import make_trajectory
 class ScriptedReward:
     """Gives one answer after another: an outcome, or an error to raise."""
 
-    def __init__(self, *answers: Outcome | BaseException) -> None:
+    def __init__(self, *answers: RewardOutcome | BaseException) -> None:
         self.answers, self.samples = list(answers), []  # type: ignore[var-annotated]
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         self.samples.append(sample)
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
@@ -35,7 +35,9 @@ async def score(reward: Any, lane: Lane = Lane.TRAIN, **config: Any) -> Score:
 
 
 async def test_a_score_carries_value_components_and_who_made_it() -> None:
-    made = await score(ScriptedReward(Outcome(0.5, {"fluency": 1.0, "judge": None}, {"verdict": "good"})))
+    made = await score(
+        ScriptedReward(RewardOutcome(0.5, {"fluency": 1.0, "judge": None}, {"verdict": "good"}))
+    )
     assert (made.key, made.status, made.value, made.attempts) == ((3, 2), ScoreStatus.OK, 0.5, 1)
     assert (made.components, made.detail) == ({"fluency": 1.0, "judge": None}, {"verdict": "good"})
     assert (made.worker, made.error) == ("w1", "")
@@ -43,16 +45,16 @@ async def test_a_score_carries_value_components_and_who_made_it() -> None:
 
 
 async def test_a_failed_attempt_is_repeated() -> None:
-    made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), Outcome(1.0)))
+    made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), RewardOutcome(1.0)))
     assert (made.status, made.value, made.attempts, made.error) == (ScoreStatus.OK, 1.0, 3, "")
 
 
 async def test_every_attempt_of_several_is_on_record_and_one_alone_is_not() -> None:
-    made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), Outcome(1.0)))
+    made = await score(ScriptedReward(AttemptError("once"), ValueError("twice"), RewardOutcome(1.0)))
     names, took_s, paused_s, errors = zip(*made.tries, strict=True)
     assert len(set(names)) == 1 and errors[0] == "once" and "twice" in errors[1] and errors[2] == ""
     assert paused_s[0] == 0.0 and min(*took_s, *paused_s) >= 0.0
-    assert (await score(ScriptedReward(Outcome(1.0)))).tries == ()
+    assert (await score(ScriptedReward(RewardOutcome(1.0)))).tries == ()
     lost = await score(ScriptedReward(*[AttemptError("no")] * 2), max_attempts=2)
     assert [error for *_, error in lost.tries] == ["no", "no"]
 
@@ -77,11 +79,11 @@ async def test_what_cannot_get_better_is_not_repeated() -> None:
 
 async def test_cancelling_ends_the_work_at_once() -> None:
     with pytest.raises(asyncio.CancelledError):
-        await score(ScriptedReward(asyncio.CancelledError(), Outcome(1.0)))
+        await score(ScriptedReward(asyncio.CancelledError(), RewardOutcome(1.0)))
 
 
 async def test_a_sample_says_whether_it_is_evaluation() -> None:
-    reward = ScriptedReward(Outcome(1.0), Outcome(1.0))
+    reward = ScriptedReward(RewardOutcome(1.0), RewardOutcome(1.0))
     await score(reward, Lane.TRAIN)
     await score(reward, Lane.EVAL)
     assert [sample.is_evaluation for sample in reward.samples] == [False, True]
@@ -95,9 +97,9 @@ async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
     async def note(delay_s: float) -> None:
         slept.append(delay_s)
 
-    monkeypatch.setattr("services.reward.scorer.asyncio.sleep", note)
+    monkeypatch.setattr("services.reward.worker.asyncio.sleep", note)
     for worker in ("one", "two"):
-        reward = ScriptedReward(*[Outcome(1.0)] * 3)
+        reward = ScriptedReward(*[RewardOutcome(1.0)] * 3)
         scorer = scorer_of(reward, RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7)
         for index in range(3):
             await scorer.score(make_trajectory(5, index), Lane.TRAIN)

@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from common.config.reward_kinds import JudgeConfig, VerdictConfig
 from common.errors import ConfigError
-from services.reward.functions.sample import Sample
+from services.reward.outcome import AttemptError
 from services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
 from services.reward.remote.judge import JudgePrompt
 from services.reward.remote.verdict import make_verdict
-from services.reward.results.outcome import AttemptError
+from services.reward.sample import RewardSample
 
 
 def read(words: str, **config: Any) -> float | None:
@@ -158,7 +158,7 @@ def make_prompt(template: str, **config: Any) -> JudgePrompt:
     return JudgePrompt("judge", JudgeConfig(model="m", template=template, **config))
 
 
-SAMPLE = Sample((0, 0), False, "maths", "4", "5", {"level": 3}, prompt_text="2+2=")
+SAMPLE = RewardSample((0, 0), False, "maths", "4", "5", {"level": 3}, prompt_text="2+2=")
 
 
 def test_a_template_sees_the_sample() -> None:
@@ -171,7 +171,7 @@ def test_a_template_sees_the_sample() -> None:
 
 
 def test_what_stands_in_a_completion_is_never_taken_for_a_template() -> None:
-    sample = Sample((0, 0), False, "maths", "{{ ground_truth }}", "secret")
+    sample = RewardSample((0, 0), False, "maths", "{{ ground_truth }}", "secret")
     assert make_prompt("{{ completion }}").text(sample) == "{{ ground_truth }}"
 
 
@@ -210,12 +210,12 @@ def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> Non
     template = (
         "{{ prompt }} | {% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} | {{ prompt_text }}"
     )
-    text = Sample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
+    text = RewardSample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
     assert make_prompt(template).text(text) == "1+1? | user: 1+1? | <|user|>1+1?"
     chat = [{"role": "user", "content": "1+1?"}]
-    one = Sample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
+    one = RewardSample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
     assert make_prompt("{{ prompt }}").text(one) == "1+1?"
-    two = Sample(
+    two = RewardSample(
         (0, 0), False, "", "2", "2", {"prompt": [{"role": "system", "content": "Be brief"}, *chat]}, ""
     )
     assert make_prompt("{{ prompt }}").text(two) == "system: Be brief\n\nuser: 1+1?"

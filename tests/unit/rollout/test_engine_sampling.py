@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.wire.messages import SamplingParams
-from services.rollout.engines.sampling import (
+from services.rollout.engines.decoding import (
     SamplingBatch,
     draw,
     processed_logprobs,

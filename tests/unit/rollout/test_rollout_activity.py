@@ -13,8 +13,8 @@ def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0) ->
     follower: Any = SimpleNamespace(num_waiting=waiting)
     generator = SimpleNamespace(num_wanted=wanted)
     workers: Any = [
-        SimpleNamespace(groups=set(), generator=SimpleNamespace(num_wanted=0)),
-        SimpleNamespace(groups=set(range(held)), generator=generator),
+        SimpleNamespace(running=set(), generator=SimpleNamespace(num_wanted=0)),
+        SimpleNamespace(running=set(range(held)), generator=generator),
     ]
     return _state_of(engine, follower, workers)[0]
 

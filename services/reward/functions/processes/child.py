@@ -1,72 +1,55 @@
 """What runs in a process of its own: load the function once, then answer calls, several at a time.
 
-Frames on the given socket, both ways (`frames.py`). The first answer says whether the function loaded. Then
+Frames on the given socket, both ways (`request.py`). The first answer says whether the function loaded. Then
 every call has a number, and its answer carries the same. A `beat` says twice a second that this process still
 runs Python code: a call that holds the interpreter lock silences it. The process ends when its parent closes
 the socket or dies, whatever the function is doing.
+
+Plain functions run in threads: the first call in the main thread, others beside it. How many there are at once
+is the worker's decision; with one at a time everything happens in the main thread.
 """
 
 import contextlib
 import ctypes
 import os
+import queue
+import resource
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, Protocol
-
-import msgpack
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from common.errors import ConfigError
-from common.wire.codec import pack
-from services.reward.functions.functions import load_function
-from services.reward.functions.processes import child_threads
+from services.reward.functions.group_functions import load_group_function
+from services.reward.functions.loading import load_function
 from services.reward.functions.processes.child_loop import LoopCalls
-from services.reward.functions.processes.child_threads import ThreadCalls
-from services.reward.functions.request import Callee
-from services.reward.groups.group_functions import load_group_function
-
-LENGTH = struct.Struct("<I")
-
-
-def frame_of(tree: dict[str, Any]) -> bytes:
-    """One frame."""
-    body = pack(tree)
-    return LENGTH.pack(len(body)) + body
-
-
-def content_of(body: bytes) -> dict[str, Any]:
-    """What a frame holds, without its length."""
-    tree: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
-    return tree
-
-
-def read_frame(frames: BinaryIO) -> dict[str, Any] | None:
-    """The next frame; None at the end."""
-    head = frames.read(LENGTH.size)
-    return content_of(frames.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
-
+from services.reward.functions.request import (
+    LENGTH,
+    Callee,
+    Request,
+    Send,
+    content_of,
+    failure_to_wire,
+    frame_of,
+    outcomes_to_wire,
+)
+from services.reward.outcome import AttemptError
 
 _PR_SET_PDEATHSIG = 1
 BEAT_S = 0.5
+MOST_THREADS = 256
+LEAST_S = 0.05
+"""Shorter measurements of the load say nothing."""
+_TASKS = Path("/proc/self/task")
 
-Send = Callable[[dict[str, Any]], None]
-
-
-class Calls(Protocol):
-    """How a process runs its calls."""
-
-    def take(self, frame: dict[str, Any]) -> None:
-        """A call has come, or the wish to break one off; called from the thread that reads."""
-
-    def state(self) -> dict[str, Any]:
-        """What a beat says beside that there is one."""
-
-    def serve(self) -> None:
-        """Run what `take` was given, for ever; called by the main thread."""
+_has_used_signals = threading.Event()
+_thread = threading.local()
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -75,27 +58,131 @@ def main(descriptor: int, parent: int) -> None:
     # Nobody can send it Ctrl-C; with Python's own handler `asyncio.run` would want the main thread.
     signal.signal(signal.SIGINT, lambda *_: None)
     os.set_inheritable(descriptor, False)  # what the function starts must not keep the socket open
-    child_threads.watch()
+    for name in ("signal", "alarm", "setitimer"):
+        if hasattr(signal, name):
+            setattr(signal, name, _noted(getattr(signal, name)))
     with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as frames:
-        hello = read_frame(frames)
-        if hello is None:
+        spec = _read_frame(frames)
+        if spec is None:
             return
         send = _sender(channel)
         try:
-            function = _load(hello)
+            is_group = spec.pop("is_group", False)
+            function: Callee = load_group_function(**spec) if is_group else load_function(**spec)
         except ConfigError as error:
             send({"error": str(error)})
             return
         send({})
-        child_threads.forget()
-        calls: Calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
+        _has_used_signals.clear()  # what importing the function did is no matter
+        calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
         threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
         threading.Thread(target=_beat_for_ever, args=(calls, send), daemon=True).start()
         calls.serve()
 
 
-def _load(spec: dict[str, Any]) -> Callee:
-    return load_group_function(**spec) if spec.pop("is_group", False) else load_function(**spec)
+class ThreadCalls:
+    """The calls of a plain function."""
+
+    def __init__(self, function: Callee, send: Send) -> None:
+        self._function, self._send = function, send
+        self._for_main: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._is_main_busy = False
+        self._others = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="reward")
+        self._meter = LoadMeter()
+
+    def take(self, frame: dict[str, Any]) -> None:
+        """Start a call. A thread cannot be stopped: what is broken off dies with the process."""
+        if "call" not in frame:
+            return
+        self._meter.begin()
+        if self._is_main_busy:
+            self._others.submit(self._answer, frame)
+        else:
+            self._is_main_busy = True
+            self._for_main.put(frame)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing but that there is a beat."""
+        return {}
+
+    def serve(self) -> None:
+        """Answer calls in the main thread, for ever."""
+        while True:
+            self._answer(self._for_main.get(), is_main=True)
+
+    def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
+        _thread.was_refused = False
+        try:
+            answer = outcomes_to_wire(self._function.call(Request.from_wire(frame["call"])))
+        except AttemptError as error:
+            answer = failure_to_wire(error)
+        if _thread.was_refused:
+            answer = {"again": True}
+        if _has_used_signals.is_set():
+            answer["main_only"] = True
+        if is_main:
+            self._is_main_busy = False  # before the answer, which may bring the next call at once
+        self._send({"id": frame["id"], "load": self._meter.end(), **answer})
+
+
+class LoadMeter:
+    """Counts calls in flight, and measures while there are any. Used from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._busy_s = self._since = 0.0
+        self._cpu_s = _computing_s()
+
+    def begin(self) -> None:
+        """A call begins."""
+        with self._lock:
+            if not self._num_running:
+                self._since = time.monotonic()
+            self._num_running += 1
+
+    def end(self) -> float | None:
+        """A call has ended: the load since the last answer to this; None where it is too early."""
+        with self._lock:
+            now = time.monotonic()
+            self._busy_s += now - self._since
+            self._since = now
+            self._num_running -= 1
+            if self._busy_s < LEAST_S:
+                return None
+            cpu_s = _computing_s()
+            load = (cpu_s - self._cpu_s) / self._busy_s
+            self._busy_s, self._cpu_s = 0.0, cpu_s
+            return load
+
+
+def _computing_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total_s = time.process_time() + children.ru_utime + children.ru_stime
+    for task in _TASKS.glob("*/schedstat"):  # nothing where there is no /proc
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total_s += int(task.read_text().split()[1]) / 1e9
+    return total_s
+
+
+def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `signal` that notes its use, and that the call wanted what only the main thread can do."""
+
+    @wraps(function)
+    def noted(*args: Any) -> Any:
+        _has_used_signals.set()
+        if threading.current_thread() is not threading.main_thread():
+            _thread.was_refused = True
+            raise ValueError("signal only works in main thread of the main interpreter")
+        return function(*args)
+
+    return noted
+
+
+def _read_frame(frames: BinaryIO) -> dict[str, Any] | None:
+    """The next frame; None at the end."""
+    head = frames.read(LENGTH.size)
+    return content_of(frames.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
 
 
 def _sender(channel: socket.socket) -> Send:
@@ -109,15 +196,15 @@ def _sender(channel: socket.socket) -> Send:
     return send
 
 
-def _read_for_ever(frames: BinaryIO, calls: Calls) -> None:
+def _read_for_ever(frames: BinaryIO, calls: LoopCalls | ThreadCalls) -> None:
     with contextlib.suppress(OSError):
-        while (frame := read_frame(frames)) is not None:
+        while (frame := _read_frame(frames)) is not None:
             calls.take(frame)
     sys.stdout.flush()
     os._exit(0)  # calls may be running that nobody waits for any more
 
 
-def _beat_for_ever(calls: Calls, send: Send) -> None:
+def _beat_for_ever(calls: LoopCalls | ThreadCalls, send: Send) -> None:
     while True:
         time.sleep(BEAT_S)
         send({"beat": calls.state()})

@@ -12,28 +12,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import structlog
-
-from services.reward.functions.request import Callee, Request, failure_to_wire, outcomes_to_wire
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.functions.request import Callee, Request, Send, failure_to_wire, outcomes_to_wire
+from services.reward.outcome import AttemptError, RewardOutcome
 
 TICK_S = 0.1
 BLOCKED_S = 0.5
 """A loop that has not turned for so long is blocked."""
+CALLER = "services/reward/functions/reward_function.py"
 OUR_FILES = ("services/reward/", "/asyncio/", "/contextlib.py")
 
 _current: contextvars.ContextVar[int] = contextvars.ContextVar("call")
 
 
 class LoopCalls:
-    """The calls of one process."""
+    """The calls of an async function."""
 
-    def __init__(self, function: Callee, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, function: Callee, send: Send) -> None:
         self._function, self._send = function, send
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._task)
@@ -103,7 +101,7 @@ class LoopCalls:
             answer = failure_to_wire(error)
         self._send({"id": number, **answer})
 
-    async def _run(self, request: Request, timeout_s: float) -> list[Outcome]:
+    async def _run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """At its limit the call is cancelled, and left alone if it does not mind that."""
         task = self._loop.create_task(self._function.call_async(request))
         left_s, lost_s = timeout_s, self._lost_s
@@ -130,55 +128,10 @@ def _forget(task: "asyncio.Task[Any]") -> None:
 def _where(stack: "traceback.StackSummary") -> str:
     """The user's line that does not return, and what it called."""
     users = [frame for frame in stack if not any(part in frame.filename for part in OUR_FILES)]
-    started = next(
-        (
-            i
-            for i, frame in enumerate(stack)
-            if frame.filename.endswith("services/reward/functions/functions.py")
-        ),
-        0,
-    )
-    inside = [frame for frame in stack[started:] if frame in users] or [stack[-1]]
+    calls = (i for i, frame in enumerate(stack) if frame.filename.endswith(CALLER))
+    inside = [frame for frame in stack[next(calls, 0) :] if frame in users] or [stack[-1]]
     first, last = inside[0], stack[-1]
     text = f"{first.name} ({Path(first.filename).name}, line {first.lineno})"
     return (
         text if last is first else f"{text}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
     )
-
-
-log = structlog.get_logger(__name__)
-
-SHOWN_S = 60.0
-"""How long the heartbeat tells of it."""
-
-
-class Blockage:
-    """What the scoring processes of one function report of their event loops."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._where, self._seen_at, self._num_seen = "", float("-inf"), 0
-        self._longest_s = 0.0
-
-    def note(self, beat: dict[str, Any]) -> None:
-        """A loop stands still; told the 1st time, the 2nd, the 4th, and so on."""
-        if time.monotonic() - self._seen_at > SHOWN_S:
-            self._longest_s = 0.0
-        self._where, self._seen_at = beat["where"], time.monotonic()
-        self._longest_s = max(self._longest_s, beat["blocked_s"])
-        self._num_seen += 1
-        if self._num_seen & (self._num_seen - 1) == 0:
-            log.warning(
-                "an async reward function blocks its event loop: it scores one sample at a time",
-                reward=self._name,
-                blocked_s=round(beat["blocked_s"], 1),
-                where=self._where,
-                remedy="await what takes time, or declare it with plain `def`: then it runs in threads",
-            )
-
-    @property
-    def note_text(self) -> str:
-        """What there is to say now; empty where all is well."""
-        if time.monotonic() - self._seen_at > SHOWN_S:
-            return ""
-        return f"{self._name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"

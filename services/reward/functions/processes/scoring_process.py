@@ -16,18 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from common.process.programs import ROOT
-from services.reward.functions.processes.child import LENGTH, content_of, frame_of
-from services.reward.functions.processes.processes import (
-    Call,
-    Death,
-    MainThreadError,
-    ProcessLostError,
-)
-from services.reward.functions.request import outcomes_of
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.functions.request import LENGTH, Request, content_of, frame_of, outcomes_of
+from services.reward.outcome import AttemptError, RewardOutcome
 
 START_TIMEOUT_S = 120.0
 """Longest time a process may take to import its function."""
@@ -39,8 +33,51 @@ GRACE_S = 5.0
 # The child imports from where its parent does, without a variable that would reach what it starts in turn.
 _BOOTSTRAP = (
     "import sys; fd, parent = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
-    "import common, services; del sys.path[0]; from services.reward.functions.processes.child import main; main(fd, parent)"
+    "import common, services; del sys.path[0]; "
+    "from services.reward.functions.processes.child import main; main(fd, parent)"
 )
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call, from its first try until it has a result."""
+
+    request: Request
+    timeout_s: float
+    is_abandoned: bool = False
+    """Nobody waits for it any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Death:
+    """The end of a process in the middle of its calls.
+
+    `culprit` is the one that is known to have caused it. Where nobody is known, each of several is suspect.
+    """
+
+    reason: str
+    calls: list[Call]
+    is_timeout: bool = False
+    culprit: Call | None = None
+    clearing: "asyncio.Task[None] | None" = None
+    """The search for it, once somebody has begun one."""
+
+    def error(self) -> AttemptError:
+        """What the culprit is told."""
+        return AttemptError(self.reason, is_timeout=self.is_timeout)
+
+
+class ProcessLostError(Exception):
+    """The process that ran a call is gone; it says nothing about this call yet."""
+
+    def __init__(self, death: Death) -> None:
+        super().__init__(death.reason)
+        self.death = death
+
+
+class MainThreadError(Exception):
+    """The call ran beside others, and wanted what only the main thread can do; it has to be made again."""
+
 
 Waiting = tuple[Call, "asyncio.Future[dict[str, Any]]"]
 
@@ -92,7 +129,7 @@ class ScoringProcess:
             self._loading.add_done_callback(lambda loading: loading.cancelled() or loading.exception())
         await asyncio.shield(self._loading)
 
-    async def run(self, call: Call) -> list[Outcome]:
+    async def run(self, call: Call) -> list[RewardOutcome]:
         """Run one call, beside those that run already.
 
         Raises:
@@ -222,7 +259,7 @@ class ScoringProcess:
         self.is_sound, self._has_stragglers = False, True
         raise AttemptError(reason, is_timeout=True)
 
-    def _read_answer(self, answer: dict[str, Any]) -> list[Outcome]:
+    def _read_answer(self, answer: dict[str, Any]) -> list[RewardOutcome]:
         if answer.get("again"):
             raise MainThreadError
         self._has_stragglers |= bool(answer.get("is_timeout"))

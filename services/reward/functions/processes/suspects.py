@@ -9,14 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from services.reward.functions.processes.processes import (
+from services.reward.functions.processes.scoring_process import (
     Call,
     Death,
     MainThreadError,
     ProcessLostError,
+    ScoringProcess,
 )
-from services.reward.functions.processes.scoring_process import ScoringProcess
-from services.reward.results.outcome import AttemptError, Outcome
+from services.reward.outcome import AttemptError, RewardOutcome
 
 MOST_KNOWN = 1024
 
@@ -29,7 +29,7 @@ class Suspects:
     def __init__(self, start: Callable[[], Coroutine[Any, Any, ScoringProcess]]) -> None:
         self._start = start
         self._one_set_at_a_time = asyncio.Lock()
-        self._results: dict[Call, asyncio.Future[list[Outcome]]] = {}
+        self._results: dict[Call, asyncio.Future[list[RewardOutcome]]] = {}
         self._known: OrderedDict[Identity, None] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -37,7 +37,7 @@ class Suspects:
         """Whether this sample has ended a process by itself: further attempts at it must not end others'."""
         return _identity(call) in self._known
 
-    async def run(self, call: Call, death: Death | None = None) -> list[Outcome]:
+    async def run(self, call: Call, death: Death | None = None) -> list[RewardOutcome]:
         """The result of a call that was in flight at `death`; without one, it runs alone.
 
         Raises:
@@ -70,7 +70,7 @@ class Suspects:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _expect(self, call: Call) -> "asyncio.Future[list[Outcome]]":
+    def _expect(self, call: Call) -> "asyncio.Future[list[RewardOutcome]]":
         if call not in self._results:
             self._results[call] = asyncio.get_running_loop().create_future()
         return self._results[call]
@@ -121,7 +121,7 @@ class Suspects:
         self._settle(death.culprit, death.error())
         return [innocent] if innocent else []
 
-    def _settle(self, call: Call, result: list[Outcome] | AttemptError) -> None:
+    def _settle(self, call: Call, result: list[RewardOutcome] | AttemptError) -> None:
         waiting = self._results.get(call)
         if waiting is None or waiting.done():
             return

@@ -1,179 +1,28 @@
-"""Reward functions: from a name in the config to something that can be called with a sample.
+"""From a name in the config to something that can be called with a sample.
 
 `reward.function` is a built-in's name, `path/to/file.py:name`, or `package.module:name`. Everything that can
 be wrong with it is found by `load_function`, before the first sample, and said in plain words.
 """
 
-import asyncio
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
-from common.process.programs import import_from_here, run_main
+from common.process.programs import import_from_here
 from services.reward.builtin import BUILTINS
-from services.reward.functions.arguments import (
-    TrlLog,
-    batch_arguments,
-    rubric_arguments,
-    trl_arguments,
-    verl_arguments,
-)
-from services.reward.functions.request import Request
-from services.reward.functions.signature import (
-    EXPECTED,
-    TOKENIZER,
-    Call,
-    Style,
-    is_async,
-    recognise,
-    signature_of,
-)
-from services.reward.results.outcome import (
-    AttemptError,
-    Outcome,
-    contained,
-    interpret,
-    interpret_batch,
-    interpret_list,
-)
+from services.reward.functions.reward_function import RewardFunction
+from services.reward.functions.signature import EXPECTED, Style, recognise, signature_of
+from services.reward.outcome import AttemptError, contained
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RewardFunction:
-    """A function with its further arguments, or what they have made: an object with its methods."""
-
-    name: str
-    function: Callable[..., Any]
-    how: Call
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    is_cheap: bool = False
-    tokenizer: str = ""
-    is_made: bool = False
-    """Whether `kwargs` made it, so that calls get none."""
-    post_process: Callable[..., Any] | None = None
-    """`post_process_scores` of a class: from the scores of a group to new ones."""
-    tokenizers: list[Any] = field(default_factory=list)
-    """The tokenizer, once it has been loaded."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it is awaited."""
-        return self.how.is_async
-
-    def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same function."""
-        kwargs, style = dict(self.kwargs), self.how.style.value
-        return {"reference": self.name, "kwargs": kwargs, "style": style, "tokenizer": self.tokenizer}
-
-    def call(self, request: Request) -> list[Outcome]:
-        """Call a plain function.
-
-        Raises:
-            AttemptError: it raised, or returned no finite number for a sample.
-        """
-        with contained():
-            if request.scores is not None:
-                if self._awaits_post_process:
-                    return run_main(self._post_processed_async(request.scores))
-                return self._post_processed(request.scores)
-            log = TrlLog()
-            returned = [self.function(**arguments) for arguments in self._calls(request, log)]
-            return self._read(returned, request, log)
-
-    async def call_async(self, request: Request) -> list[Outcome]:
-        """Call an async function; raises as `call` does."""
-        with contained():
-            if request.scores is not None:
-                if self._awaits_post_process:
-                    return await self._post_processed_async(request.scores)
-                return await asyncio.to_thread(self._post_processed, request.scores)
-            log = TrlLog()
-            returned = [await self.function(**arguments) for arguments in self._calls(request, log)]
-            return self._read(returned, request, log)
-
-    @property
-    def _awaits_post_process(self) -> bool:
-        """Often it is plain beside an async `compute_score`, and it may be the reverse."""
-        return self.post_process is not None and is_async(self.post_process)
-
-    def _calls(self, request: Request, log: TrlLog) -> Iterator[dict[str, Any]]:
-        """The arguments of each call: one for all samples where the function takes lists."""
-        kwargs = {} if self.is_made else self.kwargs
-        if self.how.style is Style.TRL:
-            yield trl_arguments(self.how, request.samples, log, kwargs)
-        elif self.how.style is Style.VERL_BATCH:
-            yield batch_arguments(self.how, request.samples, kwargs)
-        else:
-            for sample in request.samples:
-                if self.how.style is Style.VERIFIERS:
-                    yield rubric_arguments(self.how, sample, kwargs)
-                else:
-                    yield verl_arguments(self.how, sample, self._given(request), kwargs)
-
-    def _read(self, returned: list[Any], request: Request, log: TrlLog) -> list[Outcome]:
-        if self.how.style is Style.TRL:
-            return interpret_list(returned[0], len(request.samples), log.metrics, log.extra)
-        if self.how.style is Style.VERL_BATCH:
-            return interpret_batch(returned[0], len(request.samples))
-        return [interpret(one) for one in returned]
-
-    def _given(self, request: Request) -> dict[str, Any]:
-        given = dict(request.given)
-        if self.tokenizer:
-            given[TOKENIZER] = self._tokenizer()
-        return given
-
-    def _tokenizer(self) -> Any:
-        if not self.tokenizers:
-            from transformers import AutoTokenizer
-
-            self.tokenizers.append(AutoTokenizer.from_pretrained(self.tokenizer))
-        return self.tokenizers[0]
-
-    def _post_processed(self, scores: list[float | None]) -> list[Outcome]:
-        """What the class makes of a group's scores, in which None is a failure that it may fill in.
-
-        One that cannot take None (it raises TypeError) is given those that are there; what failed stays so.
-        """
-        assert self.post_process is not None
-        known = [score for score in scores if score is not None]
-        if not known:
-            return [Outcome(None) for _ in scores]
-        try:
-            return interpret_list(self.post_process(list(scores)), len(scores))
-        except TypeError:
-            if len(known) == len(scores):
-                raise
-        return _placed(scores, interpret_list(self.post_process(known), len(known)))
-
-    async def _post_processed_async(self, scores: list[float | None]) -> list[Outcome]:
-        """The same for an async method."""
-        assert self.post_process is not None
-        known = [score for score in scores if score is not None]
-        if not known:
-            return [Outcome(None) for _ in scores]
-        try:
-            return interpret_list(await self.post_process(list(scores)), len(scores))
-        except TypeError:
-            if len(known) == len(scores):
-                raise
-        return _placed(scores, interpret_list(await self.post_process(known), len(known)))
-
-
-def _placed(scores: list[float | None], outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes of those scores that there are, in their places."""
-    new = iter(outcomes)
-    return [Outcome(None) if score is None else next(new) for score in scores]
 
 
 def load_function(

@@ -24,8 +24,8 @@ from common.redis.broker import Broker
 from common.telemetry import metrics
 from common.wire.codec import pack
 from common.wire.keys import Keys
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import Part
+from services.reward.outcome import Part
+from services.reward.sample import RewardSample
 
 _NOT_OF_THE_RESULT = {
     "weight",
@@ -86,7 +86,9 @@ class RewardCache:
         self._under_way: dict[str, asyncio.Task[Part]] = {}
         self._waiting: dict[str, int] = {}
 
-    async def get_or_make(self, version: str, sample: Sample, make: Callable[[], Awaitable[Part]]) -> Part:
+    async def get_or_make(
+        self, version: str, sample: RewardSample, make: Callable[[], Awaitable[Part]]
+    ) -> Part:
         """The cached part for this sample, or what `make` comes to, which is kept if it succeeded.
 
         A caller that is cancelled does not take the call away from the others that wait for it.
@@ -126,7 +128,7 @@ class RewardCache:
         return part
 
 
-def _digest(version: str, sample: Sample) -> str:
+def _digest(version: str, sample: RewardSample) -> str:
     """Lengths are part of msgpack, so that no two samples can run together."""
     parts = [
         version,

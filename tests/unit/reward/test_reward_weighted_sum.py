@@ -8,9 +8,9 @@ import pytest
 from common.config import NamedRewardConfig, RewardConfig, parse_config
 from common.errors import ConfigError
 from common.wire.messages import ScoreStatus
-from services.reward.functions.sample import Sample
-from services.reward.results.outcome import AttemptError, Outcome
-from services.reward.rewards.weighted_sum import NONE_APPLIES, Sum
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.rewards.weighted_sum import NONE_APPLIES, Total
+from services.reward.sample import RewardSample
 from tests.support.rewards import together
 from tests.support.trajectories import make_config
 
@@ -23,11 +23,11 @@ class Fixed:
     def __init__(self, answer: float | Exception | None, **components: float) -> None:
         self.answer, self.components, self.calls = answer, components, 0
 
-    async def score(self, sample: Sample) -> Outcome:
+    async def score(self, sample: RewardSample) -> RewardOutcome:
         self.calls += 1
         if isinstance(self.answer, Exception):
             raise self.answer
-        return Outcome(self.answer, dict(self.components))
+        return RewardOutcome(self.answer, dict(self.components))
 
     async def close(self) -> None: ...
 
@@ -35,9 +35,9 @@ class Fixed:
 LATE = AttemptError("too late", is_timeout=True)
 
 
-async def total(**rewards: tuple[Any, dict[str, Any]]) -> Sum:
-    hybrid = together(rewards)
-    return hybrid.sum_up(await hybrid.score(Sample((0, 0), False, "gsm8k", "text", "truth")))
+async def total(**rewards: tuple[Any, dict[str, Any]]) -> Total:
+    total = together(rewards)
+    return total.sum_up(await total.score(RewardSample((0, 0), False, "gsm8k", "text", "truth")))
 
 
 async def test_the_reward_is_the_weighted_sum_and_each_part_is_kept() -> None:
@@ -87,10 +87,10 @@ async def test_a_failure_with_a_value_goes_into_the_sum_and_is_told() -> None:
 
 async def test_each_reward_has_its_own_attempts_and_counts_its_own_failures() -> None:
     patient, hasty = Fixed(LATE), Fixed(AttemptError("no", kind="http_500"))
-    hybrid = together({"patient": (patient, {"max_attempts": 4}), "hasty": (hasty, {"max_attempts": 1})})
-    await hybrid.score(Sample((0, 0), False, "", "", ""))
+    total = together({"patient": (patient, {"max_attempts": 4}), "hasty": (hasty, {"max_attempts": 1})})
+    await total.score(RewardSample((0, 0), False, "", "", ""))
     assert (patient.calls, hasty.calls) == (4, 1)
-    assert hybrid.failures() == {"patient:timeout": 1, "hasty:http_500": 1}
+    assert total.failures() == {"patient:timeout": 1, "hasty:http_500": 1}
 
 
 async def test_what_a_server_asks_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,18 +108,18 @@ async def test_evaluation_never_waits_for_places_that_training_holds() -> None:
     gate, started = asyncio.Event(), list[bool]()
 
     class Gated(Fixed):
-        async def score(self, sample: Sample) -> Outcome:
+        async def score(self, sample: RewardSample) -> RewardOutcome:
             started.append(sample.is_evaluation)
             if not sample.is_evaluation:
                 await gate.wait()
-            return Outcome(1.0)
+            return RewardOutcome(1.0)
 
-    hybrid = together({"judge": (Gated(1.0), {"max_concurrent": 2})})
-    training = [asyncio.create_task(hybrid.score(Sample((t, 0), False, "", "", ""))) for t in range(5)]
+    total = together({"judge": (Gated(1.0), {"max_concurrent": 2})})
+    training = [asyncio.create_task(total.score(RewardSample((t, 0), False, "", "", ""))) for t in range(5)]
     for _ in range(10):
         await asyncio.sleep(0)
     assert started == [False, False]
-    evaluated = await asyncio.wait_for(hybrid.score(Sample((9, 0), True, "", "", "")), 10)
+    evaluated = await asyncio.wait_for(total.score(RewardSample((9, 0), True, "", "", "")), 10)
     assert evaluated["judge"].value == 1.0
     gate.set()
     await asyncio.gather(*training)
@@ -174,7 +174,7 @@ async def test_a_reward_of_one_lane_is_left_out_of_the_other() -> None:
     dense, exact = (Fixed(0.3), {"lanes": ["train"]}), (Fixed(1.0), {"lanes": ["eval"]})
     rewards = together({"dense": dense, "exact": exact, "both": (Fixed(5.0), {})})
     for is_evaluation, value, left_out in ((False, 5.3, "exact"), (True, 6.0, "dense")):
-        total = rewards.sum_up(await rewards.score(Sample((0, 0), is_evaluation, "", "", None)))
+        total = rewards.sum_up(await rewards.score(RewardSample((0, 0), is_evaluation, "", "", None)))
         assert total.value == pytest.approx(value)
         assert total.components[left_out] is None
 

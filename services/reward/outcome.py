@@ -61,7 +61,7 @@ class AttemptError(RewardError):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RewardOutcome:
     """The reward of one sample, with the numbers and notes that came with it.
 
     A value of None means that the reward does not apply to the sample, which is no failure.
@@ -83,7 +83,7 @@ def contained() -> Iterator[None]:
         raise AttemptError(describe(error)) from error
 
 
-def interpret(returned: Any, where: str = "") -> Outcome:
+def interpret(returned: Any, where: str = "") -> RewardOutcome:
     """Read what a reward function returned for one sample.
 
     A number is the reward; of a dict, `score` is, other numbers become components and the rest detail; of a
@@ -94,17 +94,17 @@ def interpret(returned: Any, where: str = "") -> Outcome:
     """
     if isinstance(returned, tuple) and returned:
         notes = [_plain(note, MAX_DEPTH) for note in returned[1:]]
-        return Outcome(_finite(returned[0], f"{where}the first element is"), detail={"notes": notes})
+        return RewardOutcome(_finite(returned[0], f"{where}the first element is"), detail={"notes": notes})
     if isinstance(returned, dict):
         if "score" not in returned:
             keys = ", ".join(repr(key) for key in list(returned)[:8]) or "no keys"
             raise AttemptError(f"{where}returned a dict without 'score' ({keys}); {EXPECTED}")
         components, detail = _sort_out({key: item for key, item in returned.items() if key != "score"})
-        return Outcome(_finite(returned["score"], f"{where}'score' is"), components, detail)
-    return Outcome(_finite(returned, f"{where}returned"))
+        return RewardOutcome(_finite(returned["score"], f"{where}'score' is"), components, detail)
+    return RewardOutcome(_finite(returned, f"{where}returned"))
 
 
-def interpret_batch(returned: Any, count: int) -> list[Outcome]:
+def interpret_batch(returned: Any, count: int) -> list[RewardOutcome]:
     """Read what a function of verl's batch manager returned: for each sample what `interpret` reads.
 
     Raises:
@@ -118,7 +118,7 @@ def interpret_list(
     count: int,
     metrics: Mapping[str, Any] | None = None,
     extra: Mapping[str, Sequence[Any]] | None = None,
-) -> list[Outcome]:
+) -> list[RewardOutcome]:
     """Read what a function returned for a list of `count` samples; None means not applicable, as in TRL.
 
     `metrics` hold for each of them, `extra` has one value for each.
@@ -133,7 +133,7 @@ def interpret_list(
         number = None if value is None else _finite(value, f"element {index} is")
         notes = {name: items[index] for name, items in (extra or {}).items() if index < len(items)}
         numbers, detail = _sort_out(notes)
-        outcomes.append(Outcome(number, components | numbers, detail))
+        outcomes.append(RewardOutcome(number, components | numbers, detail))
     return outcomes
 
 
@@ -251,7 +251,7 @@ class Part:
         return self.status is ScoreStatus.OK
 
     @classmethod
-    def of(cls, outcome: Outcome, tries: list[NamelessTry]) -> "Part":
+    def of(cls, outcome: RewardOutcome, tries: list[NamelessTry]) -> "Part":
         """The part that an attempt which succeeded makes."""
         return cls(value=outcome.value, tries=tries, components=outcome.components, detail=outcome.detail)
 

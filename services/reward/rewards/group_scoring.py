@@ -20,10 +20,10 @@ from common.wire.arrays import Int32Array
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.keys import Keys
 from common.wire.messages import Lane, Message, Score, Trajectory
-from services.reward.functions.sample import Sample
-from services.reward.groups.group_functions import PostProcessing
-from services.reward.results.outcome import Part
-from services.reward.rewards.weighted_sum import HybridReward, Parts
+from services.reward.outcome import Part
+from services.reward.rewards.post_processing import PostProcessing
+from services.reward.rewards.weighted_sum import Parts, WeightedSum
+from services.reward.sample import RewardSample
 
 
 class GroupResult(Message):
@@ -38,7 +38,7 @@ class GroupResult(Message):
     latency_s: float = 0.0
 
     @classmethod
-    def of(cls, sample: Sample, parts: Parts, worker: str, latency_s: float) -> "GroupResult":
+    def of(cls, sample: RewardSample, parts: Parts, worker: str, latency_s: float) -> "GroupResult":
         """The result of a sample."""
         return cls(
             index=sample.key[1],
@@ -62,7 +62,7 @@ class GroupScoring:
         consumer: Consumer[Trajectory],
         keys: Keys,
         lane: Lane,
-        reward: HybridReward,
+        reward: WeightedSum,
         post_processing: PostProcessing,
         worker: str,
         published: Callable[[Score], None],
@@ -77,14 +77,14 @@ class GroupScoring:
         return self._reward.has_group_rewards or (self._lane is Lane.TRAIN and self._post_processing.is_any)
 
     async def bring(
-        self, delivery: Delivery[Trajectory], score: Callable[[Sample], Awaitable[Parts]]
+        self, delivery: Delivery[Trajectory], score: Callable[[RewardSample], Awaitable[Parts]]
     ) -> None:
         """Score one trajectory by `score`, and the whole group if it is the last.
 
         A lost lease is no error: another worker has the trajectory then.
         """
         started = time.monotonic()
-        sample = Sample.from_trajectory(delivery.message, self._lane)
+        sample = RewardSample.from_trajectory(delivery.message, self._lane)
         ticket = sample.key[0]
         key, tickets = self._keys.results(ticket, self._lane), self._keys.result_tickets(self._lane)
         result = None
@@ -102,7 +102,7 @@ class GroupScoring:
         except LeaseLostError:
             return
 
-    async def _finish(self, last: Sample, payloads: Sequence[bytes]) -> list[Score]:
+    async def _finish(self, last: RewardSample, payloads: Sequence[bytes]) -> list[Score]:
         """The final scores of a group, by index."""
         results = [
             codec.decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, GroupResult) for payload in payloads

@@ -9,93 +9,23 @@ each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`,
 and `components`. The list that is returned has a number for each sample, or None where there is no reward.
 """
 
-import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from common.config import RewardConfig
-from common.errors import ConfigError
 from common.telemetry import metrics
 from common.wire.messages import ScoreStatus
-from services.reward.builtin.groups import GROUP_FUNCTIONS
-from services.reward.functions.functions import import_function
-from services.reward.functions.processes.execution import Execution, execution_of
+from services.reward.functions.group_functions import load_group_function
+from services.reward.functions.processes.pool import Execution, execution_of
 from services.reward.functions.request import Request
-from services.reward.functions.sample import Sample
-from services.reward.functions.signature import is_async, signature_of
-from services.reward.results.outcome import AttemptError, Outcome, Part, contained, interpret_list
+from services.reward.outcome import AttemptError, Part, RewardOutcome
 from services.reward.rewards.named import Attempts, NamedReward
 from services.reward.rewards.reward import FunctionReward
-from services.reward.rewards.weighted_sum import HybridReward, Parts, Sum
-
-EXPECTED = "function(scores, samples, **kwargs) -> list, plain or async"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFunction:
-    """A group function with its further arguments."""
-
-    name: str
-    function: Callable[..., Any]
-    is_async: bool
-    takes_samples: bool
-    is_cheap: bool = False
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same."""
-        return {"reference": self.name, "kwargs": dict(self.kwargs), "is_group": True}
-
-    def call(self, request: Request) -> list[Outcome]:
-        """Call a plain function; raises AttemptError."""
-        with contained():
-            return interpret_list(self.function(**self._arguments(request)), len(request.samples))
-
-    async def call_async(self, request: Request) -> list[Outcome]:
-        """Call an async function; raises AttemptError."""
-        with contained():
-            return interpret_list(await self.function(**self._arguments(request)), len(request.samples))
-
-    def _arguments(self, request: Request) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"scores": list(request.scores or []), **self.kwargs}
-        if self.takes_samples:
-            pairs = zip(request.samples, request.notes or [], strict=True)
-            arguments["samples"] = [
-                {**sample.fields(), "index": sample.key[1], "prompt": sample.prompt, **notes}
-                for sample, notes in pairs
-            ]
-        return arguments
-
-
-def load_group_function(reference: str, kwargs: Mapping[str, Any]) -> GroupFunction:
-    """Import the function that `reward.group` names, and check that it can be called.
-
-    Raises:
-        ConfigError: it does not exist, cannot be imported, or takes other arguments.
-    """
-    builtin = GROUP_FUNCTIONS.get(reference)
-    function = builtin or import_function(reference, "reward.group", tuple(GROUP_FUNCTIONS))
-    if inspect.isclass(function):
-        raise ConfigError(f"reward.group {reference} is a class; expected {EXPECTED}")
-    signature = signature_of(function, reference)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    takes_samples = takes_any or "samples" in signature.parameters
-    given = {"scores": None, **kwargs} | ({"samples": None} if takes_samples else {})
-    try:
-        signature.bind(**given)
-    except TypeError as error:
-        shown = ", ".join(signature.parameters)
-        raise ConfigError(
-            f"reward.group {reference} takes ({shown}): {error}; expected {EXPECTED}, with further arguments "
-            "from reward.group_kwargs"
-        ) from None
-    return GroupFunction(
-        reference, function, is_async(function), takes_samples, builtin is not None, dict(kwargs)
-    )
-
+from services.reward.rewards.weighted_sum import Parts, Total, WeightedSum
+from services.reward.sample import RewardSample
 
 GROUP = "group"
 """Its name among the rewards, where failures are counted."""
@@ -112,7 +42,7 @@ class PostProcessing:
     """All post-processing of a run, in order: each reward class's of its own scores, then `reward.group`'s of
     their sum."""
 
-    def __init__(self, config: RewardConfig, reward: HybridReward) -> None:
+    def __init__(self, config: RewardConfig, reward: WeightedSum) -> None:
         self._reward = reward
         self._classes = [
             (named, Attempts(named.config)) for named in reward.rewards if _post_processes(named)
@@ -130,7 +60,7 @@ class PostProcessing:
         """Whether there is something to do."""
         return bool(self._classes or self._execution)
 
-    async def run(self, samples: list[Sample], parts: list[Parts]) -> list[Sum]:
+    async def run(self, samples: list[RewardSample], parts: list[Parts]) -> list[Total]:
         """The final sums of a group."""
         before = [self._reward.sum_up(part) for part in parts]
         for named, attempts in self._classes:
@@ -152,7 +82,7 @@ class PostProcessing:
             await self._execution.close()
 
     async def _by_class(
-        self, named: NamedReward, attempts: Attempts, samples: list[Sample], column: list[Part]
+        self, named: NamedReward, attempts: Attempts, samples: list[RewardSample], column: list[Part]
     ) -> list[Part]:
         """What one reward says of the samples once its class has seen all of it; None where it failed."""
         assert isinstance(named.reward, FunctionReward)
@@ -162,15 +92,15 @@ class PostProcessing:
             return [replace(found, components=old.components, detail=old.detail) for old in column]
         return [_changed_part(old, outcome) for old, outcome in zip(column, found, strict=True)]
 
-    async def _changed_sums(self, samples: list[Sample], sums: list[Sum]) -> list[Sum]:
+    async def _changed_sums(self, samples: list[RewardSample], sums: list[Total]) -> list[Total]:
         found = await self._outcomes(self._attempts, partial(self._by_function, samples, sums))
         if isinstance(found, Part):
             return [replace(old, status=found.status, value=None, error=found.error) for old in sums]
         return [_changed(old, outcome) for old, outcome in zip(sums, found, strict=True)]
 
     async def _outcomes(
-        self, attempts: Attempts, step: Callable[[], Awaitable[list[Outcome]]]
-    ) -> list[Outcome] | Part:
+        self, attempts: Attempts, step: Callable[[], Awaitable[list[RewardOutcome]]]
+    ) -> list[RewardOutcome] | Part:
         """What a step made of the group, or the failure that every sample of it remains with."""
         try:
             outcomes, _ = await attempts.make(step)
@@ -181,7 +111,7 @@ class PostProcessing:
             return replace(part, error=f"post-processing of the group: {part.error}")
         return outcomes
 
-    async def _by_function(self, samples: list[Sample], sums: list[Sum]) -> list[Outcome]:
+    async def _by_function(self, samples: list[RewardSample], sums: list[Total]) -> list[RewardOutcome]:
         assert self._execution is not None
         notes: list[dict[str, Any]] = [
             {"score": old.value, "status": old.status.value, "error": old.error, "components": old.components}
@@ -195,7 +125,7 @@ def _post_processes(named: NamedReward) -> bool:
     return isinstance(named.reward, FunctionReward) and named.reward.function.post_process is not None
 
 
-def _changed_part(old: Part, outcome: Outcome) -> Part:
+def _changed_part(old: Part, outcome: RewardOutcome) -> Part:
     """The part with its new value, and the old one beside it."""
     components = {**old.components, BEFORE_GROUP: old.value}
     if outcome.value is None:
@@ -207,7 +137,7 @@ def _changed_part(old: Part, outcome: Outcome) -> Part:
     return Part(value=outcome.value, tries=old.tries, components=components, detail=detail)
 
 
-def _changed(old: Sum, outcome: Outcome) -> Sum:
+def _changed(old: Total, outcome: RewardOutcome) -> Total:
     """The sum with its new value. A failure may have been replaced by a value, or the reverse."""
     if outcome.value is None:
         if old.status is not ScoreStatus.OK:
@@ -217,5 +147,5 @@ def _changed(old: Sum, outcome: Outcome) -> Sum:
     return replace(old, status=ScoreStatus.OK, value=outcome.value, error="", on_failure="", detail=detail)
 
 
-def _noted(before: Sum, after: Sum) -> Sum:
+def _noted(before: Total, after: Total) -> Total:
     return replace(after, components={**after.components, BEFORE_GROUP: before.value})

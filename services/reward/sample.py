@@ -1,25 +1,16 @@
 """One completion as rewards see it. Imported by scoring processes too, so it stays light."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common.config import NamedRewardConfig, RewardConfig
-from common.run.chat_template import ChatTemplate, RenderError
 from common.run.dataset import PROMPT
-from services.reward.remote.judge import JudgePrompt
-from services.reward.remote.serving import template_file
-from services.reward.results.outcome import AttemptError
-
-if TYPE_CHECKING:
-    from common.wire.messages import Lane, Trajectory, TrajectoryKey
-
+from common.wire.messages import Lane, Trajectory, TrajectoryKey
 
 ChatMessages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RewardSample:
     """What there is to score.
 
     `prompt_text` is what the model read, the policy's chat template included, and never goes into another
@@ -27,7 +18,7 @@ class Sample:
     tokenizer.
     """
 
-    key: "TrajectoryKey"
+    key: TrajectoryKey
     is_evaluation: bool
     data_source: str
     solution_str: str
@@ -42,11 +33,11 @@ class Sample:
     """The row's own text, where it is text and not all of `prompt_text`."""
 
     @classmethod
-    def from_trajectory(cls, trajectory: "Trajectory", lane: "Lane") -> "Sample":
+    def from_trajectory(cls, trajectory: Trajectory, lane: Lane) -> "RewardSample":
         """The text of a trajectory with what its prompt brought along."""
         return cls(
             trajectory.key,
-            lane.value == "eval",
+            lane is Lane.EVAL,
             trajectory.data_source,
             trajectory.text,
             trajectory.ground_truth,
@@ -58,6 +49,11 @@ class Sample:
             trajectory.step,
             trajectory.own_text,
         )
+
+    @property
+    def lane(self) -> Lane:
+        """Whether its score is for training or for evaluation."""
+        return Lane.EVAL if self.is_evaluation else Lane.TRAIN
 
     @property
     def messages(self) -> ChatMessages | None:
@@ -98,58 +94,3 @@ class Sample:
             "ground_truth": self.ground_truth,
             "extra_info": {**self.extra_info, "is_evaluation": self.is_evaluation},
         }
-
-
-COMPLETION = "(the completion)"
-TEMPLATED = "(the prompt in the policy's chat template)"
-
-
-def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
-    """By the reward's name, the text of a request about this row; rewards without servers are left out."""
-    prompt = row["prompt"]
-    extra = dict(row["extra"]) | ({PROMPT: prompt} if isinstance(prompt, list) else {})
-    own = prompt if isinstance(prompt, str) else ""
-    sample = Sample(
-        (0, 0), False, row["data_source"], COMPLETION, row["ground_truth"], extra, TEMPLATED, own_text=own
-    )
-    asked = {
-        name: reward
-        for name, reward in config.named.items()
-        if reward.remote is not None and (not reward.applies_to or sample.data_source in reward.applies_to)
-    }
-    texts = {name: _reading(name, reward, sample) for name, reward in asked.items()}
-    return {name: text for name, text in texts.items() if text}
-
-
-def _reading(name: str, reward: NamedRewardConfig, sample: Sample) -> str:
-    if reward.judge is not None:
-        if reward.judge.router_only:
-            return ""
-        try:
-            messages = JudgePrompt(name, reward.judge).messages(sample)
-        except AttemptError as error:
-            return str(error)
-        return _lines(messages) if reward.judge.api == "chat" else messages[-1]["content"]
-    assert reward.model is not None
-    if reward.model.input == "ids":
-        return "the token ids that the policy read and wrote"
-    if reward.model.input == "text":
-        return sample.prompt_text + sample.solution_str
-    return _rendered(reward, sample.conversation)
-
-
-def _rendered(reward: NamedRewardConfig, messages: ChatMessages) -> str:
-    """In the reward model's template where that is on this machine, else as messages."""
-    local = reward.local_replicas
-    if local is not None and not local.command and Path(local.model).is_dir():
-        template = ChatTemplate.of(Path(local.model), template_file(reward))
-        try:
-            if template is not None:
-                return template.render(messages, add_generation_prompt=False)
-        except RenderError as error:
-            return f"{error}: {_lines(messages)}"
-    return _lines(messages)
-
-
-def _lines(messages: ChatMessages) -> str:
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)

@@ -1,0 +1,139 @@
+"""One lane of a worker: it fetches what it has free slots for, works, and at the end drains.
+
+An error that nobody expected ends the whole process, never one lane alone.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from common.process.service import ServiceContext
+from common.streams.consumer import Consumer, Delivery
+from common.streams.dead_letters import dead_letter
+from common.streams.entries import Garbled
+from common.wire.messages import Lane, Message
+
+log = structlog.get_logger(__name__)
+
+BLOCK_S = 0.5
+"""Longest wait for new messages; a stop is noticed no later than this."""
+
+M = TypeVar("M", bound=Message)
+Result = TypeVar("Result")
+
+
+class LaneWorker(ABC, Generic[M]):
+    """Takes messages of one lane until the context says stop. Subclasses say what is done with them."""
+
+    drain_s = 0.0
+    """How long running work may take once the service stops."""
+
+    def __init__(
+        self, context: ServiceContext, lane: Lane, key: str, group: str, message_type: type[M]
+    ) -> None:
+        self.context, self.lane = context, lane
+        streams = context.config.streams
+        self.consumer = Consumer(
+            context.broker,
+            key,
+            group,
+            context.consumer_name,
+            message_type,
+            lease_s=streams.lease_s,
+            dead_key=context.keys.dead,
+            label=context.keys.name_of(key),
+            max_bytes=streams.max_message_mb << 20,
+            stand_in=context.stand_in,
+        )
+        self.running: set[asyncio.Task[Any]] = set()
+        self._tasks = asyncio.TaskGroup()
+        self._slot_freed = asyncio.Event()
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """Slots that are free; `free_slot` says when there are more."""
+
+    @abstractmethod
+    async def accept(self, deliveries: list[Delivery[M]]) -> None:
+        """Begin to work on these messages."""
+
+    @abstractmethod
+    def given_up(self, delivery: Delivery[M]) -> str:
+        """Why a message that was delivered too often is worked on no more; empty where it is."""
+
+    async def flush(self) -> None:
+        """Publish what is finished; called before this worker leaves."""
+
+    async def run(self) -> None:
+        """Fetch and work until the service stops, then finish or hand back what is held."""
+        async with self.consumer, self._tasks:
+            while not self.context.stopping.is_set():
+                if (free := self.num_free) <= 0:
+                    self._slot_freed.clear()
+                    await self.context.unless_stopping(self._slot_freed.wait())
+                    continue
+                deliveries = []
+                for entry in await self.fetch(free):
+                    if isinstance(entry, Garbled):
+                        await self.bury(entry, entry.error)
+                    elif reason := self.given_up(entry):
+                        await self.bury(entry, reason, entry.attempts - 1)
+                    else:
+                        deliveries.append(entry)
+                await self.accept(deliveries)
+            await self._drain()
+
+    async def fetch(self, count: int) -> list[Delivery[M] | Garbled]:
+        """Up to `count` messages.
+
+        Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
+        """
+        return await self.consumer.fetch(count, BLOCK_S)
+
+    def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Work on a message in a task, which ends with the message's lease: another worker has it then."""
+        task = self._tasks.create_task(work)
+        self.running.add(task)
+        delivery.on_lost = task.cancel
+        task.add_done_callback(self.running.discard)
+        return task
+
+    def free_slot(self) -> None:
+        """A slot is free again."""
+        self._slot_freed.set()
+
+    async def bury(self, entry: Delivery[M] | Garbled, error: str, attempts: int = 1) -> bool:
+        """Move a message that cannot be processed to the dead letters; returns whether it was still held."""
+        message = None if isinstance(entry, Garbled) else entry.message
+        origin, worker = self.consumer.label, self.context.name
+        letter = dead_letter(
+            origin, entry.entry_id, entry.fields, error, worker, message=message, attempts=attempts
+        )
+        is_buried = await self.consumer.bury(entry, letter)
+        if is_buried:
+            log.error(
+                "moved to the dead letters",
+                stream=origin,
+                entry=entry.entry_id,
+                ticket=letter.ticket,
+                error=error,
+            )
+        return is_buried
+
+    async def _drain(self) -> None:
+        """Let running work finish for a while, hand back the rest, and leave the group."""
+        if self.running:
+            log.info("draining", lane=self.lane.value, in_flight=len(self.running))
+            grace_s = self.drain_s if self.context.failure is None else 0
+            _, late = await asyncio.wait(self.running, timeout=grace_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+                log.info("handing back", lane=self.lane.value, count=len(late))
+        await self.flush()
+        await self.consumer.leave()

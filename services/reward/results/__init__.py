@@ -1,1 +1,0 @@
-"""What became of rewards: outcomes, their cache, published scores."""
