@@ -34,7 +34,7 @@ def dead_letter(
     message: Message | None = None,
     attempts: int = 1,
 ) -> DeadLetter:
-    """The letter about an entry of the stream `origin`; `message` is what its bytes mean, if that is known."""
+    """The letter about an entry of the stream `origin`; `message` is what it means, if known."""
     return DeadLetter(
         origin=origin,
         entry_id=entry_id,

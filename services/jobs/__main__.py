@@ -1,7 +1,7 @@
 """`python -m services.jobs RUN_ID`: an RQ worker for a run's jobs that nothing waits for: archiving, exports.
 
 Jobs travel as JSON, never as pickle, and are one of the functions in `known_jobs.py`. Start it where the
-folder of runs is. It waits for a Redis that is away, and takes processor time only where nobody else wants it.
+folder of runs is. It waits for a Redis that is away, and takes only processor time that nobody else wants.
 """
 
 import contextlib

@@ -21,8 +21,9 @@ from common.streams.selection import StreamName
 
 # fmt: off
 FIELDS = frozenset((
-    "created_at", "data", "description", "ended_at", "enqueued_at", "failure_ttl", "last_heartbeat", "origin",
-    "number_of_retries", "result_ttl", "retries_left", "started_at", "status", "timeout", "ttl", "worker_name",
+    "created_at", "data", "description", "ended_at", "enqueued_at", "failure_ttl", "last_heartbeat",
+    "number_of_retries", "origin", "result_ttl", "retries_left", "started_at", "status", "timeout", "ttl",
+    "worker_name",
 ))
 # fmt: on
 """What is read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""

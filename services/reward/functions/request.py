@@ -1,7 +1,7 @@
 """What a function is asked: to score samples, or to post-process the scores of a group.
 
-Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the socket, in
-frames: a length, and a map in msgpack.
+Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the socket,
+in frames: a length, and a map in msgpack.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""A reward function, with what it takes to call it: its arguments as the system it was written for passes them."""
+"""A reward function, and its arguments as the system that it was written for passes them."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -133,8 +133,8 @@ class RewardFunction:
     ) -> list[RewardOutcome]:
         """What the class makes of a group's scores, in which None is a failure that it may fill in.
 
-        One that cannot take None (it raises TypeError) is given those that are there; what failed stays so. The
-        method is often plain beside an async `compute_score`, and runs in a thread then; or the reverse.
+        One that cannot take None (it raises TypeError) is given those that are there; what failed stays so.
+        The method is often plain beside an async `compute_score`, and runs in a thread then; or the reverse.
         """
         known = [score for score in scores if score is not None]
         if not known:

@@ -1,4 +1,4 @@
-"""What rewards may use beside their own config: the run's Redis, an HTTP client, requests to servers, routers."""
+"""What rewards may use beside their own config: Redis, an HTTP client, requests to servers, routers."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

@@ -5,8 +5,8 @@ every call has a number, and its answer carries the same. A `beat` says twice a 
 runs Python code: a call that holds the interpreter lock silences it. The process ends when its parent closes
 the socket or dies, whatever the function is doing.
 
-Plain functions run in threads: the first call in the main thread, others beside it. How many there are at once
-is the worker's decision; with one at a time everything happens in the main thread.
+Plain functions run in threads: the first call in the main thread, others beside it. The worker decides how
+many run at once; with one at a time everything happens in the main thread.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def _computing_s() -> float:
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `signal` that notes its use, and that the call wanted what only the main thread can do."""
+    """A function of `signal` that notes its use, and which calls wanted what only the main thread can do."""
 
     @wraps(function)
     def noted(*args: Any) -> Any:

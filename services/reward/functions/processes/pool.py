@@ -1,12 +1,11 @@
 """Where a reward function runs: cheap ones on the worker's loop, all others in processes of their own.
 
-Invariant: `Execution.run` takes no longer than its limit of time, once it has begun to run, and nothing that a
-function does, blocking, computing or dying, holds up this process: its leases and heartbeats go on.
+Invariant: `Execution.run` takes no longer than its limit of time, once it has begun to run, and nothing that
+a function does, blocking, computing or dying, holds up this process: its leases and heartbeats go on.
 
 In a pool, plain functions get `size` processes, each with as many calls at once as `Sizing` says; async ones
-get a single process with any number. A call that is late, breaks off or dies costs its process; what else that
-process was running goes on to its end there, or is run again. A process that is gone is replaced by the next
-call.
+get a single process with any number. A call that is late, breaks off or dies costs its process; what else
+that process was running goes on to its end there, or is run again. The next call replaces the process.
 """
 
 import asyncio
