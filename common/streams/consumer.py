@@ -35,6 +35,7 @@ CLOCK_CHECKS_PER_LEASE = 3
 MAX_HELD_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
+Item = TypeVar("Item")
 
 
 @dataclass(eq=False, slots=True)
@@ -136,8 +137,7 @@ class Consumer(Generic[M]):
         was published.
         """
         done: list[bool] = []
-        for start in range(0, len(results), MAX_HELD_IN_ONE_CALL):
-            part = results[start : start + MAX_HELD_IN_ONE_CALL]
+        for part in _parts(results):
             # Looked at once: what is current may change while Redis answers.
             current = [self._is_current(delivery) for delivery, _ in part]
             pairs = [
@@ -175,25 +175,17 @@ class Consumer(Generic[M]):
     async def _publish_sample(
         self, delivery: Delivery[M], out_key: str, progress_key: str, rest: tuple[Any, ...]
     ) -> bool:
-        self._require_current(delivery)
-        args = [self.group, self.name, delivery.entry_id, *rest]
-        with self._settles(delivery.entry_id):
-            result = await self._script("publish_sample", args, 0, out_key, progress_key)
-        self._require_lease(delivery.entry_id, result)
-        if result == 2:
+        reply = await self._settle("publish_sample", delivery, rest, out_key, progress_key)
+        if reply == 2:
             self.held.pop(delivery.entry_id, None)
-        return bool(result == 2)
+        return bool(reply == 2)
 
     def holds(self, delivery: Delivery[M]) -> bool:
         """Whether this very delivery is held: neither settled nor lost, nor given to us a second time."""
         return self.held.get(delivery.entry_id) is delivery
 
     async def store_result(
-        self,
-        delivery: Delivery[Trajectory],
-        results_key: str,
-        tickets_key: str,
-        result: Message | None,
+        self, delivery: Delivery[Trajectory], results_key: str, tickets_key: str, result: Message | None
     ) -> list[bytes] | None:
         """Keep the result of one trajectory of a group that is published as a whole.
 
@@ -204,14 +196,10 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was kept.
         """
-        self._require_current(delivery)
         message = delivery.message
         payload = codec.encode_payload(result) if result is not None else b""
-        group = (message.ticket, message.index, message.group_size)
-        args = [self.group, self.name, delivery.entry_id, *group, payload]
-        with self._settles(delivery.entry_id):
-            reply = await self._script("store_result", args, 0, results_key, tickets_key)
-        self._require_lease(delivery.entry_id, reply)
+        rest = (message.ticket, message.index, message.group_size, payload)
+        reply = await self._settle("store_result", delivery, rest, results_key, tickets_key)
         if isinstance(reply, list):
             return reply
         self.held.pop(delivery.entry_id, None)
@@ -229,12 +217,8 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was published.
         """
-        self._require_current(delivery)
-        payloads = [codec.encode_payload(score) for score in scores]
-        args = [self.group, self.name, delivery.entry_id, SCHEMA, *payloads]
-        with self._settles(delivery.entry_id):
-            reply = await self._script("publish_group", args, 0, out_key, results_key)
-        self._require_lease(delivery.entry_id, reply)
+        rest = (SCHEMA, *map(codec.encode_payload, scores))
+        await self._settle("publish_group", delivery, rest, out_key, results_key)
         self.held.pop(delivery.entry_id, None)
 
     async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
@@ -246,9 +230,7 @@ class Consumer(Generic[M]):
 
     async def renew(self) -> None:
         """Renew every held lease now, and mark those that are lost; happens by itself in the background."""
-        ids = list(self.held)
-        for start in range(0, len(ids), MAX_HELD_IN_ONE_CALL):
-            part = ids[start : start + MAX_HELD_IN_ONE_CALL]
+        for part in _parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in part]
             for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
                 if entry_id.decode() not in self._settling:  # the settling call finds out for itself
@@ -260,9 +242,7 @@ class Consumer(Generic[M]):
 
         What is lost, the loop of this consumer finds out when it turns again.
         """
-        ids = list(self.held)
-        for start in range(0, len(ids), MAX_HELD_IN_ONE_CALL):
-            part = ids[start : start + MAX_HELD_IN_ONE_CALL]
+        for part in _parts(list(self.held)):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
                 await broker.script("renew", [self.key], [self.group, self.name, *part])
 
@@ -311,6 +291,20 @@ class Consumer(Generic[M]):
                 raise
             return without_group
 
+    async def _settle(
+        self, script: str, delivery: Delivery[Any], rest: tuple[Any, ...], *other_keys: str
+    ) -> Any:
+        """Run a script about a held message; returns its answer, which is 0 where the lease is gone."""
+        if not self._is_current(delivery):
+            raise LeaseLostError(f"{self.label} {delivery.entry_id} was delivered to this worker once more")
+        args = [self.group, self.name, delivery.entry_id, *rest]
+        with self._settles(delivery.entry_id):
+            reply = await self._script(script, args, 0, *other_keys)
+        if reply == 0:
+            self._lose(delivery.entry_id)
+            raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
+        return reply
+
     async def _complete(self, pairs: Sequence[tuple[str, bytes]], out_key: str) -> list[bool]:
         args = [self.group, self.name, SCHEMA, *(part for pair in pairs for part in pair)]
         with self._settles(*(entry_id for entry_id, _ in pairs)):
@@ -349,16 +343,6 @@ class Consumer(Generic[M]):
         """Whether no other delivery of the same entry has come since; its id may be another message's."""
         return self.held.get(delivery.entry_id, delivery) is delivery
 
-    def _require_current(self, delivery: Delivery[Any]) -> None:
-        if not self._is_current(delivery):
-            raise LeaseLostError(f"{self.label} {delivery.entry_id} was delivered to this worker once more")
-
-    def _require_lease(self, entry_id: str, reply: Any) -> None:
-        """Scripts answer 0 where the lease is gone."""
-        if reply == 0:
-            self._lose(entry_id)
-            raise LeaseLostError(f"{self.label} {entry_id} is held by another worker now")
-
     def _lose(self, entry_id: str) -> None:
         delivery = self.held.pop(entry_id, None)
         if delivery is not None:
@@ -384,9 +368,7 @@ class Consumer(Generic[M]):
         now_ms, *found = await self.broker.script("reclaim", [self.key], args)
         self._clock = (now_ms, time.monotonic())
         if not found:
-            log.warning(
-                "the clock of Redis has jumped ahead; leases get time to be renewed", stream=self.label
-            )
+            log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self.label)
             await self.renew()
             self._next_reclaim = time.monotonic() + self.lease_s
             return []
@@ -416,6 +398,11 @@ class Consumer(Generic[M]):
         while True:
             await asyncio.sleep(self.lease_s / RENEWALS_PER_LEASE)
             await self.renew()
+
+
+def _parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """The items, in parts that one call takes."""
+    return (items[i : i + MAX_HELD_IN_ONE_CALL] for i in range(0, len(items), MAX_HELD_IN_ONE_CALL))
 
 
 def _is_without_group(error: redis_errors.ResponseError) -> bool:

@@ -28,11 +28,7 @@ def functions_of(run_id: str, configs: Sequence[SandboxConfig]) -> Functions:
 
     @validate_call
     def run_code(
-        run_id: Annotated[str, is_run(run_id)],
-        job_id: str,
-        code: str,
-        tests: Any,
-        config: SandboxConfig,
+        run_id: Annotated[str, is_run(run_id)], job_id: str, code: str, tests: Any, config: SandboxConfig
     ) -> None:
         job = get_current_job()
         if job is None or job.id != job_id:

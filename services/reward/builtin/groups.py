@@ -45,8 +45,4 @@ def replace_failures_by_mean(scores: Scores) -> Scores:
     return [mean if score is None else score for score in scores]
 
 
-GROUP_FUNCTIONS = {
-    "rank": rank,
-    "normalise": normalise,
-    "replace_failures_by_mean": replace_failures_by_mean,
-}
+GROUP_FUNCTIONS = {"rank": rank, "normalise": normalise, "replace_failures_by_mean": replace_failures_by_mean}

@@ -22,7 +22,7 @@ from services.reward.model_server.scoring_model import ScoringModel
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class QueuedRow:
     """One sequence that waits for its scores. Lower `priority` goes first, then the earlier `number`."""
 
     token_ids: Sequence[int]
@@ -46,23 +46,23 @@ class BatchLimits:
     max_padding: float
 
 
-class Waiting:
+class RowQueue:
     """The rows that wait, by priority and then by age; every operation is cheap however many there are."""
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, dict[Row, None]] = {}
+        self._by_priority: dict[int, dict[QueuedRow, None]] = {}
         self._count, self.num_tokens = 0, 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, row: Row) -> None:
+    def add(self, row: QueuedRow) -> None:
         """Put a row at the end of its priority."""
         self._by_priority.setdefault(row.priority, {})[row] = None
         self._count += 1
         self.num_tokens += len(row.token_ids)
 
-    def discard(self, row: Row) -> None:
+    def discard(self, row: QueuedRow) -> None:
         """Take a row out, if it is there."""
         rows = self._by_priority.get(row.priority, {})
         if row in rows:
@@ -77,13 +77,13 @@ class Waiting:
         """When the row that waits longest arrived."""
         return min(next(iter(rows)).arrived for rows in self._by_priority.values())
 
-    def first(self, count: int) -> list[Row]:
+    def first(self, count: int) -> list[QueuedRow]:
         """The next rows in the order in which they are served."""
         ordered = (row for priority in sorted(self._by_priority) for row in self._by_priority[priority])
         return list(itertools.islice(ordered, count))
 
 
-def select_batch(waiting: Iterable[Row], limits: BatchLimits) -> list[Row]:
+def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[QueuedRow]:
     """The rows of the next batch, shortest first; empty where none waits.
 
     Around the row whose turn it is, rows are taken from both sides of the order of lengths, the one that
@@ -100,14 +100,14 @@ def select_batch(waiting: Iterable[Row], limits: BatchLimits) -> list[Row]:
 
 
 class _Batch:
-    def __init__(self, anchor: Row, limits: BatchLimits) -> None:
+    def __init__(self, anchor: QueuedRow, limits: BatchLimits) -> None:
         self.limits, self.rows = limits, [anchor]
         self.anchor_len = self.longest = self.num_tokens = len(anchor.token_ids)
 
-    def extend(self, candidates: list[Row]) -> None:
+    def extend(self, candidates: list[QueuedRow]) -> None:
         """Add what fits, nearest in length to the anchor first; among equals the older first."""
-        shorter: list[Row] = []
-        longer: list[Row] = []
+        shorter: list[QueuedRow] = []
+        longer: list[QueuedRow] = []
         for row in sorted(
             candidates, key=lambda row: (abs(len(row.token_ids) - self.anchor_len), row.number)
         ):
@@ -119,14 +119,14 @@ class _Batch:
             else:
                 side.clear()  # the others on this side are further away
 
-    def _cheaper(self, shorter: list[Row], longer: list[Row]) -> list[Row]:
+    def _cheaper(self, shorter: list[QueuedRow], longer: list[QueuedRow]) -> list[QueuedRow]:
         if not shorter or not longer:
             return shorter or longer
         below = self.longest - len(shorter[0].token_ids)
         above = max(0, len(longer[0].token_ids) - self.longest) * len(self.rows)
         return shorter if below <= above else longer
 
-    def _add(self, row: Row) -> bool:
+    def _add(self, row: QueuedRow) -> bool:
         longest, count = max(self.longest, len(row.token_ids)), len(self.rows) + 1
         padded, num_tokens = longest * count, self.num_tokens + len(row.token_ids)
         if padded > self.limits.max_tokens or padded - num_tokens > self.limits.max_padding * padded:
@@ -165,7 +165,7 @@ class Batcher:
     ) -> None:
         self._model, self._limits = model, limits
         self._flush_s, self._max_queued_rows = flush_s, max_queued_rows
-        self._waiting = Waiting()
+        self._waiting = RowQueue()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -222,7 +222,7 @@ class Batcher:
             await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _enqueue(self, token_ids: Sequence[int], priority: int) -> "tuple[Row, asyncio.Future[Tensor]]":
+    def _enqueue(self, token_ids: Sequence[int], priority: int) -> "tuple[QueuedRow, asyncio.Future[Tensor]]":
         future: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
         now = time.monotonic()
 
@@ -235,7 +235,7 @@ class Batcher:
                 future.set_result(result)
 
         self._number += 1
-        row = Row(token_ids, priority, self._number, now, deliver)
+        row = QueuedRow(token_ids, priority, self._number, now, deliver)
         gap_s = now - self._last_arrival
         # The first gap after a quiet time says nothing about the rate that begins now, so it is cut.
         known_s = self._gap_s if self._gap_s < 2 * self._flush_s else 2 * self._flush_s
@@ -274,7 +274,7 @@ class Batcher:
                 return
             await asyncio.sleep(min(left_s, self._gap_s))
 
-    async def _compute(self, batch: list[Row]) -> None:
+    async def _compute(self, batch: list[QueuedRow]) -> None:
         """Compute a batch. Where the device fails, it is halved until only the row to blame fails."""
         started = time.monotonic()
         try:
@@ -293,7 +293,7 @@ class Batcher:
             row.deliver(score)
         self._observe(batch, started, time.monotonic())
 
-    def _observe(self, batch: list[Row], started: float, finished: float) -> None:
+    def _observe(self, batch: list[QueuedRow], started: float, finished: float) -> None:
         for row in batch:
             metrics.REWARD_MODEL_WAIT_SECONDS.observe(started - row.arrived)
         seconds = finished - started

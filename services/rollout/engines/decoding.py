@@ -8,17 +8,16 @@ leave the batch once they are a good part of it.
 Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.wire.messages import SamplingParams
+from services.rollout.engines.engine import uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +98,12 @@ def draw(logprobs_BV: Tensor, sampling: SamplingBatch, uniforms_B: Tensor) -> tu
     return ids_B1[:, 0], logprobs_BV.gather(-1, ids_B1)[:, 0]
 
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def request_key(seed: int, request_id: str) -> int:
-    """64 bits that differ between requests and between seeds."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest(), "little")
-
-
-def uniforms(keys_B: NDArray[np.uint64], draw: int | NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The `draw`-th number of each key, in [0, 1). Shape [B], float64. The mixer is SplitMix64."""
-    with np.errstate(over="ignore"):
-        state = keys_B + (np.asarray(draw, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
-        state = (state ^ (state >> np.uint64(30))) * _MIX_1
-        state = (state ^ (state >> np.uint64(27))) * _MIX_2
-        state = state ^ (state >> np.uint64(31))
-    fractions: NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return fractions
-
-
 _COMPACT_BELOW = 0.75
 """Finished rows are dropped when less than this share of the batch is left: copying the cache costs too."""
 
 
 @dataclass(slots=True)
-class Row:
+class DecodingRow:
     """One completion in the making. `is_wanted` turns false when its caller has gone."""
 
     prompt_ids: Sequence[int]
@@ -147,7 +125,7 @@ class Row:
 
 
 @torch.inference_mode()
-def decode_batch(model: Any, rows: Sequence[Row], eos_ids: frozenset[int]) -> None:
+def decode_batch(model: Any, rows: Sequence[DecodingRow], eos_ids: frozenset[int]) -> None:
     """Fill in tokens, logprobs and finish of every row that stays wanted."""
     batch = _Batch(model, rows)
     logits_BV = batch.prefill()
@@ -166,7 +144,7 @@ def decode_batch(model: Any, rows: Sequence[Row], eos_ids: frozenset[int]) -> No
 class _Batch:
     """The rows that are being decoded, with the model's state for them."""
 
-    def __init__(self, model: Any, rows: Sequence[Row]) -> None:
+    def __init__(self, model: Any, rows: Sequence[DecodingRow]) -> None:
         self.rows = list(rows)
         self._model = model
         self._device: torch.device = model.device

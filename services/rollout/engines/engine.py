@@ -6,10 +6,14 @@ from the engine itself and name, for every token, the version of the weights tha
 returns only when the new weights are what the engine computes with.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.wire.messages import SamplingParams, VersionSpan
 
@@ -100,3 +104,46 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop generating and free the model."""
         ...
+
+
+def check_length(request: GenerationRequest, max_model_len: int) -> None:
+    """Refuse an empty prompt, and one whose completion might not fit the context."""
+    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+    if num_prompt == 0:
+        raise ValueError(f"request {request.request_id} has an empty prompt; give at least one token id")
+    if num_prompt + max_tokens > max_model_len:
+        raise ValueError(
+            f"request {request.request_id}: {num_prompt} prompt tokens + max_tokens {max_tokens} exceed "
+            f"model.max_model_len {max_model_len}; shorten the prompt or lower max_tokens"
+        )
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids that the model has no embedding for; inside an engine they would crash it."""
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"token ids must be between 0 and {vocab_size - 1}, got {lowest} to {highest}; "
+            "was the prompt tokenized with this model's tokenizer?"
+        )
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def request_key(seed: int, request_id: str) -> int:
+    """64 bits that differ between requests and between seeds."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(keys_B: NDArray[np.uint64], draw: int | NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The `draw`-th number of each key, in [0, 1). Shape [B], float64. The mixer is SplitMix64."""
+    with np.errstate(over="ignore"):
+        state = keys_B + (np.asarray(draw, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
+        state = (state ^ (state >> np.uint64(30))) * _MIX_1
+        state = (state ^ (state >> np.uint64(27))) * _MIX_2
+        state = state ^ (state >> np.uint64(31))
+    fractions: NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions

@@ -1,7 +1,7 @@
-"""What an engine needs to know about a model before its weights load: tokenizer, end tokens, limits.
+"""A model's tokenizer, end tokens and limits, and later its weights.
 
-Every way in which a model folder can be unusable is reported here, in plain words, before anything
-heavy starts. A folder is read without touching the network; only a hub name may use it.
+Every way in which a model folder can be unusable is reported here, in plain words. Reading it imports no
+torch, for an engine sets what OpenMP reads before, and uses no network; only a hub name may use that.
 """
 
 import contextlib
@@ -9,16 +9,17 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from common.config.run import ModelConfig, is_path
 from common.errors import ConfigError, WeightsError
 from common.run.chat_template import exact_attention
-from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.engine import GenerationRequest, check_ids, check_length
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +47,6 @@ class ModelFolder:
         """
         check_length(request, self.max_model_len)
         check_ids(request.prompt_ids, self.vocab_size)
-
-
-def check_length(request: GenerationRequest, max_model_len: int) -> None:
-    """Refuse an empty prompt, and one whose completion might not fit the context."""
-    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
-    if num_prompt == 0:
-        raise ValueError(f"request {request.request_id} has an empty prompt; give at least one token id")
-    if num_prompt + max_tokens > max_model_len:
-        raise ValueError(
-            f"request {request.request_id}: {num_prompt} prompt tokens + max_tokens {max_tokens} exceed "
-            f"model.max_model_len {max_model_len}; shorten the prompt or lower max_tokens"
-        )
-
-
-def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that the model has no embedding for; inside an engine they would crash it."""
-    lowest, highest = min(token_ids), max(token_ids)
-    if lowest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"token ids must be between 0 and {vocab_size - 1}, got {lowest} to {highest}; "
-            "was the prompt tokenized with this model's tokenizer?"
-        )
 
 
 def open_model(model: ModelConfig) -> ModelFolder:
@@ -146,6 +125,7 @@ def load_model(model: ModelConfig, device: str) -> Any:
     Raises:
         ConfigError: the device is not there, or the folder does not hold all of the model's weights.
     """
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -176,7 +156,7 @@ def load_model(model: ModelConfig, device: str) -> Any:
     return result
 
 
-def read_weights(files: Sequence[Path]) -> dict[str, Tensor]:
+def read_weights(files: Sequence[Path]) -> "dict[str, Tensor]":
     """Every tensor of `files`, in memory that no file backs.
 
     Raises:
@@ -195,7 +175,7 @@ def read_weights(files: Sequence[Path]) -> dict[str, Tensor]:
     return tensors
 
 
-def match_weights(model: Any, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def match_weights(model: Any, tensors: "dict[str, Tensor]") -> "list[tuple[Tensor, Tensor]]":
     """Pair each tensor of `model` with its new value.
 
     Raises:
@@ -222,7 +202,7 @@ def match_weights(model: Any, tensors: dict[str, Tensor]) -> list[tuple[Tensor, 
     return [(target, tensors[name]) for name, target in targets.items()]
 
 
-def _rename(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _rename(model: Any, tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
     """Values under the names of `model`, from files in its published layout, which may differ.
 
     Transformers joins some published weights into one parameter, a layer's experts for instance. It
@@ -239,10 +219,12 @@ def _rename(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
 
 
-@torch.inference_mode()
-def copy_weights(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def copy_weights(pairs: "Sequence[tuple[Tensor, Tensor]]") -> None:
     """Write the new values into the model, in its own precision and on its device."""
-    for parameter, value in pairs:
-        parameter.copy_(value)
+    import torch
+
+    with torch.inference_mode():
+        for parameter, value in pairs:
+            parameter.copy_(value)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

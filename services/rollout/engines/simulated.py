@@ -15,9 +15,15 @@ import numpy as np
 from common.config.run import RunConfig
 from common.errors import EngineError
 from common.wire.messages import VersionSpan
-from services.rollout.engines.decoding import request_key, uniforms
-from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate
-from services.rollout.engines.model import check_ids, check_length
+from services.rollout.engines.engine import (
+    Generation,
+    GenerationRequest,
+    WeightUpdate,
+    check_ids,
+    check_length,
+    request_key,
+    uniforms,
+)
 
 
 class SimulatedEngine:

@@ -15,13 +15,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.config.run import RunConfig
 from common.errors import EngineError
-from services.rollout.engines.decoding import request_key
-from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate
-from services.rollout.engines.model import ModelFolder, check_ids, open_model
+from services.rollout.engines.engine import (
+    Generation,
+    GenerationRequest,
+    WeightUpdate,
+    check_ids,
+    request_key,
+)
+from services.rollout.engines.model import (
+    ModelFolder,
+    copy_weights,
+    load_model,
+    match_weights,
+    open_model,
+    read_weights,
+)
 from services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:
-    from services.rollout.engines.decoding import Row
+    from services.rollout.engines.decoding import DecodingRow
 
 Result = TypeVar("Result")
 
@@ -30,7 +42,7 @@ Result = TypeVar("Result")
 class _Waiting:
     """A request in the queue, and the future that its caller waits on."""
 
-    row: "Row"
+    row: "DecodingRow"
     done: "asyncio.Future[Generation]"
     since: float
 
@@ -82,13 +94,13 @@ class TransformersEngine:
             ValueError: the request cannot be served at all.
             EngineError: the model failed, or the engine was closed.
         """
-        from services.rollout.engines.decoding import Row
+        from services.rollout.engines.decoding import DecodingRow
 
         self._running_model()
         self._running_folder().check(request)
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         key = request_key(self._seed, request.request_id)
-        row = Row(request.prompt_ids, request.sampling, key, is_wanted=lambda: not done.done())
+        row = DecodingRow(request.prompt_ids, request.sampling, key, is_wanted=lambda: not done.done())
         waiting = _Waiting(row, done, time.monotonic())
         self._queue.insert(0, waiting) if request.is_urgent else self._queue.append(waiting)
         self._arrived.set()
@@ -104,8 +116,6 @@ class TransformersEngine:
         Raises:
             WeightsError: a file cannot be read, or does not fit the model; nothing has changed.
         """
-        from services.rollout.engines.model import copy_weights, match_weights, read_weights
-
         started = time.perf_counter()
         # On another thread than the model's: the files are read while a batch decodes.
         pairs = match_weights(self._running_model(), await asyncio.to_thread(read_weights, files))
@@ -191,8 +201,6 @@ class TransformersEngine:
     def _open_model(self, num_threads: int) -> Any:
         """Load the model onto its device. Runs on the model's thread."""
         import torch
-
-        from services.rollout.engines.model import load_model
 
         torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
         return load_model(self._config.model, self._options.device)

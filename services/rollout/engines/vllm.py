@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.run import RunConfig
 from common.errors import EngineError, WeightsError
-from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate
-from services.rollout.engines.model import ModelFolder, check_ids, open_model
+from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate, check_ids
+from services.rollout.engines.model import ModelFolder, open_model
 from services.rollout.engines.vllm_launch import start_vllm
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from common.config.run import RunConfig
 from common.errors import ConfigError, EngineError
 from common.process.programs import VLLM_EXTENSION
 from common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
-from services.rollout.engines.decoding import request_key
+from services.rollout.engines.engine import request_key
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs

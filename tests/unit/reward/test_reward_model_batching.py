@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from services.reward.model_server.batcher import BatchLimits, Row, select_batch
+from services.reward.model_server.batcher import BatchLimits, QueuedRow, select_batch
 
 LIMITS = BatchLimits(max_tokens=100, max_rows=8, max_padding=0.3)
 
 
-def rows(*lengths: int, priority: int = 0, first: int = 0) -> list[Row]:
-    return [Row([1] * length, priority, first + i) for i, length in enumerate(lengths)]
+def rows(*lengths: int, priority: int = 0, first: int = 0) -> list[QueuedRow]:
+    return [QueuedRow([1] * length, priority, first + i) for i, length in enumerate(lengths)]
 
 
-def lengths_of(batch: list[Row]) -> list[int]:
+def lengths_of(batch: list[QueuedRow]) -> list[int]:
     return [len(row.token_ids) for row in batch]
 
 
