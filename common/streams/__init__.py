@@ -1,7 +1,7 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
 from common.streams.backlog import Backlog, backlog
-from common.streams.consumer import Consumer, Delivery
+from common.streams.consumer import Consumer
 from common.streams.dead_letters import (
     DONE,
     LETTER_GONE,
@@ -18,6 +18,7 @@ from common.streams.dead_letters import (
 )
 from common.streams.entries import (
     START,
+    Delivery,
     Entry,
     Fields,
     Garbled,

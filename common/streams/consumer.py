@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -19,7 +18,7 @@ from redis import exceptions as redis_errors
 from common.errors import LeaseLostError
 from common.process.stand_in import StandIn
 from common.redis.broker import Broker
-from common.streams.entries import START, Fields, Garbled, decoded
+from common.streams.entries import START, Delivery, Fields, Garbled, decoded
 from common.streams.log import block_ms, ensure_group, fields_of
 from common.telemetry import metrics
 from common.wire import codec
@@ -36,20 +35,6 @@ MAX_HELD_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
 Item = TypeVar("Item")
-
-
-@dataclass(eq=False, slots=True)
-class Delivery(Generic[M]):
-    """A message held by this consumer. `attempts` counts deliveries, this one included."""
-
-    entry_id: str
-    fields: Fields
-    message: M
-    attempts: int
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when another consumer has taken the message over: stop working on it."""
-    on_lost: Callable[[], object] | None = None
-    """Called then, for who holds thousands and wants no task for each that waits."""
 
 
 class Consumer(Generic[M]):

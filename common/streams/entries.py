@@ -3,7 +3,9 @@
 Readers of archives and of whole histories need this much of a stream and no more.
 """
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from common.errors import CodecError
@@ -33,6 +35,20 @@ class Garbled:
     entry_id: str
     fields: Fields
     error: str
+
+
+@dataclass(eq=False, slots=True)
+class Delivery(Generic[M]):
+    """A message held by this consumer. `attempts` counts deliveries, this one included."""
+
+    entry_id: str
+    fields: Fields
+    message: M
+    attempts: int
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when another consumer has taken the message over: stop working on it."""
+    on_lost: Callable[[], object] | None = None
+    """Called then, for who holds thousands and wants no task for each that waits."""
 
 
 def entry_id_of(number: int) -> str:

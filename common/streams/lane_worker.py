@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from common.process.service import ServiceContext
-from common.streams.consumer import Consumer, Delivery
+from common.streams.consumer import Consumer
 from common.streams.dead_letters import dead_letter
-from common.streams.entries import Garbled
+from common.streams.entries import Delivery, Garbled
 from common.wire.messages import Lane, Message
 
 log = structlog.get_logger(__name__)
