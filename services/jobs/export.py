@@ -56,11 +56,7 @@ def export(run_dir: str, model: str, dtype: str, version: str, output: str) -> d
 
 
 def find_version(run: Path, version: str) -> int:
-    """The version that `best`, `last` or a number means.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The version that `best`, `last` or a number means. Raises ConfigError: there is none."""
     if version == LAST:
         whole = [v for v in folder_versions(run / WEIGHTS_FOLDER) if _is_readable(run, v)]
         if not whole:

@@ -126,20 +126,13 @@ class RewardLane(LaneWorker[Trajectory]):
         post_processing: PostProcessing,
         quarantine: Quarantine | None = None,
     ) -> None:
-        keys = context.keys
-        super().__init__(context, lane, keys.trajectories(lane), REWARD_GROUP, Trajectory)
+        super().__init__(context, lane, context.keys.trajectories(lane), REWARD_GROUP, Trajectory)
         self.drain_s = context.config.reward.drain_s
         self.scorer, self.counts = scorer, counts
         self.groups = GroupScoring(
-            self.consumer,
-            keys,
-            lane,
-            scorer.reward,
-            post_processing,
-            context.name,
-            lambda score: counts.published(lane, score),
+            self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
-        self.publisher = Publisher(self.consumer, keys.scores(lane), self._settle)
+        self.publisher = Publisher(self.consumer, context.keys.scores(lane), self._settle)
         self.slots = slots if callable(slots) else lambda: slots
         self.num_held = 0
         metrics.SCORE_SLOTS.labels(lane).set_function(self.slots)

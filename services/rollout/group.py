@@ -49,6 +49,8 @@ class SampleCounts:
 
 log = structlog.get_logger(__name__)
 
+OF_THE_TICKET = frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)
+"""What a trajectory has of its ticket."""
 VERSION_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
 
@@ -139,16 +141,8 @@ class GroupGenerator:
         if history != self.follower.history:
             return  # of weights that the run never had: generated again
         sample = Trajectory(
-            ticket=ticket.ticket,
+            **{name: getattr(ticket, name) for name in OF_THE_TICKET},
             index=index,
-            step=ticket.step,
-            group_size=ticket.group_size,
-            prompt_ids=ticket.prompt_ids,
-            prompt_text=ticket.prompt_text,
-            own_text=ticket.own_text,
-            data_source=ticket.data_source,
-            ground_truth=ticket.ground_truth,
-            extra=ticket.extra,
             completion_ids=generation.token_ids,
             logprobs=generation.logprobs,
             spans=generation.spans,

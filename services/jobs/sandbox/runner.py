@@ -19,9 +19,8 @@ ROOT = str(Path(__file__).parents[3])
 JAIL = f"import sys; sys.path.insert(0, {ROOT!r}); from services.jobs.sandbox.jail import main; main()"
 START_S = 10.0
 """What the jail itself may take beside its programs."""
+LIMITS = {"time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb", "packages"}
 PROBE = [Case("print(6 * 7)", "", "42")]
-
-
 REMEDY = (
     "Allow this worker user namespaces: the sysctls user.max_user_namespaces and "
     "kernel.apparmor_restrict_unprivileged_userns may forbid them; in Docker start it with --security-opt "
@@ -90,18 +89,7 @@ def _run(
         "python": os.path.realpath(sys.executable),
         "shown": _shown(config),
         "programs": [{"source": case.source, "stdin": case.stdin} for case in cases],
-        **config.model_dump(
-            include={
-                "time_s",
-                "cpu_s",
-                "total_s",
-                "memory_mb",
-                "file_mb",
-                "max_processes",
-                "output_kb",
-                "packages",
-            }
-        ),
+        **config.model_dump(include=LIMITS),
     }
     process = subprocess.Popen(
         [order["python"], "-I", "-S", "-c", JAIL],

@@ -59,11 +59,7 @@ def failure_to_wire(error: AttemptError) -> dict[str, Any]:
 
 
 def outcomes_of(answer: dict[str, Any]) -> list[RewardOutcome]:
-    """What the two functions above wrote.
-
-    Raises:
-        AttemptError: the failure that was written.
-    """
+    """What the two functions above wrote. Raises AttemptError: the failure that was written."""
     if "error" in answer:
         further = {name: answer[name] for name in FAILURE_FIELDS if name in answer}
         raise AttemptError(answer["error"], **further)

@@ -104,11 +104,7 @@ def recognise(
 
 
 def signature_of(function: Callable[..., Any], name: str) -> inspect.Signature:
-    """The function's signature.
-
-    Raises:
-        ConfigError: it has none, as some functions written in C.
-    """
+    """The function's signature. Raises ConfigError: it has none, as some functions written in C."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

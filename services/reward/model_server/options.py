@@ -1,7 +1,7 @@
 """What the server is told on its command line."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -104,31 +104,19 @@ def template_of(options: ServerOptions) -> str | None:
         raise ConfigError(f"cannot read the chat template {options.chat_template}: {error}") from None
 
 
-def _count(text: str) -> int:
-    return _within(int(text), 0, 1 << 24)
+def _number(kind: type[T], low: float, high: float) -> Callable[[str], T]:
+    """Reads a number within bounds."""
+
+    def read(text: str) -> T:
+        number = kind(text)
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{number} is not from {low} to {high}")
+        return number
+
+    read.__name__ = kind.__name__  # argparse shows it: "invalid int value"
+    return read
 
 
-def _positive(text: str) -> int:
-    return _within(int(text), 1, 1 << 24)
-
-
-def _port(text: str) -> int:
-    return _within(int(text), 0, 65535)
-
-
-def _milliseconds(text: str) -> float:
-    return _within(float(text), 0.0, 3_600_000.0)
-
-
-def _seconds(text: str) -> float:
-    return _within(float(text), 0.0, 3600.0)
-
-
-def _share(text: str) -> float:
-    return _within(float(text), 0.0, 1.0)
-
-
-def _within(number: T, low: float, high: float) -> T:
-    if not low <= number <= high:
-        raise argparse.ArgumentTypeError(f"{number} is not from {low} to {high}")
-    return number
+_count, _positive, _port = _number(int, 0, 1 << 24), _number(int, 1, 1 << 24), _number(int, 0, 65535)
+_milliseconds, _seconds = _number(float, 0.0, 3_600_000.0), _number(float, 0.0, 3600.0)
+_share = _number(float, 0.0, 1.0)

@@ -106,11 +106,7 @@ class ScoringModel:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Move the weights to the device.
-
-        Raises:
-            ConfigError: they do not fit, or there is no such device.
-        """
+        """Move the weights to the device. Raises ConfigError: they do not fit, or there is no such device."""
         try:
             self._model.to(self.device)
         except (RuntimeError, AssertionError) as error:

@@ -68,11 +68,7 @@ def connection_fault(origin: str, error: BaseException) -> RemoteFault:
 
 
 def check_key(name: str, variable: str, field: str) -> None:
-    """See that the environment has the key that the config names.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """See that the environment has the key that the config names. Raises ConfigError: it does not."""
     if variable and not os.environ.get(variable):
         raise ConfigError(
             f"reward {name}: the environment variable {variable} ({field}) is not set; every machine with "

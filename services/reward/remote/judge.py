@@ -214,11 +214,7 @@ class JudgeReward:
         self._requests = OpenAIRequests(config)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """One attempt.
-
-        Raises:
-            AttemptError: no verdict; mostly a `RemoteFault`.
-        """
+        """One attempt. Raises AttemptError: no verdict; mostly a `RemoteFault`."""
         if self.config.router_only:
             return RewardOutcome(None)  # not applicable
         nonce = secrets.token_hex(NONCE_BYTES)

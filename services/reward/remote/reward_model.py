@@ -40,11 +40,7 @@ class ModelReward:
         self._config, self._calls, self._http = config, calls, http
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """Ask the model once.
-
-        Raises:
-            AttemptError: no replica gave a score, or there is nothing to score.
-        """
+        """Ask the model once. Raises AttemptError: no replica gave a score, or there is nothing to score."""
         body = make_body(sample, self._config)
         scores = await self._calls.ask(
             lambda replica, permit: self._send(replica, permit, body), sample.lane, _estimate(body)

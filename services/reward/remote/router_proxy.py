@@ -119,11 +119,7 @@ class RouterProxies:
         self._proxies: dict[str, RouterProxy] = {}
 
     async def address(self, name: str) -> str:
-        """`host:port` of the router of the reward `name`.
-
-        Raises:
-            ConfigError: there is no such router.
-        """
+        """`host:port` of the router of the reward `name`. Raises ConfigError: there is no such router."""
         if name not in self._calls:
             known = ", ".join(sorted(self._calls)) or "there is none"
             raise ConfigError(

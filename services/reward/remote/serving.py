@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import socket
 import sys
@@ -92,6 +93,7 @@ VLLM_DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_FILLED = re.compile(r"\{(?:host|port|model)\}")
 PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_")
 """Beginnings of variables that lead to the run's Redis: no business of a model server."""
 
@@ -159,7 +161,9 @@ class ServedReplica:
         raise _end_of(server, "by itself")
 
     async def _until_healthy(self, server: ServerProcess) -> None:
-        limit_s = self._start_timeout_s
+        local = self._context.config.reward.named[self._context.options.reward].local_replicas
+        default: float = LocalReplicasConfig.model_fields["start_timeout_s"].default
+        limit_s = local.start_timeout_s if local else default
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while not await self._is_healthy():
@@ -176,7 +180,7 @@ class ServedReplica:
         taken its port, which looks the same.
         """
         end = _end_of(server, "before it was up")
-        if server.exit_code == ConfigError.exit_code and _is_free(self._context.options.host, self._port):
+        if server.exit_code == ConfigError.exit_code and _free_port(self._context.options.host, self._port):
             return ConfigError(str(end))
         return end
 
@@ -190,12 +194,6 @@ class ServedReplica:
         """Take the address back, and give routers the time to notice."""
         await self._registry.withdraw(self.url)
         await asyncio.sleep(self._routing.health_interval_s)
-
-    @property
-    def _start_timeout_s(self) -> float:
-        local = self._context.config.reward.named[self._context.options.reward].local_replicas
-        default: float = LocalReplicasConfig.model_fields["start_timeout_s"].default
-        return local.start_timeout_s if local else default
 
 
 def _end_of(server: ServerProcess, when: str) -> TidemillError:
@@ -225,7 +223,7 @@ def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int
     further = [*(local.args if local else ()), *options.server_args]
     if local is not None and local.command:
         filled = {"{host}": options.host, "{port}": str(port), "{model}": model}
-        return [_filled(part, filled) for part in local.command] + further
+        return [_FILLED.sub(lambda found: filled[found[0]], part) for part in local.command] + further
     if reward.model is not None:
         command = model_server_command(reward.model, model, options.host, port)
     else:
@@ -268,29 +266,17 @@ def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> di
     return machine_environment(VLLM_DEFAULTS | token | given)
 
 
-def _filled(part: str, values: Mapping[str, str]) -> str:
-    for place, value in values.items():
-        part = part.replace(place, value)
-    return part
-
-
-def _is_free(host: str, port: int) -> bool:
+def _free_port(host: str, port: int = 0) -> int:
+    """This port, or any, if it is free now; else 0. If another process takes it first, the server ends and is
+    started again."""
     try:
-        with socket.create_server((host, port), family=_family(host)):
-            return True
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family) as found:
+            return int(found.getsockname()[1])
     except OSError:
-        return False
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _free_port(host: str) -> int:
-    """A port that is free now. If another process takes it first, the server ends and is started again."""
-    with socket.create_server((host, 0), family=_family(host)) as found:
-        port: int = found.getsockname()[1]
-        return port
+        if not port:
+            raise
+        return 0
 
 
 def check_local_replicas(name: str, reward: NamedRewardConfig) -> None:

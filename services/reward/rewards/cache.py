@@ -27,17 +27,8 @@ from common.wire.keys import Keys
 from services.reward.outcome import Part
 from services.reward.sample import RewardSample
 
-_NOT_OF_THE_RESULT = {
-    "weight",
-    "applies_to",
-    "timeout_s",
-    "max_attempts",
-    "backoff_s",
-    "max_concurrent",
-    "on_failure",
-    "failure_value",
-    "cache",
-}
+_NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
+_NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache"}
 """Fields of a reward that do not change what it returns."""
 
 

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from common.errors import LeaseLostError
+from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery
 from common.telemetry import metrics
 from common.wire import codec
 from common.wire.arrays import Int32Array
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.keys import Keys
 from common.wire.messages import Lane, Message, Score, Trajectory
 from services.reward.outcome import Part
 from services.reward.rewards.post_processing import PostProcessing
@@ -60,16 +60,14 @@ class GroupScoring:
     def __init__(
         self,
         consumer: Consumer[Trajectory],
-        keys: Keys,
+        context: ServiceContext,
         lane: Lane,
         reward: WeightedSum,
         post_processing: PostProcessing,
-        worker: str,
-        published: Callable[[Score], None],
+        published: Callable[[Lane, Score], None],
     ) -> None:
-        self._consumer, self._keys, self._lane = consumer, keys, lane
-        self._reward, self._post_processing = reward, post_processing
-        self._worker, self._published = worker, published
+        self._consumer, self._keys, self._worker, self._lane = consumer, context.keys, context.name, lane
+        self._reward, self._post_processing, self._published = reward, post_processing, published
 
     @property
     def is_needed(self) -> bool:
@@ -98,7 +96,7 @@ class GroupScoring:
                 await self._consumer.publish_group(delivery, self._keys.scores(self._lane), key, scores)
                 metrics.GROUPS_POST_PROCESSED.labels(self._lane).inc()
                 for made in scores:
-                    self._published(made)
+                    self._published(self._lane, made)
         except LeaseLostError:
             return
 

@@ -85,11 +85,7 @@ class FunctionReward:
 
 
 def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> Reward:
-    """The reward called `name`.
-
-    Raises:
-        ConfigError: it cannot be loaded or called as configured.
-    """
+    """The reward called `name`. Raises ConfigError: it cannot be loaded or called as configured."""
     if config.function is not None:
         router = partial(dependencies.router_address, config.router) if config.router else None
         section = dependencies.config.reward

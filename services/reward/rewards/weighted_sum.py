@@ -39,20 +39,8 @@ class Total:
 
     def score(self, key: TrajectoryKey, worker: str, latency_s: float) -> Score:
         """The message that says so."""
-        return Score(
-            ticket=key[0],
-            index=key[1],
-            status=self.status,
-            value=self.value,
-            components=self.components,
-            detail=self.detail,
-            error=self.error,
-            on_failure=self.on_failure,
-            attempts=self.attempts,
-            tries=self.tries,
-            worker=worker,
-            latency_s=latency_s,
-        )
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return Score(ticket=key[0], index=key[1], worker=worker, latency_s=latency_s, **own)
 
 
 class WeightedSum:
@@ -96,6 +84,7 @@ class WeightedSum:
         """The weighted sum of the parts of one sample, or why there is none."""
         components, detail = self._notes(parts)
         total, num_values, failed, is_group_lost = 0.0, 0, list[str](), False
+        policy: OnFailure = ""
         for named in self.rewards:
             part, config = parts[named.name], named.config
             value = part.value
@@ -110,25 +99,24 @@ class WeightedSum:
             if value is not None:
                 total += config.weight * value
                 num_values += 1
-        attempts = max(part.attempts for part in parts.values())
-        tries = tuple((name, *one) for name, part in parts.items() for one in part.tries)
+        status, error = ScoreStatus.OK, ""
         if failed:
-            first = parts[failed[0]]
-            error = "; ".join(f"{name}: {parts[name].error}" for name in failed)
-            policy: OnFailure = "drop_group" if is_group_lost else "drop_sample"
-            return Total(
-                first.status,
-                None,
-                error if self._is_named else first.error,
-                policy if self._is_named else "",
-                attempts,
-                tries,
-                components,
-                detail,
-            )
-        if not num_values:
-            return Total(ScoreStatus.FAILED, None, NONE_APPLIES, "", attempts, tries, components, detail)
-        return Total(ScoreStatus.OK, total, "", "", attempts, tries, components, detail)
+            status, error = parts[failed[0]].status, parts[failed[0]].error
+            if self._is_named:
+                error = "; ".join(f"{name}: {parts[name].error}" for name in failed)
+                policy = "drop_group" if is_group_lost else "drop_sample"
+        elif not num_values:
+            status, error = ScoreStatus.FAILED, NONE_APPLIES
+        return Total(
+            status=status,
+            value=total if status is ScoreStatus.OK else None,
+            error=error,
+            on_failure=policy,
+            attempts=max(part.attempts for part in parts.values()),
+            tries=tuple((name, *one) for name, part in parts.items() for one in part.tries),
+            components=components,
+            detail=detail,
+        )
 
     def failures(self) -> dict[str, int]:
         """How often each reward failed, as `<name>:<kind>`."""

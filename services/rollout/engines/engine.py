@@ -61,16 +61,13 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The version the engine computes with; -1 before the first `load` or `start`."""
-        ...
 
     @property
     def num_running(self) -> int:
         """Requests accepted and not finished."""
-        ...
 
     async def start(self) -> None:
         """Load the starting model (version 0) and be ready to generate."""
-        ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Generate one completion. Cancelling the task aborts the request.
@@ -79,7 +76,6 @@ class Engine(Protocol):
             ValueError: the request can never be served: no prompt, unknown ids, or too long.
             EngineError: the engine failed; the process has to be restarted.
         """
-        ...
 
     async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
         """Replace all weights by those in `files` (safetensors, Hugging Face names).
@@ -88,22 +84,18 @@ class Engine(Protocol):
             WeightsError: the files cannot be used; the engine goes on with the weights it has.
             EngineError: the engine failed; the process has to be restarted.
         """
-        ...
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Logprobs (temperature 1) the current weights give to the completion: the parity probe.
 
         Prompt and completion together must be shorter than `model.max_model_len`.
         """
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens: for people and reward functions."""
-        ...
 
     async def close(self) -> None:
         """Stop generating and free the model."""
-        ...
 
 
 def check_length(request: GenerationRequest, max_model_len: int) -> None:

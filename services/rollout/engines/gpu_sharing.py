@@ -4,7 +4,8 @@ Asleep, its weights wait in the CPU's memory and its KV cache is gone. A request
 before the device is handed over; requests and weight updates that come later wait for the next turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -18,11 +19,9 @@ class SleepingEngine(Engine, Protocol):
 
     async def sleep(self) -> None:
         """Give the device's memory back. No request is running."""
-        ...
 
     async def wake(self) -> None:
         """Take it again."""
-        ...
 
 
 class GpuSharingEngine:
@@ -73,8 +72,14 @@ class GpuSharingEngine:
         await self._engine.close()
         await self._gate.close()
 
-    def _turn(self) -> "_Turn":
-        return _Turn(self._gate)
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """The gate, with its end as an error that restarts the worker."""
+        try:
+            async with self._gate.use():
+                yield
+        except GpuSharingError as error:
+            raise EngineError(str(error)) from error
 
     async def _wake(self) -> None:
         if self._is_started:
@@ -82,19 +87,3 @@ class GpuSharingEngine:
         else:
             await self._engine.start()
             self._is_started = True
-
-
-class _Turn:
-    """The gate, with its end as an error that restarts the worker."""
-
-    def __init__(self, gate: GpuGate) -> None:
-        self._use = gate.use()
-
-    async def __aenter__(self) -> None:
-        try:
-            await self._use.__aenter__()
-        except GpuSharingError as error:
-            raise EngineError(str(error)) from error
-
-    async def __aexit__(self, *error: object) -> bool | None:
-        return await self._use.__aexit__(*error)  # type: ignore[arg-type]
