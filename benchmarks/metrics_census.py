@@ -58,13 +58,13 @@ def time_operations_us() -> dict[str, float]:
     histogram = Histogram("h", "", registry=registry)
     gauge = Gauge("g", "", registry=registry)
     child, values = counter.labels("train"), [0.5] * MOST
-    gathered: Batched[float] = Batched(lambda _: None)
+    batched: Batched[float] = Batched(lambda _: None)
     work: dict[str, Callable[[], object]] = {
         "Counter.inc": child.inc,
         "Gauge.set": lambda: gauge.set(1.0),
         "Histogram.observe": lambda: histogram.observe(0.5),
         "Histogram.observe_many": lambda: histogram.observe_many(values),
-        "Batched.add": lambda: gathered.add(0.5),
+        "Batched.add": lambda: batched.add(0.5),
         "MetricWrapperBase.labels": lambda: counter.labels("train"),
     }
     return {name: _least_us(call) for name, call in work.items()}

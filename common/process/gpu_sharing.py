@@ -1,10 +1,9 @@
-"""Turns on a device that two processes share: who holds the turn may use it, the other one sleeps.
+"""GPUs that two processes share in turn: who holds the locks may use them, the other one sleeps.
 
-Guarantees: at most one process holds a device's turn; a process that dies, however it dies, loses its turn
-and its place in line, because both are locks that the kernel frees (flock); who gives a turn back does not
-get it again before the one that waited for it. Several devices are taken in one order, so that no two
-processes wait for each other. Turns belong to one machine: processes in containers need a common folder,
-named by TIDEMILL_TURNS_DIR.
+Guarantees: at most one process holds a GPU; a process that dies loses its locks and its place in line, which
+the kernel frees (flock); who gives a GPU back does not get it again before the one that waited for it.
+Several GPUs are locked in one order, so that no two processes wait for each other. This holds on one machine:
+processes in containers need a common folder, named by TIDEMILL_TURNS_DIR.
 """
 
 import asyncio
@@ -43,14 +42,14 @@ def lock_files() -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot make the folder of device turns {folder}: {error.strerror}. Set {LOCKS_DIR_VARIABLE}."
+            f"cannot make the folder of GPU locks {folder}: {error.strerror}. Set {LOCKS_DIR_VARIABLE}."
         ) from None
     devices = os.environ.get(DEVICES_VARIABLE) or "0"
     return [folder / f"device-{name.strip()}" for name in sorted(devices.split(","))]
 
 
 class GpuSharingError(TidemillError):
-    """This process takes no more turns, because leaving or entering the device failed."""
+    """This process takes no more turns, because leaving or entering the GPU failed."""
 
 
 class _Lock:
@@ -88,18 +87,18 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 class GpuLock:
-    """The turn on all of `files` together."""
+    """The lock on all of `files` together."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._turns = [_Lock(file.with_suffix(".turn")) for file in sorted(files)]
+        self._held = [_Lock(file.with_suffix(".turn")) for file in sorted(files)]
         self._lines = [_Lock(file.with_suffix(".next")) for file in sorted(files)]
 
     async def acquire(self) -> None:
-        """Stand in line, then wait until the holder gives the turn back or dies."""
+        """Stand in line, then wait until the holder gives the lock back or dies."""
         try:
-            for line, turn in zip(self._lines, self._turns, strict=True):
+            for line, lock in zip(self._lines, self._held, strict=True):
                 await _taken(line)
-                await _taken(turn)
+                await _taken(lock)
                 line.drop()
         except BaseException:
             self.release()
@@ -115,8 +114,8 @@ class GpuLock:
         return False
 
     def release(self) -> None:
-        """Give the turn back."""
-        for lock in (*self._turns, *self._lines):
+        """Give the lock back."""
+        for lock in (*self._held, *self._lines):
             lock.drop()
 
 
@@ -126,20 +125,20 @@ async def _taken(lock: _Lock) -> None:
 
 
 class GpuGate:
-    """Lets work through while this process holds the turn; `wake` and `sleep` prepare and leave the device.
+    """Lets work through while this process holds the lock; `wake` and `sleep` enter and leave the GPU.
 
-    The turn is kept while nobody else wants it. When somebody does, it is handed over as soon as there is no
+    The lock is kept while nobody else wants it. When somebody does, it is handed over as soon as there is no
     work here, and after `turn_s` in any case: what runs is finished, new work waits for the next turn.
     """
 
     def __init__(
         self,
-        turn: GpuLock,
+        lock: GpuLock,
         wake: Callable[[], Awaitable[object]],
         sleep: Callable[[], Awaitable[object]],
         turn_s: float,
     ) -> None:
-        self._turn, self._wake, self._sleep, self._turn_s = turn, wake, sleep, turn_s
+        self._lock, self._wake, self._sleep, self._turn_s = lock, wake, sleep, turn_s
         self._changed = asyncio.Condition()
         self._is_open = False
         self._num_waiting, self._num_users = 0, 0
@@ -147,7 +146,7 @@ class GpuGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process may use the device now."""
+        """Whether this process may use the GPU now."""
         return self._is_open
 
     def start(self) -> "asyncio.Task[None]":
@@ -158,7 +157,7 @@ class GpuGate:
 
     @contextlib.asynccontextmanager
     async def use(self) -> AsyncIterator[None]:
-        """Work on the device inside; waits for the turn.
+        """Use the GPU inside; waits for the turn.
 
         Raises:
             GpuSharingError: waking or sleeping failed; the cause is its cause.
@@ -181,7 +180,7 @@ class GpuGate:
             await asyncio.shield(self._notify())
 
     async def close(self) -> None:
-        """Give the device back. Work still inside goes on without the right to it, so end that first."""
+        """Give the GPU back. Work still inside goes on without the right to it, so end that first."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -191,7 +190,7 @@ class GpuGate:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._num_waiting > 0)
             asked = time.monotonic()
-            await self._turn.acquire()
+            await self._lock.acquire()
             metrics.GPU_WAIT_SECONDS.observe(time.monotonic() - asked)
             try:
                 await self._wake()
@@ -199,7 +198,7 @@ class GpuGate:
                 await self._sleep()
             finally:
                 self._is_open = False
-                self._turn.release()
+                self._lock.release()
 
     async def _hold(self) -> None:
         """Be open until the turn has to go, then wait until nobody is inside."""
@@ -209,7 +208,7 @@ class GpuGate:
             await asyncio.sleep(POLL_S)
             is_idle = self._num_users == 0 and self._num_waiting == 0
             is_over = time.monotonic() - opened >= self._turn_s
-            if (is_idle or is_over) and self._turn.is_wanted():
+            if (is_idle or is_over) and self._lock.is_wanted():
                 break
         self._is_open = False
         async with self._changed:

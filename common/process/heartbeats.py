@@ -44,7 +44,7 @@ class Heartbeat:
     pid: int = field(default_factory=os.getpid)
     port: int = 0
     address: str = ""
-    """Host under which scrapers reach `port`; see `common/process/heartbeats.py`."""
+    """Host under which scrapers reach `port`; see `reachable_host`."""
     started_at: float = field(default_factory=time.time)
     at: float = 0.0
     """When it was sent, by the clock of the Redis server."""

@@ -1,9 +1,9 @@
-"""Renews leases in place of an event loop that stands still, and says what holds it up.
+"""Renews leases in place of a blocked event loop, and says what blocks it.
 
-Leases must not depend on code that blocks: a service whose loop does not turn is slow, not dead, and what it
-holds would be taken over, lost again by the next, and buried in the end. A thread with a loop and a
-connection of its own steps in when a renewal is late. It does so for `PATIENCE_LEASES` leases: a loop that
-never turns again must not keep its messages for ever. In good times it does nothing and has no connection.
+A service whose loop is blocked is slow, not dead: without renewal others would take over what it holds, and
+bury it in the end. A thread with a loop and a connection of its own renews what is late, for
+`PATIENCE_LEASES` leases: a loop that never turns again must not keep its messages for ever. Otherwise the
+thread does nothing and has no connection.
 """
 
 import asyncio

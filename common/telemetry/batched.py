@@ -1,8 +1,8 @@
 """Many small observations, told to Prometheus many at a time.
 
-Counting costs about a microsecond a metric, which is too much where ten thousand records pass in a second.
-Here an observation is kept, and booked when somebody looks at the registry, or when many have gathered.
-Guarantee: a look at the registry has every observation that was made before it, each once.
+Counting costs about a microsecond a metric, too much for ten thousand records in a second. So observations
+are kept until the registry is read, or until `MOST` are there. Guarantee: a read of the registry has every
+observation that was made before it, each once.
 """
 
 import tempfile
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Batched(Generic[T]):
-    """Observations of one kind. `book` is given all that have gathered, and counts them."""
+    """Observations of one kind. `book` is given those that were kept, and counts them."""
 
     def __init__(self, book: Callable[[Sequence[T]], None]) -> None:
         self._book = book
         self._items: deque[T] = deque()
         self._booking = threading.Lock()
         """Scrapes come from threads of their own."""
-        _everything.all.append(self)
+        _all_batched.all.append(self)
 
     def add(self, item: T) -> None:
         """Keep one observation."""
@@ -41,7 +41,7 @@ class Batched(Generic[T]):
             self.book()
 
     def book(self) -> None:
-        """Count what has gathered."""
+        """Count what was kept."""
         with self._booking:
             items = []
             while self._items:  # appending and taking are atomic, and nobody else takes
@@ -64,7 +64,7 @@ class Histogram(prometheus_client.Histogram):
         me._sum.inc(float(np.sum(values)))
 
 
-class _Everything(Collector):
+class _AllBatched(Collector):
     """Stands first in the registry, so that those behind it are complete when they are looked at."""
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class _Everything(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Book everything."""
-        for gathered in list(self.all):
-            gathered.book()
+        for batched in list(self.all):
+            batched.book()
         return ()
 
 
-_everything = _Everything()
-REGISTRY.register(_everything)
+_all_batched = _AllBatched()
+REGISTRY.register(_all_batched)
 
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
