@@ -36,6 +36,7 @@ def test_every_file_of_the_tutorial_is_named_before_it_is_used() -> None:
     assert names == ["make_data.py", "reward.py", "config.yaml", "use.py"]
 
 
+@pytest.mark.timeout(900)  # a whole run and nine commands, on a busy machine
 def test_every_command_of_the_tutorial_works_as_it_is_written(tmp_path: Path) -> None:
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("the tutorial is for the environment that make installs into .venv/")
@@ -50,6 +51,6 @@ def test_every_command_of_the_tutorial_works_as_it_is_written(tmp_path: Path) ->
     assert "{'score': -0.5, 'readable': 0.0}" in done.stdout
     assert "43-17=" in done.stdout.splitlines()[-2]
     run = tmp_path / "tutorial" / "runs" / "first"
-    assert len((run / "metrics.jsonl").read_text().splitlines()) >= 16
+    assert len((run / "metrics.jsonl").read_text().splitlines()) >= 12
     assert json.loads((run / "summary.json").read_text())["duplicated_in_training"] == 0
     assert (tmp_path / "tutorial" / "my-model" / "model.safetensors").stat().st_size > 3_000_000
