@@ -108,11 +108,7 @@ def up(
 
 
 @app.command(epilog="Example: tidemill status --json")
-def status(
-    run_id: RunId = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = None,
-) -> None:
+def status(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None) -> None:
     """Say once how a run is doing; a finished run shows its summary.
 
     Finds the run's Redis by itself on the machine of `tidemill up`, elsewhere through TIDEMILL_REDIS_URL.
@@ -123,11 +119,7 @@ def status(
 
 
 @app.command(epilog="Example: tidemill report arith-1 --json")
-def report(
-    run_id: RunId = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = None,
-) -> None:
+def report(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None) -> None:
     """Say what a finished run came to, from its commits: where `tidemill up` has not seen it to its end.
 
     Writes summary.json and reward.png into the run's folder. Exits with 1 if anything was lost, trained

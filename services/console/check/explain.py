@@ -49,10 +49,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("run", _length(findings)),
         ("staleness", _staleness(trainer.max_staleness)),
         ("rollout", f"{rollout.workers} worker{plural} with the {rollout.engine} engine"),
-        (
-            "reward",
-            f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}",
-        ),
+        ("reward", f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}"),
         ("", _rewards_checked(findings)),
         ("redis", _redis(findings)),
     ]

@@ -133,8 +133,7 @@ app.command(epilog="Example: tidemill replay trajectories arith-1 --from 10 --to
 @app.command(epilog="Example: tidemill replay step 412 --set trainer.optimizer.lr=1e-4")
 def step(
     steps: Annotated[
-        str,
-        typer.Argument(metavar="STEPS", help="A step, or several: 3,17 or 10..14.", show_default=False),
+        str, typer.Argument(metavar="STEPS", help="A step, or several: 3,17 or 10..14.", show_default=False)
     ],
     run_id: RunId = None,
     overrides: Annotated[

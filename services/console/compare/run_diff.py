@@ -137,12 +137,7 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
 
 
 async def _step(
-    reader_a: RunReader,
-    reader_b: RunReader,
-    a: Commit,
-    b: Commit,
-    tolerance: float,
-    result: RunDiff,
+    reader_a: RunReader, reader_b: RunReader, a: Commit, b: Commit, tolerance: float, result: RunDiff
 ) -> AsyncIterator[Difference]:
     """The first difference of every aspect in which the step differs."""
     prompts_a, prompts_b = await reader_a.prompts(a), await reader_b.prompts(b)

@@ -19,13 +19,7 @@ from common.redis.broker import Broker
 from common.run.state import read_config
 from common.streams import remove_entries
 from common.wire.keys import Keys
-from services.console.dead.dead_letters import (
-    EVERY_LETTER,
-    Fates,
-    Letter,
-    LetterFilter,
-    read_letters,
-)
+from services.console.dead.dead_letters import EVERY_LETTER, Fates, Letter, LetterFilter, read_letters
 from services.console.dead.requeue import Requeuer, Verdict
 from services.console.dead.view import as_tree, list_table, print_letter, sample_name
 from services.console.launch.views import log_nothing

@@ -15,16 +15,7 @@ from common.streams.entries import Entry, Garbled, entry_id_of
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD
 from common.wire.keys import Keys
-from common.wire.messages import (
-    Commit,
-    DeadLetter,
-    Lane,
-    Message,
-    Score,
-    Ticket,
-    Trajectory,
-    WeightManifest,
-)
+from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
 
 SCAN_BATCH = 16
 """Letters read at once: each may hold a message of the greatest size."""

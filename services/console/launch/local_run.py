@@ -182,12 +182,7 @@ class LocalRun:
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
         summary = await summarise(
-            broker,
-            self.keys,
-            self.config,
-            self.folder.path,
-            wall_s=ran_s,
-            rollout_idle=self._rollout_idle,
+            broker, self.keys, self.config, self.folder.path, wall_s=ran_s, rollout_idle=self._rollout_idle
         )
         problems = failures(summary, self.config)
         verdict = self._verdict or self.snapshot.bottleneck

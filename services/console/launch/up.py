@@ -27,12 +27,7 @@ from common.run.state import CONFIG_FILE, run_exists
 from common.wire.keys import Keys
 from services.console.check.preflight import examine
 from services.console.launch.local_run import LocalRun
-from services.console.launch.processes import (
-    ServiceSpec,
-    exporter_spec,
-    metrics_ports,
-    service_specs,
-)
+from services.console.launch.processes import ServiceSpec, exporter_spec, metrics_ports, service_specs
 from services.console.run.folder import RunFolder, folder_of_runs, nearest
 
 

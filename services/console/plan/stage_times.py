@@ -52,10 +52,7 @@ class StageTimes:
         wanted = config.trainer.groups_per_step * config.trainer.group_size
         factor = wanted / (self.trained or self.completions)
         return replace(
-            self,
-            completions=self.completions * factor,
-            trained=wanted,
-            trainer_s=self.trainer_s * factor,
+            self, completions=self.completions * factor, trained=wanted, trainer_s=self.trainer_s * factor
         )
 
 

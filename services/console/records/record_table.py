@@ -9,15 +9,7 @@ from rich.text import Text
 
 from common.history import Record, StreamName
 from common.streams.entries import Garbled
-from common.wire.messages import (
-    Commit,
-    DeadLetter,
-    Message,
-    Score,
-    Ticket,
-    Trajectory,
-    WeightManifest,
-)
+from common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory, WeightManifest
 from services.console.text.untrusted import NOTHING, printable, took, when
 
 TEXT_CHARACTERS = 60

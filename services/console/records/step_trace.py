@@ -12,16 +12,7 @@ import numpy as np
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.streams.entries import Entry, entry_id_of
-from common.wire.messages import (
-    Commit,
-    Lane,
-    Score,
-    Ticket,
-    Trajectory,
-    TrajectoryKey,
-    Try,
-    WeightManifest,
-)
+from common.wire.messages import Commit, Lane, Score, Ticket, Trajectory, TrajectoryKey, Try, WeightManifest
 from services.console.records.ticket_trace import WHOLE_GROUP, advantages_in
 from services.console.records.values import jsonable, plain_fields
 

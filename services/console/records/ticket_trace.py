@@ -11,16 +11,7 @@ from typing import Any, TypeVar
 from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.streams.entries import Entry, entry_id_of
-from common.wire.messages import (
-    Commit,
-    DeadLetter,
-    Lane,
-    Message,
-    Score,
-    Ticket,
-    Trajectory,
-    WeightManifest,
-)
+from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
 from services.console.records.values import jsonable, plain_fields
 
 WHOLE_GROUP = -1

@@ -1,6 +1,6 @@
-"""Every Prometheus metric, from `common/telemetry/metrics.py` itself, as the tables at the end of docs/metrics.md.
+"""Every Prometheus metric, from `common/telemetry/metrics.py`, as the tables at the end of docs/metrics.md.
 
-`python -m services.console.reference.metric_table docs/metrics.md` writes them; with `--check` it says whether they are
+`python -m services.console.reference.metric_table docs/metrics.md` writes them; `--check` says whether they are
 current.
 """
 

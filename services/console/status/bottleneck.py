@@ -22,10 +22,7 @@ LITTLE_USE = 0.5
 """Reward workers that use less than this of what they can do at once are not too few."""
 NEGLIGIBLE = 0.005
 WORK = {ROLLOUT: "generate", REWARD: "score"}
-PASSED_ON = {
-    "wait:trajectories": (ROLLOUT, WAIT_TICKETS),
-    "wait:scores": (REWARD, WAIT_TRAJECTORIES),
-}
+PASSED_ON = {"wait:trajectories": (ROLLOUT, WAIT_TICKETS), "wait:scores": (REWARD, WAIT_TRAJECTORIES)}
 """What the trainer waits for, the role that makes it, and what that one waits for without work."""
 BLAMED_STATES = {
     WAIT_REDIS: REDIS,

@@ -106,10 +106,7 @@ def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None)
     if not total_s or not step_s:
         return {}
     shares: dict[str, Shares] = {"trainer": {state: spent / total_s for state, spent in seconds.items()}}
-    for role, work, wait in (
-        ("rollout", GENERATING, WAIT_TICKETS),
-        ("reward", SCORING, WAIT_TRAJECTORIES),
-    ):
+    for role, work, wait in (("rollout", GENERATING, WAIT_TICKETS), ("reward", SCORING, WAIT_TRAJECTORIES)):
         if workers := _mean(steps, f"stages/{role}_workers"):
             busy = min(1.0, _mean(steps, f"stages/{role}_busy_s") / (workers * step_s))
             shares[role] = {work: busy, wait: 1.0 - busy}

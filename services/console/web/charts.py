@@ -33,10 +33,7 @@ CHARTS = (
     Chart(
         "length",
         "Completion length, tokens",
-        (
-            ("mean", "completions/mean_length"),
-            ("longest", "completions/max_length"),
-        ),
+        (("mean", "completions/mean_length"), ("longest", "completions/max_length")),
     ),
     Chart("staleness", "Staleness, steps", (("mean", "staleness/mean"), ("most", "staleness/max"))),
     Chart(

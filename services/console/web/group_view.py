@@ -6,16 +6,7 @@ import numpy as np
 
 from common.history import History, Selection, StreamName
 from common.streams.entries import Entry, Garbled, entry_id_of, id_order
-from common.wire.messages import (
-    Commit,
-    DeadLetter,
-    Lane,
-    Message,
-    Score,
-    Ticket,
-    Trajectory,
-    WeightManifest,
-)
+from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
 from services.console.records.ticket_trace import advantages_in
 from services.console.web.group_index import WHOLE_GROUP, EntryId, GroupRow, Window
 

@@ -11,13 +11,7 @@ from common.streams import Delivery, append, append_numbered, group_status, leng
 from common.wire import codec
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Lane, Score, Ticket, Trajectory
-from services.console.dead.dead_letters import (
-    EVERY_LETTER,
-    Fates,
-    Letter,
-    LetterFilter,
-    read_letters,
-)
+from services.console.dead.dead_letters import EVERY_LETTER, Fates, Letter, LetterFilter, read_letters
 from services.console.dead.requeue import Requeuer, Verdict
 from tests.support.letters import bury_next, make_ticket, samples_of, tickets_of, write_letter
 from tests.support.training import make_score, messages, trainer_config

@@ -5,13 +5,7 @@ from typing import Any
 import pytest
 
 from common.wire.messages import Commit
-from services.console.status.summary import (
-    RunSummary,
-    Tally,
-    failures,
-    mean_score,
-    merge_evaluations,
-)
+from services.console.status.summary import RunSummary, Tally, failures, mean_score, merge_evaluations
 from tests.support.trajectories import make_config
 
 
