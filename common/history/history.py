@@ -11,15 +11,16 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from common.archive import stream_folder
 from common.archive.manifest import Manifest, gaps
 from common.redis.broker import Broker
 from common.streams import length, memory_bytes, read_back, read_range
-from common.streams.entries import START, Entry, Garbled, entry_id_of, id_before, id_order
+from common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
 from common.streams.selection import ALL, Selection, StreamName, numbered, time_of
 from common.wire.keys import Keys
-from common.wire.messages import Commit, Lane, Message, Score, Ticket, Trajectory
+from common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ log = logging.getLogger(__name__)
 """Of the standard library: commands read histories too, and their output is not for logs."""
 
 Record = Entry[Message] | Garbled
+M = TypeVar("M", bound=Message)
 
 READ_COUNT = 256
 NEAR_STEPS = 8
@@ -142,34 +144,34 @@ class History:
         """What there is of each stream, in Redis and in the archive."""
         return [await summarise(self.broker, self.keys, self._manifest(name), name) for name in streams]
 
-    async def trajectories(self, ticket: int, lane: Lane = Lane.TRAIN) -> list[Trajectory]:
-        """All trajectories of a ticket, by index; the first of each, as the trainer takes them."""
-        name = StreamName.TRAJECTORIES if lane is Lane.TRAIN else StreamName.TRAJECTORIES_EVAL
-        found = [m for m in await self._of_ticket(name, ticket) if isinstance(m, Trajectory)]
-        return list(
-            {message.index: message for message in sorted(found[::-1], key=lambda m: m.index)}.values()
-        )
-
-    async def scores(self, ticket: int, lane: Lane = Lane.TRAIN) -> list[Score]:
-        """All scores of a ticket, by index; the first of each."""
-        name = StreamName.SCORES if lane is Lane.TRAIN else StreamName.SCORES_EVAL
-        found = [m for m in await self._of_ticket(name, ticket) if isinstance(m, Score)]
-        return list(
-            {message.index: message for message in sorted(found[::-1], key=lambda m: m.index)}.values()
-        )
+    async def messages(
+        self, stream: StreamName, kind: type[M], selection: Selection = ALL, newest_first: bool = False
+    ) -> AsyncIterator[M]:
+        """The messages of the selected entries that can be decoded."""
+        async for record in self.scan(stream, selection, newest_first):
+            if isinstance(record, Entry) and isinstance(record.message, kind):
+                yield record.message
 
     async def ticket(self, ticket: int, lane: Lane = Lane.TRAIN) -> Ticket | None:
         """The ticket itself."""
-        name = StreamName.PROMPTS if lane is Lane.TRAIN else StreamName.PROMPTS_EVAL
-        found = [m for m in await self._of_ticket(name, ticket) if isinstance(m, Ticket)]
-        return found[0] if found else None
+        return await self._numbered(StreamName.PROMPTS.of(lane), Ticket, ticket)
 
     async def commit(self, step: int) -> Commit | None:
         """The commit of a step."""
-        number = entry_id_of(step)
-        async for record in self.scan(StreamName.COMMITS, Selection(first_id=number, last_id=number)):
-            if isinstance(record, Entry) and isinstance(record.message, Commit):
-                return record.message
+        return await self._numbered(StreamName.COMMITS, Commit, step)
+
+    async def manifest(self, version: int) -> WeightManifest | None:
+        """The announcement of a version."""
+        return await self._numbered(StreamName.WEIGHTS, WeightManifest, version)
+
+    async def _numbered(self, stream: StreamName, kind: type[M], number: int) -> M | None:
+        """The message whose entry id is its number."""
+        place = entry_id_of(number)
+        return await self._first(stream, kind, Selection(place, place))
+
+    async def _first(self, stream: StreamName, kind: type[M], selection: Selection) -> M | None:
+        async for message in self.messages(stream, kind, selection):
+            return message
         return None
 
     async def commit_of_ticket(self, ticket: int) -> Commit | None:
@@ -178,29 +180,17 @@ class History:
         issued = await self.ticket(ticket)
         if issued is not None:  # its step is known, and most train on it then or soon after
             near = replace(selection, steps=(max(0, issued.step - NEAR_STEPS), issued.step + NEAR_STEPS))
-            if (commit := await self._first_commit(near)) is not None:
+            if (commit := await self._first(StreamName.COMMITS, Commit, near)) is not None:
                 return commit
-        return await self._first_commit(selection)
-
-    async def _first_commit(self, selection: Selection) -> Commit | None:
-        async for record in self.scan(StreamName.COMMITS, selection):
-            if isinstance(record, Entry) and isinstance(record.message, Commit):
-                return record.message
-        return None
-
-    async def _of_ticket(self, stream: StreamName, ticket: int) -> list[Message]:
-        selection = Selection(tickets=(ticket, ticket))
-        return [r.message async for r in self.scan(stream, selection) if isinstance(r, Entry)]
+        return await self._first(StreamName.COMMITS, Commit, selection)
 
     async def _by_tickets(self, stream: StreamName, selection: Selection) -> Selection:
         """The selection with steps told as a range of tickets, for streams that know no steps."""
         if selection.steps is None or "step" in stream.message_type.model_fields:
             return selection
-        prompts = StreamName.PROMPTS if stream.lane is Lane.TRAIN else StreamName.PROMPTS_EVAL
-        wanted = self.scan(prompts, Selection(steps=selection.steps))
-        tickets = [
-            r.message.ticket async for r in wanted if isinstance(r, Entry) and isinstance(r.message, Ticket)
-        ]
+        wanted = Selection(steps=selection.steps)
+        issued = self.messages(StreamName.PROMPTS.of(stream.lane), Ticket, wanted)
+        tickets = [ticket.ticket async for ticket in issued]
         span = (float(min(tickets)), float(max(tickets))) if tickets else (0.0, -1.0)
         return replace(selection, steps=None, tickets=span)
 
@@ -279,8 +269,7 @@ def _after(selection: Selection, position: str) -> Selection:
     """What is selected beyond an entry."""
     if position == START:
         return selection
-    milliseconds, sequence = id_order(position)
-    following = f"{milliseconds}-{sequence + 1}"
+    following = id_after(position)
     if selection.first_id != "-" and id_order(selection.first_id) >= id_order(following):
         return selection
     return replace(selection, first_id=following)

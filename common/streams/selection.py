@@ -47,6 +47,10 @@ class StreamName(StrEnum):
         """Training or evaluation; streams without lanes belong to training."""
         return Lane.EVAL if self.endswith(":eval") else Lane.TRAIN
 
+    def of(self, lane: Lane) -> "StreamName":
+        """The stream of the same messages in a lane."""
+        return StreamName(f"{self.removesuffix(':eval')}{':eval' if lane is Lane.EVAL else ''}")
+
     @property
     def message_type(self) -> type[Message]:
         """What its entries hold."""

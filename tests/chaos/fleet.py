@@ -19,8 +19,8 @@ from common.config import RunConfig
 from common.redis.broker import Broker
 from common.run.state import publish_config
 from common.wire.keys import Keys
-from services.console.launch.processes import ServiceSpec, service_environment, service_specs
-from services.console.launch.supervisor import FIRST_PAUSE_S
+from services.console.processes.service import ServiceSpec, service_environment, service_specs
+from services.console.processes.supervisor import FIRST_PAUSE_S
 from tests.chaos.mortal_redis import MortalRedis
 
 POLL_S = 0.05

@@ -17,7 +17,7 @@ import services.trainer.__main__
 from common.errors import ConfigError, TidemillError, first_cause
 from common.process import service
 from common.run.state import FINISHED
-from services.console.launch.supervisor import (
+from services.console.processes.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MAX_YOUNG_DEATHS,

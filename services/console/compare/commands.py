@@ -12,9 +12,10 @@ from common.errors import ConfigError
 from common.process.programs import run_main
 from services.console.compare.differences import Aspect, Difference
 from services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
-from services.console.records.values import jsonable
+from services.console.options import DiffOptions
 from services.console.run.folder import find_run, folder_of_runs
 from services.console.run.history import RunAccess, open_history
+from services.console.text.values import jsonable
 
 MAX_WIDTH = 60
 """Characters of a value in the table; --json has all of it."""
@@ -35,16 +36,14 @@ MEANINGS = {
 }
 
 
-def show_diff(
-    run_a: str, run_b: str, runs_dir_a: Path | None, runs_dir_b: Path | None, tolerance: float, as_json: bool
-) -> int:
+def show_diff(options: DiffOptions) -> int:
     """Compare and print; returns 0 where nothing differs by more than rounding, else 1.
 
     Raises:
         ConfigError: one of the runs is not there, or nothing tells its config.
     """
-    names, result = run_main(_diff((run_a, runs_dir_a), (run_b, runs_dir_b or runs_dir_a), tolerance))
-    if as_json:
+    names, result = run_main(_diff(options))
+    if options.as_json:
         tree = {"run_a": names[0], "run_b": names[1], **result.as_dict()}
         print(json.dumps(jsonable(tree), indent=2, allow_nan=False))
     else:
@@ -52,13 +51,12 @@ def show_diff(
     return 1 if result.differences else 0
 
 
-async def _diff(
-    a: tuple[str, Path | None], b: tuple[str, Path | None], tolerance: float
-) -> tuple[tuple[str, str], RunDiff]:
+async def _diff(options: DiffOptions) -> tuple[tuple[str, str], RunDiff]:
+    a, b = (options.run_a, options.runs_dir), (options.run_b, options.runs_dir_b or options.runs_dir)
     if _folder(a) == _folder(b):
         raise ConfigError(f"{a[0]} and {b[0]} are the same run; give two.")
     async with open_history(*a) as access_a, open_history(*b) as access_b:
-        result = await diff_runs(_opened(access_a), _opened(access_b), tolerance)
+        result = await diff_runs(_opened(access_a), _opened(access_b), options.tolerance)
         return (access_a.run_id, access_b.run_id), result
 
 

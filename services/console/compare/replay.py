@@ -9,8 +9,6 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -19,27 +17,16 @@ from common.errors import ConfigError, TidemillError
 from common.process.programs import Program, run_main, run_own
 from common.redis.client import URL_VARIABLE
 from services.console.compare.replay_view import ReplayProgress, print_result
-from services.console.records.values import jsonable
+from services.console.options import ReplayOptions
 from services.console.run.history import RunAccess, open_history
+from services.console.text.values import jsonable
 
 MAX_STEPS = 10_000
 LINE_BYTES = 64 << 20
 """Longest line that is read from the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What the user asked for."""
-
-    run_id: str | None
-    runs_dir: Path | None
-    steps: str
-    overrides: tuple[str, ...] = ()
-    to_torch: Path | None = None
-    with_weights: bool = False
-
-
-def replay_steps(options: ReplayOptions, shows_all: bool, as_json: bool) -> int:
+def replay_steps(options: ReplayOptions) -> int:
     """Replay and print; returns the exit code.
 
     Raises:
@@ -51,13 +38,13 @@ def replay_steps(options: ReplayOptions, shows_all: bool, as_json: bool) -> int:
         raise ConfigError("--to-torch writes the batch of one step; name one.")
     if options.with_weights and not options.to_torch:
         raise ConfigError("--with-weights goes with --to-torch FILE.")
-    results = run_main(_replay(options, steps, as_json))
-    if as_json:
+    results = run_main(_replay(options, steps))
+    if options.as_json:
         print(json.dumps(jsonable(results), indent=2, allow_nan=False))
     else:
         console = Console(highlight=False)
         for result in results:
-            print_result(console, result, shows_all)
+            print_result(console, result, options.shows_all)
     return 0 if all(result["equal"] for result in results) else 1
 
 
@@ -79,10 +66,10 @@ def parse_steps(text: str) -> list[int]:
     return sorted(found)
 
 
-async def _replay(options: ReplayOptions, steps: list[int], is_quiet: bool) -> list[dict[str, Any]]:
+async def _replay(options: ReplayOptions, steps: list[int]) -> list[dict[str, Any]]:
     async with open_history(options.run_id, options.runs_dir) as access:
         results = []
-        with ReplayProgress(steps, is_quiet) as progress, tempfile.TemporaryFile() as messages:
+        with ReplayProgress(steps, options.as_json) as progress, tempfile.TemporaryFile() as messages:
             async for event in _events(_command(options, access, steps), access.address, messages):
                 if event["kind"] == "result":
                     results.append(event)

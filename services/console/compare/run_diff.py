@@ -17,11 +17,10 @@ from common.history import (
     History,
     MissingRecordsError,
     RecordedGroup,
-    Selection,
     StreamName,
     TicketCursor,
 )
-from common.streams.entries import Entry
+from common.history.outcomes import dropped_groups, tickets_of
 from common.wire.messages import Commit, Ticket
 from services.console.compare.differences import (
     Aspect,
@@ -72,7 +71,7 @@ class DiffedRun:
     config: RunConfig
 
 
-class RunReader:
+class StepReader:
     """A run's steps, one after another. `async with RunReader(run) as reader:`"""
 
     def __init__(self, run: DiffedRun) -> None:
@@ -82,7 +81,7 @@ class RunReader:
         self.tickets = TicketCursor(run.history)
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> "RunReader":
+    async def __aenter__(self) -> "StepReader":
         await self._stack.enter_async_context(self.groups)
         self._stack.push_async_callback(self.tickets.aclose)
         return self
@@ -92,13 +91,12 @@ class RunReader:
 
     async def commits(self) -> AsyncIterator[Commit]:
         """All of them, in order."""
-        async for record in self.history.scan(StreamName.COMMITS, Selection()):
-            if isinstance(record, Entry) and isinstance(record.message, Commit):
-                yield record.message
+        async for commit in self.history.messages(StreamName.COMMITS, Commit):
+            yield commit
 
     async def records(self, commit: Commit) -> dict[int, RecordedGroup] | None:
         """What the step was trained on; None where the streams do not have it any more."""
-        self.groups.close(ticket for ticket, index, _ in commit.dropped if index < 0)
+        self.groups.close(ticket for ticket, _ in dropped_groups(commit))
         try:
             return await self.groups.groups(commit.groups)
         except MissingRecordsError:
@@ -109,7 +107,7 @@ class RunReader:
     async def prompts(self, commit: Commit) -> dict[int, Ticket]:
         """The tickets that the step was trained on, as far as they are there."""
         found = await self.tickets.tickets(commit.groups)
-        self.tickets.close([*commit.groups, *(ticket for ticket, _, _ in commit.dropped)])
+        self.tickets.close(tickets_of(commit))
         return found
 
 
@@ -120,7 +118,7 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
         for change in changed_fields(a.config, b.config)
     ]
     result = RunDiff(changes)
-    async with RunReader(a) as reader_a, RunReader(b) as reader_b:
+    async with StepReader(a) as reader_a, StepReader(b) as reader_b:
         commits_a, commits_b = reader_a.commits(), reader_b.commits()
         while True:
             commit_a, commit_b = await anext(commits_a, None), await anext(commits_b, None)
@@ -137,7 +135,7 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
 
 
 async def _step(
-    reader_a: RunReader, reader_b: RunReader, a: Commit, b: Commit, tolerance: float, result: RunDiff
+    reader_a: StepReader, reader_b: StepReader, a: Commit, b: Commit, tolerance: float, result: RunDiff
 ) -> AsyncIterator[Difference]:
     """The first difference of every aspect in which the step differs."""
     prompts_a, prompts_b = await reader_a.prompts(a), await reader_b.prompts(b)

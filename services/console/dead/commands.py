@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
@@ -19,10 +18,11 @@ from common.redis.broker import Broker
 from common.run.state import read_config
 from common.streams import remove_entries
 from common.wire.keys import Keys
-from services.console.dead.dead_letters import EVERY_LETTER, Fates, Letter, LetterFilter, read_letters
-from services.console.dead.requeue import Requeuer, Verdict
+from services.console.dead.dead_letters import Letter, read_letters
+from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
 from services.console.dead.view import as_tree, list_table, print_letter, sample_name
 from services.console.launch.views import log_nothing
+from services.console.options import LetterChoice
 from services.console.run.connection import connect
 from services.console.run.folder import find_run, folder_of_runs
 from services.console.text.untrusted import printable
@@ -30,40 +30,30 @@ from services.console.text.untrusted import printable
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class DeadOptions:
-    """Which run, and which of its letters."""
+def _check(choice: LetterChoice, verb: str) -> None:
+    """Either ids or --all; filters go with --all.
 
-    run_id: str | None
-    runs_dir: Path | None
-    wanted: LetterFilter = EVERY_LETTER
-    ids: tuple[str, ...] = ()
-    has_all: bool = False
-
-    def check(self, verb: str) -> None:
-        """Either ids or --all; filters go with --all.
-
-        Raises:
-            ConfigError: neither or both were given.
-        """
-        if bool(self.ids) == self.has_all:
-            raise ConfigError(
-                f"tidemill dead {verb} takes the ids of letters, or --all; `tidemill dead list` has them."
-            )
-        if self.ids and self.wanted != EVERY_LETTER:
-            raise ConfigError("filters choose among --all letters; leave them out, or the ids.")
+    Raises:
+        ConfigError: neither or both were given.
+    """
+    if bool(choice.ids) == choice.has_all:
+        raise ConfigError(
+            f"tidemill dead {verb} takes the ids of letters, or --all; `tidemill dead list` has them."
+        )
+    if choice.ids and choice.is_narrow:
+        raise ConfigError("filters choose among --all letters; leave them out, or the ids.")
 
 
-def show_list(options: DeadOptions, as_json: bool, limit: int) -> None:
+def show_list(choice: LetterChoice, as_json: bool, limit: int) -> None:
     """Print the letters that the filter takes, the newest `limit` of them."""
-    letters = run_main(_with_run(options, _read))
+    letters = run_main(_with_run(choice, _read))
     shown = letters[-limit:] if limit else letters
     if as_json:
         print(json.dumps([as_tree(letter) for letter in shown], indent=2))
         return
     console = Console(highlight=False)
     if not letters:
-        console.print("no dead letters" + (" that fit" if options.wanted != EVERY_LETTER else ""))
+        console.print("no dead letters" + (" that fit" if choice.is_narrow else ""))
         return
     console.print(list_table(shown))
     if len(shown) < len(letters):
@@ -74,53 +64,53 @@ def show_list(options: DeadOptions, as_json: bool, limit: int) -> None:
     )
 
 
-def show_one(options: DeadOptions, as_json: bool, with_hex: bool) -> None:
+def show_one(choice: LetterChoice, as_json: bool, with_hex: bool) -> None:
     """Print everything that is known of one letter.
 
     Raises:
         ConfigError: there is no such letter.
     """
-    (letter,) = _chosen(options, run_main(_with_run(options, _read)))
+    (letter,) = _chosen(choice, run_main(_with_run(choice, _read)))
     if as_json:
         print(json.dumps(as_tree(letter, with_content=True), indent=2))
     else:
         print_letter(Console(highlight=False), letter, with_hex)
 
 
-def requeue_letters(options: DeadOptions) -> int:
+def requeue_letters(choice: LetterChoice) -> int:
     """Put letters back; returns 0, or 1 where a letter that was named could not be."""
-    options.check("requeue")
+    _check(choice, "requeue")
 
-    async def put_back(run: "_Run") -> list[Verdict]:
-        letters = _chosen(options, await _read(run))
+    async def put_back(run: "_Run") -> list[LetterResult]:
+        letters = _chosen(choice, await _read(run))
         requeuer = await run.requeuer()
         return [await requeuer.put_back(letter) for letter in letters]
 
-    return _report(options, run_main(_with_run(options, put_back)), "put back")
+    return _report(choice, run_main(_with_run(choice, put_back)), "put back")
 
 
-def drop_letters(options: DeadOptions, is_sure: bool) -> int:
+def drop_letters(choice: LetterChoice, is_sure: bool) -> int:
     """Remove letters for good, after asking; returns 0, or 1 where a letter that was named could not be.
 
     Raises:
         ConfigError: nobody can be asked, and `is_sure` was not said.
     """
-    options.check("drop")
-    letters = _chosen(options, run_main(_with_run(options, _read)))
+    _check(choice, "drop")
+    letters = _chosen(choice, run_main(_with_run(choice, _read)))
     if letters and not is_sure:
         _ask(letters)
 
-    async def drop(run: "_Run") -> list[Verdict]:
+    async def drop(run: "_Run") -> list[LetterResult]:
         requeuer = await run.requeuer()
-        verdicts = []
+        results = []
         for letter in letters:
             reason = await requeuer.reason_to_keep(letter)
             if not reason and not await remove_entries(run.broker, run.keys.dead, [letter.letter_id]):
                 reason = "it is gone already"
-            verdicts.append(Verdict(letter, not reason, reason))
-        return verdicts
+            results.append(LetterResult(letter, not reason, reason))
+        return results
 
-    return _report(options, run_main(_with_run(options, drop)), "dropped")
+    return _report(choice, run_main(_with_run(choice, drop)), "dropped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +118,25 @@ class _Run:
     broker: Broker
     keys: Keys
     config: RunConfig
-    wanted: LetterFilter
+    wanted: LetterChoice
 
     async def requeuer(self) -> Requeuer:
-        return Requeuer(self.broker, self.keys, self.config, await Fates.read(self.broker, self.keys))
+        return Requeuer(self.broker, self.keys, self.config, await TicketEnds.read(self.broker, self.keys))
 
 
-async def _with_run(options: DeadOptions, work: Callable[[_Run], Awaitable[T]]) -> T:
-    async with _open(options) as run:
+async def _with_run(choice: LetterChoice, work: Callable[[_Run], Awaitable[T]]) -> T:
+    async with _open(choice) as run:
         return await work(run)
 
 
 @asynccontextmanager
-async def _open(options: DeadOptions) -> AsyncIterator[_Run]:
+async def _open(choice: LetterChoice) -> AsyncIterator[_Run]:
     log_nothing()
-    folder = find_run(options.run_id, folder_of_runs(options.runs_dir))
+    folder = find_run(choice.run_id, folder_of_runs(choice.runs_dir))
     broker = await connect(folder)
     try:
         keys = Keys(folder.run_id)
-        yield _Run(broker, keys, await read_config(broker, keys), options.wanted)
+        yield _Run(broker, keys, await read_config(broker, keys), choice)
     finally:
         await broker.close()
 
@@ -155,17 +145,17 @@ async def _read(run: _Run) -> list[Letter]:
     return await read_letters(run.broker, run.keys, run.wanted, run.config.streams.max_message_mb << 20)
 
 
-def _chosen(options: DeadOptions, letters: Sequence[Letter]) -> list[Letter]:
+def _chosen(choice: LetterChoice, letters: Sequence[Letter]) -> list[Letter]:
     """The letters that were named, in that order, or all."""
-    if not options.ids:
+    if not choice.ids:
         return list(letters)
     by_id = {letter.letter_id: letter for letter in letters}
-    if unknown := [name for name in options.ids if name not in by_id]:
+    if unknown := [name for name in choice.ids if name not in by_id]:
         raise ConfigError(
             f"there is no dead letter {unknown[0]!r}; `tidemill dead list` has the ids of the {len(letters)} "
             "there are."
         )
-    return [by_id[name] for name in dict.fromkeys(options.ids)]
+    return [by_id[name] for name in dict.fromkeys(choice.ids)]
 
 
 def _ask(letters: Sequence[Letter]) -> None:
@@ -178,18 +168,18 @@ def _ask(letters: Sequence[Letter]) -> None:
         raise ConfigError("nothing was dropped.")
 
 
-def _report(options: DeadOptions, verdicts: Sequence[Verdict], verb: str) -> int:
+def _report(choice: LetterChoice, results: Sequence[LetterResult], verb: str) -> int:
     console = Console(highlight=False)
-    for verdict in verdicts:
-        style = "green" if verdict.is_done else "yellow"
-        name = f"{verdict.letter.letter_id}  {verdict.letter.content.origin} {sample_name(verdict.letter)}"
-        words = f"  {verdict.words}" if verdict.words else ""
+    for result in results:
+        style = "green" if result.is_done else "yellow"
+        name = f"{result.letter.letter_id}  {result.letter.content.origin} {sample_name(result.letter)}"
+        words = f"  {result.words}" if result.words else ""
         console.print(
             Text.assemble(
-                printable(name), "  ", (verb if verdict.is_done else f"not {verb}", style), printable(words)
+                printable(name), "  ", (verb if result.is_done else f"not {verb}", style), printable(words)
             ),
             soft_wrap=True,
         )
-    num_done = sum(verdict.is_done for verdict in verdicts)
-    console.print(f"{num_done} of {len(verdicts)} {verb}")
-    return 1 if options.ids and num_done < len(verdicts) else 0
+    num_done = sum(result.is_done for result in results)
+    console.print(f"{num_done} of {len(results)} {verb}")
+    return 1 if choice.ids and num_done < len(results) else 0

@@ -8,25 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import CodecError
+from common.history import StreamName
 from common.redis.broker import Broker
-from common.run.state import FINISHED, read_state
 from common.streams import dead_letter, has_entry, scan
-from common.streams.entries import Entry, Garbled, entry_id_of
+from common.streams.entries import Garbled, entry_id_of
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD
 from common.wire.keys import Keys
-from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory, WeightManifest
+from common.wire.messages import (
+    DeadLetter,
+    Lane,
+    Message,
+)
+from services.console.options import LetterFilter
 
 SCAN_BATCH = 16
 """Letters read at once: each may hold a message of the greatest size."""
-KINDS: dict[str, type[Message]] = {
-    "prompts": Ticket,
-    "trajectories": Trajectory,
-    "scores": Score,
-    "weights": WeightManifest,
-    "commits": Commit,
-}
-"""What the streams hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +73,14 @@ class Letter:
         return int(getattr(source, "ticket", -1)), int(getattr(source, "index", -1))
 
 
-@dataclass(frozen=True, slots=True)
-class LetterFilter:
-    """Which letters are meant; every condition that is given must hold."""
-
-    stream: str = ""
-    ticket: int | None = None
-    error: str = ""
-    worker: str = ""
-
-    def takes(self, letter: Letter) -> bool:
-        """Whether the letter is one of them."""
-        return (
-            self.stream in ("", letter.content.origin)
-            and self.ticket in (None, letter.key[0])
-            and self.error.lower() in letter.content.error.lower()
-            and self.worker in letter.content.worker
-        )
-
-
-EVERY_LETTER = LetterFilter()
+def is_wanted(letter: Letter, wanted: LetterFilter) -> bool:
+    """Whether the filter takes the letter."""
+    return (
+        wanted.stream in ("", letter.content.origin)
+        and wanted.ticket in (None, letter.key[0])
+        and wanted.error.lower() in letter.content.error.lower()
+        and wanted.worker in letter.content.worker
+    )
 
 
 async def read_letters(broker: Broker, keys: Keys, wanted: LetterFilter, max_bytes: int) -> list[Letter]:
@@ -106,16 +91,17 @@ async def read_letters(broker: Broker, keys: Keys, wanted: LetterFilter, max_byt
             letter = unreadable_letter(entry)
         else:
             letter = decode_letter(entry.entry_id, entry.message, max_bytes)
-        if wanted.takes(letter):
+        if is_wanted(letter, wanted):
             letters.append(letter)
     return letters
 
 
 def decode_letter(letter_id: str, content: DeadLetter, max_bytes: int) -> Letter:
     """A letter with its original message, as far as it can be decoded."""
-    kind = KINDS.get(content.origin.partition(":")[0])
     fields = {name.encode(): value for name, value in content.fields.items()}
-    if kind is None:
+    try:
+        kind = StreamName(content.origin).message_type
+    except ValueError:
         return Letter(letter_id, content, problem=f"{content.origin!r} is no stream of this release")
     try:
         return Letter(letter_id, content, codec.decode(fields, kind, max_bytes))
@@ -138,61 +124,6 @@ def unreadable_letter(entry: Garbled) -> Letter:
     """A letter that cannot be decoded itself."""
     content = dead_letter("dead", entry.entry_id, entry.fields, entry.error, attempts=0)
     return Letter(entry.entry_id, content, problem="the letter itself cannot be decoded", is_readable=False)
-
-
-WHOLE_GROUP = -1
-COMMITS_BATCH, TICKETS_BATCH = 32, 256
-
-
-@dataclass(slots=True)
-class Fates:
-    """The ends that tickets have come to, by number."""
-
-    trained: dict[int, int] = field(default_factory=dict)
-    """Ticket -> step that trained its group."""
-    dropped: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Ticket -> step whose commit tells that it was replaced, and why."""
-    replaced_by: dict[int, int] = field(default_factory=dict)
-    """Ticket -> the ticket that was issued in its place."""
-    evaluated: set[int] = field(default_factory=set)
-    """Versions whose evaluation is on record."""
-    is_finished: bool = False
-
-    @classmethod
-    async def read(cls, broker: Broker, keys: Keys) -> "Fates":
-        """Read a run's commits, tickets and state."""
-        state = await read_state(broker, keys)
-        fates = cls(is_finished=state.get("status") == FINISHED)
-        fates.evaluated = {item.get("version", -1) for item in state.get("evaluations") or []}
-        async for entry in scan(broker, keys.commits, Commit, batch=COMMITS_BATCH):
-            if isinstance(entry, Entry):
-                fates._add(entry.message)
-        async for ticket in scan(broker, keys.prompts(), Ticket, batch=TICKETS_BATCH):
-            if isinstance(ticket, Entry) and ticket.message.replaces >= 0:
-                fates.replaced_by[ticket.message.replaces] = ticket.message.ticket
-        return fates
-
-    def of(self, ticket: int, lane: Lane, version: int | None = None) -> str:
-        """Why nothing waits for this ticket any more, in words; empty where something does.
-
-        `version` is what an evaluation ticket evaluates.
-        """
-        if lane is Lane.EVAL:
-            if version is not None and version in self.evaluated:
-                return f"the evaluation of version {version} is on record, without this sample"
-        elif ticket in self.trained:
-            return f"ticket {ticket} was trained at step {self.trained[ticket]}, which is committed"
-        elif ticket in self.replaced_by:
-            return f"ticket {ticket} was replaced by ticket {self.replaced_by[ticket]}"
-        elif ticket in self.dropped:
-            return f"ticket {ticket} was replaced; the commit of step {self.dropped[ticket][0]} tells of it"
-        return "the run is finished" if self.is_finished else ""
-
-    def _add(self, commit: Commit) -> None:
-        self.trained.update((ticket, commit.step) for ticket in commit.groups)
-        for ticket, index, reason in commit.dropped:
-            if index == WHOLE_GROUP:
-                self.dropped[ticket] = commit.step, reason
 
 
 async def is_trimmed(broker: Broker, keys: Keys, ticket: int, lane: Lane) -> bool:

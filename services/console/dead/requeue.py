@@ -16,19 +16,22 @@ evaluations in progress, and for messages that only a newer release can read.
 from dataclasses import dataclass
 
 from common.config import RunConfig
+from common.history import History
+from common.history.outcomes import TicketOutcomes
 from common.redis.broker import Broker
+from common.run.state import FINISHED, read_state
 from common.streams import DONE, LETTER_GONE, Progress, group_status, reappend, requeue, scan
 from common.streams.entries import Entry
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Lane, Ticket, Trajectory
-from services.console.dead.dead_letters import Fates, Letter, is_trimmed
+from services.console.dead.dead_letters import Letter, is_trimmed
 
 ONLY_TRAINER = "is written by the trainer alone, which writes it again itself where it is needed"
 GONE = "the letter is gone: somebody has put it back or dropped it meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LetterResult:
     """What came of one letter."""
 
     letter: Letter
@@ -36,27 +39,59 @@ class Verdict:
     words: str
 
 
+@dataclass(frozen=True, slots=True)
+class TicketEnds:
+    """Why nothing waits for a ticket any more, in words."""
+
+    outcomes: TicketOutcomes
+    evaluated: frozenset[int] = frozenset()
+    """Versions whose evaluation is on record."""
+    is_finished: bool = False
+
+    @classmethod
+    async def read(cls, broker: Broker, keys: Keys) -> "TicketEnds":
+        """Read a run's commits, tickets and state."""
+        state = await read_state(broker, keys)
+        evaluated = frozenset(item.get("version", -1) for item in state.get("evaluations") or [])
+        outcomes = await TicketOutcomes.read(History(keys.run_id, None, broker))
+        return cls(outcomes, evaluated, state.get("status") == FINISHED)
+
+    def of(self, ticket: int, lane: Lane, version: int | None = None) -> str:
+        """The reason; empty where something still waits. `version` is what an evaluation ticket evaluates."""
+        known = self.outcomes
+        if lane is Lane.EVAL:
+            if version is not None and version in self.evaluated:
+                return f"the evaluation of version {version} is on record, without this sample"
+        elif ticket in known.trained:
+            return f"ticket {ticket} was trained at step {known.trained[ticket]}, which is committed"
+        elif ticket in known.replaced_by:
+            return f"ticket {ticket} was replaced by ticket {known.replaced_by[ticket]}"
+        elif ticket in known.dropped:
+            return f"ticket {ticket} was replaced; the commit of step {known.dropped[ticket]} tells of it"
+        return "the run is finished" if self.is_finished else ""
+
+
 class Requeuer:
     """Puts letters of one run back, one at a time."""
 
-    def __init__(self, broker: Broker, keys: Keys, config: RunConfig, fates: Fates) -> None:
-        self.broker, self.keys, self.config, self.fates = broker, keys, config, fates
+    def __init__(self, broker: Broker, keys: Keys, config: RunConfig, ends: TicketEnds) -> None:
+        self.broker, self.keys, self.config, self.ends = broker, keys, config, ends
 
-    async def put_back(self, letter: Letter) -> Verdict:
+    async def put_back(self, letter: Letter) -> LetterResult:
         """Put one message back, exactly once, or say why not."""
         if reason := await self._refusal(letter):
-            return Verdict(letter, False, reason)
+            return LetterResult(letter, False, reason)
         if letter.stream == "scores":
             key = self.keys.scores(letter.lane)
             is_done = await reappend(self.broker, self.keys.dead, letter.letter_id, key, letter.fields)
-            return Verdict(letter, is_done, "appended to the scores again" if is_done else GONE)
+            return LetterResult(letter, is_done, "appended to the scores again" if is_done else GONE)
         return await self._hand_out_again(letter)
 
     async def reason_to_keep(self, letter: Letter) -> str:
         """Why the letter must not be dropped yet: the trainer learns from it that a group is dead."""
         ticket = letter.content.ticket
         is_news = letter.stream in ("prompts", "trajectories") and letter.content.entry_id and ticket >= 0
-        if not is_news or letter.lane is Lane.EVAL or self.fates.of(ticket, letter.lane):
+        if not is_news or letter.lane is Lane.EVAL or self.ends.of(ticket, letter.lane):
             return ""
         if await is_trimmed(self.broker, self.keys, ticket, letter.lane):
             return ""
@@ -73,20 +108,21 @@ class Requeuer:
         if letter.stream == "trajectories" and not letter.content.entry_id:
             return "it is too old for its step and may never be trained on; its group was replaced"
         ticket, _ = letter.key
-        if fate := self.fates.of(ticket, letter.lane, _version_of(letter)):
-            return f"{fate}; there is nothing left that it could be used for"
+        if end := self.ends.of(ticket, letter.lane, _version_of(letter)):
+            return f"{end}; there is nothing left that it could be used for"
         if await is_trimmed(self.broker, self.keys, ticket, letter.lane):
             return f"ticket {ticket} has been trimmed: nothing needs it any more"
         return ""
 
-    async def _hand_out_again(self, letter: Letter) -> Verdict:
+    async def _hand_out_again(self, letter: Letter) -> LetterResult:
         """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
         lane, (ticket, _) = letter.lane, letter.key
         is_ticket = letter.stream == "prompts"
         key = self.keys.prompts(lane) if is_ticket else self.keys.trajectories(lane)
         group = ROLLOUT_GROUP if is_ticket else REWARD_GROUP
+        lease_s, progress_key = self.config.streams.lease_s, self.keys.progress(ticket, lane)
         if await group_status(self.broker, key, group) is None:
-            return Verdict(letter, False, f"no {group} worker has ever joined; start one first")
+            return LetterResult(letter, False, f"no {group} worker has ever joined; start one first")
         answer = await requeue(
             self.broker,
             self.keys.dead,
@@ -94,17 +130,13 @@ class Requeuer:
             key,
             group,
             letter.content.entry_id,
-            lease_s=self.config.streams.lease_s,
-            progress=await self._progress(ticket, lane)
-            if is_ticket
-            else Progress(self._progress_key(ticket, lane)),
+            lease_s=lease_s,
+            progress=await self._progress(ticket, lane) if is_ticket else Progress(progress_key),
         )
         if answer == DONE:
-            return Verdict(
-                letter, True, f"the next {group} worker takes it, within {self.config.streams.lease_s:g} s"
-            )
+            return LetterResult(letter, True, f"the next {group} worker takes it, within {lease_s:g} s")
         trimmed = "its stream does not hold it any more: it was trimmed, so nothing needs it"
-        return Verdict(letter, False, GONE if answer == LETTER_GONE else trimmed)
+        return LetterResult(letter, False, GONE if answer == LETTER_GONE else trimmed)
 
     async def _progress(self, ticket: int, lane: Lane) -> Progress:
         """What was published before the ticket died must not be generated a second time."""
@@ -112,12 +144,8 @@ class Requeuer:
         async for entry in scan(self.broker, self.keys.trajectories(lane), Trajectory):
             if isinstance(entry, Entry) and entry.message.ticket == ticket:
                 published.setdefault(entry.message.index, entry.message.min_version)
-        return Progress(
-            self._progress_key(ticket, lane), sorted(published), min(published.values(), default=None)
-        )
-
-    def _progress_key(self, ticket: int, lane: Lane) -> str:
-        return self.keys.progress(ticket, lane)
+        least = min(published.values(), default=None)
+        return Progress(self.keys.progress(ticket, lane), sorted(published), least)
 
 
 def _version_of(letter: Letter) -> int | None:

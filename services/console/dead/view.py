@@ -7,14 +7,15 @@ terminal would act on, or that change the order of reading, are shown as escapes
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from services.console.dead.dead_letters import Letter
-from services.console.records.values import jsonable, plain_fields, print_values
+from services.console.records.tables import print_values
+from services.console.text.tables import listing, name_table
 from services.console.text.untrusted import NOTHING, printable, when
+from services.console.text.values import jsonable, plain_fields
 
 ERROR_CHARACTERS = 60
 HEX_ROW_BYTES = 16
@@ -24,10 +25,8 @@ HEX_FIRST_BYTES = 512
 
 def list_table(letters: Sequence[Letter]) -> Table:
     """One line for each letter."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in ("id", "when", "stream", "sample", "error", "attempts", "worker"):
-        is_long = title in ("error", "worker")
-        table.add_column(title, no_wrap=not is_long, overflow="fold" if is_long else "ellipsis")
+    titles = ("id", "when", "stream", "sample", "error", "attempts", "worker")
+    table = listing(titles, folds=("error", "worker"))
     for letter in letters:
         content = letter.content
         cells = (
@@ -54,9 +53,7 @@ def sample_name(letter: Letter) -> str:
 def print_letter(console: Console, letter: Letter, with_hex: bool) -> None:
     """Every field of a letter, then the message that died, or its bytes."""
     content = letter.content
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = name_table("bold", indent=0)
     rows = [
         ("letter", letter.letter_id),
         ("died", when(letter.died_at)),

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from common.archive import archive_folder, is_whole, mark_whole, stream_folder
 from common.archive.manifest import Manifest
@@ -21,6 +19,7 @@ from common.streams.selection import StreamName
 from common.telemetry.logs import configure_logs
 from common.wire.keys import Keys
 from services.console.run.folder import nearest
+from services.console.text.tables import listing
 
 PATIENCE_S = 60.0
 """How long an archiver that is at work is waited for."""
@@ -101,9 +100,8 @@ def _show(run_dir: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(archive_folder(run_dir)), "streams": rows}))
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in ("stream", "entries", "files", "size", "of payload", "removed"):
-        table.add_column(title, justify="left" if title == "stream" else "right")
+    titles = ("stream", "entries", "files", "size", "of payload", "removed")
+    table = listing(titles, titles[1:])
     for stream, row in rows.items():
         sizes = decimal(row["bytes"]), decimal(row["payload_bytes"])
         table.add_row(str(stream), f"{row['entries']:,}", f"{row['files']:,}", *sizes, f"{row['removed']:,}")

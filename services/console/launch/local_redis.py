@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from common.errors import BrokerError
 from common.redis.embedded import EmbeddedRedis
-from services.console.launch.guard import Guard
+from services.console.processes.guard import Guard
 from services.console.run.folder import RunFolder
 
 POLL_S = 0.5

@@ -22,13 +22,13 @@ from common.streams import read_newest
 from common.wire.keys import Keys
 from common.wire.messages import Commit
 from services.console.exports.archive import archive_rest
-from services.console.launch.guard import Guard
 from services.console.launch.local_redis import LocalRedis
-from services.console.launch.processes import ServiceSpec, service_environment
-from services.console.launch.supervisor import Ending, Outcome, Supervisor
 from services.console.launch.views import LiveView, PlainView, View, log_to_file
+from services.console.processes.guard import Guard
+from services.console.processes.service import ServiceSpec, service_environment
+from services.console.processes.supervisor import Ending, RunOutcome, Supervisor
 from services.console.run.folder import RunFolder, nearest
-from services.console.status.bottleneck import Verdict
+from services.console.status.bottleneck import Bottleneck
 from services.console.status.evidence import ROLES
 from services.console.status.report import print_report, write_report
 from services.console.status.snapshot import RunSnapshot, SnapshotReader
@@ -69,7 +69,7 @@ class LocalRun:
         self._started = time.monotonic()
         self._ran_before_s = 0.0
         self._rollout_idle: float | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: Bottleneck | None = None
 
     async def go(self) -> int:
         """Start everything, see the run to its end, report."""
@@ -82,7 +82,7 @@ class LocalRun:
                 await self._archive_rest(broker)
                 return await self._report(broker, outcome)
 
-    async def _supervise(self, broker: Broker, url: str, guard: Guard) -> Outcome:
+    async def _supervise(self, broker: Broker, url: str, guard: Guard) -> RunOutcome:
         """Run the processes, with the view, until the run is over."""
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
@@ -165,7 +165,7 @@ class LocalRun:
         except TidemillError as error:
             self._view.event(f"the streams are not archived to the end: {error}")
 
-    async def _report(self, broker: Broker, outcome: Outcome) -> int:
+    async def _report(self, broker: Broker, outcome: RunOutcome) -> int:
         """Say how it ended; a finished run is held against what was expected of it."""
         ran_s = self._ran_before_s + time.monotonic() - self._started
         if outcome.ending is Ending.FINISHED:

@@ -6,11 +6,9 @@ stops after them, because they drain through it. The summary is computed while R
 
 import os
 import re
-import shlex
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -27,33 +25,14 @@ from common.run.state import CONFIG_FILE, run_exists
 from common.wire.keys import Keys
 from services.console.check.preflight import examine
 from services.console.launch.local_run import LocalRun
-from services.console.launch.processes import ServiceSpec, exporter_spec, metrics_ports, service_specs
+from services.console.options import UpOptions
+from services.console.processes.service import (
+    ServiceSpec,
+    exporter_spec,
+    metrics_ports,
+    service_specs,
+)
 from services.console.run.folder import RunFolder, folder_of_runs, nearest
-
-
-@dataclass(frozen=True, slots=True)
-class UpOptions:
-    """What the user said."""
-
-    config: Path
-    overrides: tuple[str, ...] = ()
-    run_id: str = ""
-    resume: bool = False
-    live: bool = True
-    runs_dir: Path | None = None
-    metrics_port: int | None = None
-
-    def command(self, run_id: str, resume: bool) -> str:
-        """The command line that means this run, to be copied."""
-        words = ["tidemill", "up", str(self.config)]
-        for override in self.overrides:
-            words += ["--set", override]
-        words += ["--run-id", run_id]
-        if self.runs_dir:
-            words += ["--runs-dir", str(self.runs_dir)]
-        if self.metrics_port is not None:
-            words += ["--metrics-port", str(self.metrics_port)]
-        return shlex.join([*words, "--resume"] if resume else words)
 
 
 def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from services.console.launch.supervisor import ServiceStatus
+from services.console.processes.supervisor import ServiceStatus
 from services.console.status.render import dashboard
 from services.console.status.snapshot import RunSnapshot
 from services.console.text.formats import evaluation_line, step_line, warning_line

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from common.process.programs import run_main
 from common.redis.client import URL_VARIABLE
 from common.run.state import CONFIG_FILE
 from services.console.check.model_folder import inspect_model
-from services.console.launch.up import UpOptions, run_up
+from services.console.launch.up import run_up
 from services.console.launch.views import log_nothing
+from services.console.options import PlanOptions, UpOptions
 from services.console.plan.sizing import (
     StepTime,
     Workers,
@@ -36,7 +36,7 @@ from services.console.plan.stage_times import StageTimes, assumed_times, measure
 from services.console.plan.view import print_plan
 from services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
 from services.console.status.attach import look
-from services.console.status.bottleneck import Verdict
+from services.console.status.bottleneck import Bottleneck
 from services.console.status.folder_snapshot import read_folder
 from services.console.status.snapshot import RunSnapshot
 
@@ -44,19 +44,6 @@ MEASURED_STEPS = 5
 MEASUREMENT = "measurement"
 WORKER_FIELDS = ("workers", "gpus", "metrics_port")
 """Of the sections `rollout` and `reward`: how many, not how fast each is."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """What the user said."""
-
-    config: Path
-    overrides: tuple[str, ...] = ()
-    run: str | None = None
-    assume: str = ""
-    measure: bool = False
-    as_json: bool = False
-    runs_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +55,7 @@ class Plan:
     now: Workers
     """Those of the config; of a run that was measured, those that it has."""
     needed: Workers
-    verdict: Verdict | None
+    verdict: Bottleneck | None
     """Of the run that was measured."""
     model_bytes: int = 0
 
@@ -165,7 +152,7 @@ def _plan_from(config: RunConfig, run: RunFolder, model_bytes: int) -> Plan:
 
 
 def _plan(
-    config: RunConfig, times: StageTimes, now: Workers, verdict: Verdict | None, model_bytes: int
+    config: RunConfig, times: StageTimes, now: Workers, verdict: Bottleneck | None, model_bytes: int
 ) -> Plan:
     rollout = needed_rollout(config, times)
     # Rollout workers cost GPUs: reward workers are counted for those that there are.
@@ -238,8 +225,7 @@ def measure(options: PlanOptions, folder: Path) -> RunFolder:
         "trainer.loggers=[]",
         "expect.eval_gain=null",
     )
-    given: Sequence[str] = (*options.overrides, *short)
-    up = UpOptions(options.config, tuple(given), MEASUREMENT, live=False, runs_dir=folder)
+    up = UpOptions(options.config, [*options.overrides, *short], MEASUREMENT, live=False, runs_dir=folder)
     address = os.environ.pop(URL_VARIABLE, None)  # nothing of it may stay on a server that others use
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the plan alone goes to the output

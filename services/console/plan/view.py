@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +20,7 @@ from services.console.plan.sizing import (
     time_for_scores,
 )
 from services.console.text.formats import NOTHING, short, size
+from services.console.text.tables import listing
 
 if TYPE_CHECKING:
     from services.console.plan.plan import Plan
@@ -43,9 +43,8 @@ def print_plan(console: Console, plan: "Plan") -> None:
 
 def _stages(plan: "Plan") -> Table:
     now, needed, more = plan.step(plan.now), plan.step(plan.needed), plan.one_more
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in ("stage", "workers", "seconds", "needed", "seconds", "step with one more"):
-        table.add_column(title, justify="left" if title == "stage" else "right", no_wrap=True)
+    titles = ("stage", "workers", "seconds", "needed", "seconds", "step with one more")
+    table = listing(titles, titles[1:])
     for role in ("rollout", "reward"):
         table.add_row(
             role,

@@ -18,10 +18,11 @@ from common.process.programs import run_main
 from common.streams.entries import Entry
 from common.streams.selection import Range
 from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
-from services.console.cli.options import SelectionOptions, parse_stream
-from services.console.records.record_table import number, sample_of, versions_of
-from services.console.records.streams import View, terminal
+from services.console.options import SelectionOptions, ViewOptions
+from services.console.records.selection import check_fits, parse_stream, selection_of
+from services.console.records.tables import number, sample_of, versions_of
 from services.console.run.history import open_history
+from services.console.text.tables import terminal
 from services.console.text.untrusted import printable
 
 Keys = set[tuple[int, int]]
@@ -65,16 +66,16 @@ def _is_in_all(message: Message, allowed: list[Keys]) -> bool:
 
 def _others(stream: StreamName, selection: Selection) -> list[tuple[StreamName, Selection]]:
     """The other streams to ask, and what for."""
-    suffix = ":eval" if stream.endswith(":eval") else ""
+    lane = stream.lane
     near = Selection(tickets=selection.tickets, steps=selection.steps)
     found = []
     if stream.message_type is Trajectory and selection.rewards:
-        found.append((StreamName("scores" + suffix), replace(near, rewards=selection.rewards)))
+        found.append((StreamName.SCORES.of(lane), replace(near, rewards=selection.rewards)))
     if stream.message_type is Score and selection.versions:
-        found.append((StreamName("trajectories" + suffix), replace(near, versions=selection.versions)))
+        found.append((StreamName.TRAJECTORIES.of(lane), replace(near, versions=selection.versions)))
     elif stream.message_type is Score and selection.steps:
         # A step's tickets are no range: those that replaced others have later numbers.
-        found.append((StreamName("prompts" + suffix), near))
+        found.append((StreamName.PROMPTS.of(lane), near))
     return found
 
 
@@ -179,7 +180,12 @@ def texts_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def show_hits(
-    view: View, expression: str, options: SelectionOptions, streams: list[str], ignores_case: bool, limit: int
+    view: ViewOptions,
+    expression: str,
+    options: SelectionOptions,
+    streams: list[str],
+    ignores_case: bool,
+    limit: int,
 ) -> int:
     """Print what is found, as it is found; at most `limit` of it, 0 for all. Returns how much that was.
 
@@ -189,12 +195,12 @@ def show_hits(
     search = Search(_compiled(expression, ignores_case))
     names = [parse_stream(name, options.lane) for name in streams or ("trajectories", "scores")]
     for name in names:
-        options.check(name)
-    selection = options.selection()
+        check_fits(options, name)
+    selection = selection_of(options)
 
     async def look() -> int:
         num_found = 0
-        async with open_history(view.run, view.runs_dir) as access:
+        async with open_history(view.run_id, view.runs_dir) as access:
             async for hit in _find(access.history, names, selection, search):
                 _print_hit(view, hit)
                 num_found += 1
@@ -230,7 +236,7 @@ def _compiled(expression: str, ignores_case: bool) -> re.Pattern[str]:
         ) from None
 
 
-def _print_hit(view: View, hit: Hit) -> None:
+def _print_hit(view: ViewOptions, hit: Hit) -> None:
     if view.as_json:
         print(json.dumps(hit.as_tree()), flush=True)
         return

@@ -5,10 +5,8 @@ import contextlib
 import json
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,15 +15,17 @@ from common.errors import ConfigError
 from common.history import History, Record, Selection, StreamName, StreamSummary
 from common.process.programs import run_main
 from common.streams import group_status, last_id
-from common.streams.entries import Entry, Garbled, entry_id_of, id_order
+from common.streams.entries import Entry, Garbled, entry_id_of, id_after
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from common.wire.messages import Commit, Message, Ticket, Trajectory, WeightManifest
-from services.console.cli.options import SelectionOptions, parse_sample, parse_stream
-from services.console.records.record_table import record_table
+from services.console.options import SelectionOptions, StreamsOptions, ViewOptions
 from services.console.records.search import selected_records
-from services.console.records.values import jsonable, plain_fields, print_values, record_tree
+from services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
+from services.console.records.tables import print_values, record_table, record_tree
 from services.console.run.history import RunAccess, open_history
+from services.console.text.tables import listing, terminal
 from services.console.text.untrusted import NOTHING, printable, printable_block, took, when
+from services.console.text.values import jsonable, plain_fields
 
 GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
 """Consumer groups by what they consume."""
@@ -61,10 +61,8 @@ async def extents(history: History) -> list[Extent]:
 
 def extents_table(found: list[Extent]) -> Table:
     """For people."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in ("stream", "entries", "in Redis", "archived", "first", "last", "newest", "age", "readers"):
-        is_number = title in ("entries", "in Redis", "archived", "age")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "readers")
+    titles = ("stream", "entries", "in Redis", "archived", "first", "last", "newest", "age", "readers")
+    table = listing(titles, ("entries", "in Redis", "archived", "age"), ("readers",))
     for extent in found:
         summary = extent.summary
         table.add_row(
@@ -102,8 +100,6 @@ async def _with_readers(history: History, summary: StreamSummary) -> Extent:
     return Extent(summary, group, status.pending, lag)
 
 
-PIPE_WIDTH = 200
-"""Columns of a table that goes into a file or another program."""
 POLL_S = 0.5
 TEXT_CHARACTERS = 4000
 """Of a completion that is shown by itself, unless all of it is asked for."""
@@ -112,27 +108,11 @@ NUMBERED: dict[type[Message], str] = {Ticket: "ticket", Commit: "step", WeightMa
 """Messages whose entry ids are their numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """Which run, and how it is shown."""
-
-    run: str | None = None
-    runs_dir: Path | None = None
-    as_json: bool = False
-    is_full: bool = False
-
-
-def terminal() -> Console:
-    """A console whose tables are not squeezed where nobody looks at them."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-
-
-def show_list(view: View) -> None:
+def show_list(view: StreamsOptions) -> None:
     """Every stream of the run: how much there is and where, and how far its readers are."""
 
     async def look() -> None:
-        async with open_history(view.run, view.runs_dir) as access:
+        async with open_history(view.run_id, view.runs_dir) as access:
             found = await extents(access.history)
             if view.as_json:
                 print(json.dumps([jsonable(extent.as_tree()) for extent in found], indent=2))
@@ -144,16 +124,16 @@ def show_list(view: View) -> None:
     run_main(look())
 
 
-def show_tail(view: View, stream: str, options: SelectionOptions, limit: int, follows: bool) -> None:
+def show_tail(view: ViewOptions, stream: str, options: SelectionOptions, limit: int, follows: bool) -> None:
     """The newest entries that are selected, oldest of them first; then those that come, until Ctrl-C."""
     name = parse_stream(stream, options.lane)
-    options.check(name)
+    check_fits(options, name)
 
     async def look() -> None:
-        async with open_history(view.run, view.runs_dir) as access:
+        async with open_history(view.run_id, view.runs_dir) as access:
             if follows and access.is_over:
                 raise ConfigError(f"run {access.run_id} is over: nothing will come. Leave out --follow.")
-            selection = options.selection()
+            selection = selection_of(options)
             records: list[Record] = []
             async for record in selected_records(access.history, name, selection, newest_first=True):
                 records.append(record)
@@ -168,13 +148,13 @@ def show_tail(view: View, stream: str, options: SelectionOptions, limit: int, fo
         run_main(look())
 
 
-def show_entries(view: View, stream: str, what: str, lane: str) -> None:
+def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
     """One entry in full, by its id, its number, or its sample."""
     name = parse_stream(stream, lane)
     selection = _wanted(name, what)
 
     async def look() -> None:
-        async with open_history(view.run, view.runs_dir) as access:
+        async with open_history(view.run_id, view.runs_dir) as access:
             records = [record async for record in access.history.scan(name, selection)]
             if not records:
                 raise ConfigError(
@@ -212,7 +192,7 @@ def _wanted(stream: StreamName, what: str) -> Selection:
 
 
 async def _follow(
-    view: View, access: RunAccess, stream: StreamName, selection: Selection, shown: list[Record]
+    view: ViewOptions, access: RunAccess, stream: StreamName, selection: Selection, shown: list[Record]
 ) -> None:
     """Whatever is appended from now on, as it comes."""
     last = shown[-1].entry_id if shown else "0-0"
@@ -222,13 +202,7 @@ async def _follow(
             break
     while True:
         await asyncio.sleep(POLL_S)
-        milliseconds, sequence = id_order(last)
-        new = [
-            record
-            async for record in access.history.scan(
-                stream, Selection(first_id=f"{milliseconds}-{sequence + 1}")
-            )
-        ]
+        new = [record async for record in access.history.scan(stream, Selection(id_after(last)))]
         if not new:
             continue
         last = new[-1].entry_id
@@ -236,7 +210,7 @@ async def _follow(
         _print_records(view, stream, [r async for r in selected_records(access.history, stream, wanted)])
 
 
-def _print_records(view: View, stream: StreamName, records: list[Record]) -> None:
+def _print_records(view: ViewOptions, stream: StreamName, records: list[Record]) -> None:
     if view.as_json:
         for record in records:
             print(json.dumps(record_tree(stream, record)), flush=True)

@@ -17,15 +17,15 @@ from rich.text import Text
 from common.errors import ConfigError
 from common.files import aside_file, publish_file
 from common.history import History, Selection, StreamName
+from common.history.outcomes import WHOLE_GROUP, tickets_of
+from common.history.records import SampleFacts, StepRecord, read_samples
 from common.process.programs import run_main
-from common.streams.entries import Entry
 from common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
-from services.console.records.step_trace import SampleFacts, read_samples
-from services.console.records.streams import View, terminal
-from services.console.records.ticket_trace import WHOLE_GROUP
+from services.console.options import TimelineOptions
 from services.console.records.trace_events import Process, Slice, TraceEvents, Track
 from services.console.run.folder import nearest
-from services.console.run.history import RunAccess, open_history
+from services.console.run.history import open_history
+from services.console.text.tables import terminal
 
 IN_FLIGHT_STEPS = 2
 """Tickets are issued so many steps ahead of the one that is trained, where the run's config is not known."""
@@ -51,6 +51,15 @@ class Stretch:
         """The last commit."""
         return self.commits[-1].finished_at
 
+    def steps(self) -> Iterator[StepRecord]:
+        """The steps, each with the samples of the tickets that its commit names."""
+        by_ticket: dict[int, dict[TrajectoryKey, SampleFacts]] = defaultdict(dict)
+        for key, sample in self.samples.items():
+            by_ticket[key[0]][key] = sample
+        for commit in self.commits:
+            samples = (by_ticket[ticket] for ticket in tickets_of(commit))
+            yield StepRecord(commit, {key: sample for group in samples for key, sample in group.items()})
+
 
 async def read_stretch(history: History, first: int, last: int, max_staleness: int | None) -> Stretch:
     """Read steps `first` to `last`.
@@ -58,30 +67,23 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
     Raises:
         ConfigError: the run has none of them.
     """
-    stretch = Stretch([])
-    async for record in history.scan(StreamName.COMMITS, Selection(steps=(first, last))):
-        if isinstance(record, Entry) and isinstance(record.message, Commit):
-            stretch.commits.append(record.message)
+    commits = history.messages(StreamName.COMMITS, Commit, Selection(steps=(first, last)))
+    stretch = Stretch([commit async for commit in commits])
     if not stretch.commits:
         raise ConfigError(
             f"run {history.run_id} has no commit of steps {first} to {last}. `tidemill streams tail commits` "
             "shows the newest; steps are counted from 0."
         )
     stretch.commits.sort(key=lambda commit: commit.step)
-    tickets = [
-        ticket
-        for commit in stretch.commits
-        for ticket in (*commit.groups, *(dropped for dropped, _, _ in commit.dropped))
-    ]
+    tickets = [ticket for commit in stretch.commits for ticket in tickets_of(commit)]
     num_groups = max(len(commit.groups) for commit in stretch.commits)
     ahead = IN_FLIGHT_STEPS if max_staleness is None else max_staleness + 1
     under_way = Selection(tickets=(min(tickets), max(tickets) + ahead * num_groups))
     stretch.samples = await read_samples(history, under_way)
     window = (stretch.begin_s, stretch.end_s)
     stretch.evaluated = await read_samples(history, Selection(times=window), Lane.EVAL)
-    async for record in history.scan(StreamName.WEIGHTS, Selection(times=window)):
-        if isinstance(record, Entry) and isinstance(record.message, WeightManifest):
-            stretch.manifests.append(record.message)
+    manifests = history.messages(StreamName.WEIGHTS, WeightManifest, Selection(times=window))
+    stretch.manifests = [manifest async for manifest in manifests]
     return stretch
 
 
@@ -103,8 +105,8 @@ def build(stretch: Stretch) -> TraceEvents:
         links[key] += _draw_sample(tracks, sample)
     for sample in stretch.evaluated.values():
         _draw_sample(tracks, sample, "evaluation ")
-    for commit in stretch.commits:
-        _draw_step(tracks, stretch, commit, links)
+    for step in stretch.steps():
+        _draw_step(tracks, step, links)
     for manifest in stretch.manifests:
         trace.instant(tracks.steps, f"version {manifest.version} announced", manifest.announced_at)
     for (ticket, index), steps in links.items():
@@ -187,19 +189,16 @@ def _draw_sample(tracks: _Tracks, sample: SampleFacts, what: str = "") -> Iterat
     yield track.process, scored
 
 
-def _draw_step(tracks: _Tracks, stretch: Stretch, commit: Commit, links: Links) -> None:
+def _draw_step(tracks: _Tracks, record: StepRecord, links: Links) -> None:
     """A step, the groups it trained and those it dropped."""
-    trace, metrics = tracks.trace, commit.metrics
+    trace, commit, metrics = tracks.trace, record.commit, record.commit.metrics
     spent = {name: round(value, 6) for name, value in metrics.items() if name.startswith("time/")}
     numbers = {name: metrics[name] for name in ("reward", "loss", "grad_norm") if name in metrics}
     step = trace.slice(
         tracks.steps, f"step {commit.step}", commit.started_at, commit.finished_at,
         groups=len(commit.groups), version=commit.version, digest=commit.digest, **numbers, **spent,
     )  # fmt: skip
-    samples: dict[int, list[SampleFacts]] = defaultdict(list)
-    for (ticket, _), sample in stretch.samples.items():
-        samples[ticket].append(sample)
-    complete = {t: max((s.scored_at for s in samples[t]), default=0.0) for t in commit.groups}
+    complete = {ticket: record.complete_at(ticket) for ticket in commit.groups}
     known = [at for at in complete.values() if at]
     if known and min(known) > commit.started_at:
         trace.child(step, "waits for the first group", commit.started_at, min(known))
@@ -213,13 +212,13 @@ def _draw_step(tracks: _Tracks, stretch: Stretch, commit: Commit, links: Links) 
         training = trace.slice(
             tracks.groups, f"ticket {ticket}", begin_s, commit.finished_at, step=commit.step
         )
-        for sample in samples[ticket]:
+        for sample in record.group(ticket):
             if sample.key in trained:
                 steps = [(tracks.to_train.process, waiting), (tracks.groups.process, training)]
                 links[sample.key] += [*steps, (tracks.steps.process, step)]
     for ticket, index, reason in commit.dropped:
         name = f"ticket {ticket}" if index == WHOLE_GROUP else f"{ticket}.{index}"
-        at_s = max((s.scored_at for s in samples[ticket]), default=commit.finished_at)
+        at_s = record.complete_at(ticket) or commit.finished_at
         trace.instant(tracks.steps, f"{name} dropped: {reason}", at_s, step=commit.step)
 
 
@@ -278,20 +277,22 @@ MANY_EVENTS = 2_000_000
 """More than a browser shows without trouble."""
 
 
-def write_timeline(view: View, first: int, last: int, output: Path) -> None:
-    """Write steps `first` to `last` of a run into `output`, which is replaced as a whole.
+def write_timeline(options: TimelineOptions) -> None:
+    """Write steps `first` to `last` of a run into a file, which is replaced as a whole.
 
     Raises:
         ConfigError: the run has none of these steps, or the file cannot be where it should.
     """
+    first, last, output = options.first, options.last, options.output
     if last < first:
         raise ConfigError(f"--from-step {first} is after --to-step {last}.")
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"{output} cannot be written: give the name of a file in a folder that exists.")
 
     async def look() -> tuple[TraceEvents, str]:
-        async with open_history(view.run, view.runs_dir) as access:
-            stretch = await read_stretch(access.history, first, last, _max_staleness(access))
+        async with open_history(options.run_id, options.runs_dir) as access:
+            max_staleness = access.config.trainer.max_staleness if access.config else None
+            stretch = await read_stretch(access.history, first, last, max_staleness)
             steps = f"steps {stretch.commits[0].step} to {stretch.commits[-1].step}"
             return build(stretch), f"{steps} of run {access.run_id}"
 
@@ -307,33 +308,22 @@ def write_timeline(view: View, first: int, last: int, output: Path) -> None:
         console.print(Text("that is much for a browser: give fewer steps if it is slow", "yellow"))
 
 
-def _max_staleness(access: RunAccess) -> int | None:
-    return access.config.trainer.max_staleness if access.config else None
-
-
 def _write(path: Path, trace: TraceEvents, notes: dict[str, Any]) -> int:
     """One event a line; returns how many."""
     num_events = 0
     head = {"displayTimeUnit": "ms", "otherData": notes | {"begin_s": trace.begin_s}}
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
-        for line in _lines(trace):
+        for event in trace.events():
+            line = json.dumps(_finite(event), separators=(",", ":"), allow_nan=False)
             file.write((",\n" if num_events else "") + line)
             num_events += 1
         file.write("\n]}\n")
     return num_events
 
 
-def _lines(trace: TraceEvents) -> Iterator[str]:
-    for event in trace.events():
-        yield json.dumps(_finite(event), separators=(",", ":"), allow_nan=False)
-
-
 def _finite(event: dict[str, Any]) -> dict[str, Any]:
     """The event with what JSON cannot say left out of its arguments."""
-    args = event.get("args")
-    if not args or not any(isinstance(v, float) and not abs(v) < float("inf") for v in args.values()):
-        return event
-    return event | {
-        "args": {k: v for k, v in args.items() if not isinstance(v, float) or abs(v) < float("inf")}
-    }
+    args = event.get("args") or {}
+    finite = {k: v for k, v in args.items() if not isinstance(v, float) or abs(v) < float("inf")}
+    return event if len(finite) == len(args) else event | {"args": finite}

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from common.config import RunConfig
 from common.errors import ConfigError
+from services.console.text.tables import name_table
 
 SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 ANY_NAME = "<name>"
@@ -84,9 +84,7 @@ def print_fields(wanted: str, console: Console | None = None) -> None:
         raise ConfigError(f"there is no section {wanted!r}; sections are {names}")
     for section in chosen:
         console.print(Text.assemble((section.name or "top of the file", "bold cyan"), f"  {section.text}"))
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-        table.add_column(style="bold", overflow="fold")
-        table.add_column(overflow="fold")
+        table = name_table("bold")
         for field in section.fields:
             details = ", ".join(part for part in (field.kind, field.bounds) if part)
             table.add_row(field.name, Text.assemble((f"{details}; {field.default}\n", "dim"), field.text))

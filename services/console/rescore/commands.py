@@ -22,12 +22,12 @@ from common.process.heartbeats import Heartbeat
 from common.process.programs import run_main
 from common.redis.client import URL_VARIABLE
 from common.run.state import RUNS_DIR_VARIABLE
-from common.streams.entries import Entry
 from common.wire.messages import Lane, Score, ScoreStatus, TrajectoryKey
 from services.console.launch.views import log_to_file
+from services.console.options import SandboxOptions
 from services.console.rescore.agreement import compare, replay_table, rescore_tables
 from services.console.rescore.emission import Emission, Flow, Pace, shown
-from services.console.rescore.options import SandboxOptions, require_history
+from services.console.rescore.options import require_history, sandbox_config, sandbox_folder, stretch
 from services.console.rescore.sandbox_run import SandboxRun
 from services.console.run.folder import nearest
 from services.console.run.history import open_history
@@ -53,16 +53,16 @@ class Cost:
     """Tokens that judges and reward models charged, by reward."""
 
 
-def rescore(options: SandboxOptions, as_json: bool) -> None:
+def rescore(options: SandboxOptions, first: str | None, last: str | None) -> None:
     """Do it, write the report into the sandbox's folder, and print it.
 
     Raises:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
-    console = Console(stderr=as_json, highlight=False)
-    path, report = run_main(_rescore(options, console))
+    console = Console(stderr=options.as_json, highlight=False)
+    path, report = run_main(_rescore(options, stretch(first, last), console))
     write_atomically(path, json.dumps(report, indent=1) + "\n")
-    if as_json:
+    if options.as_json:
         print(json.dumps(report))
         return
     for table in rescore_tables(report):
@@ -72,12 +72,14 @@ def rescore(options: SandboxOptions, as_json: bool) -> None:
     )
 
 
-async def _rescore(options: SandboxOptions, console: Console) -> tuple[Path, dict[str, Any]]:
+async def _rescore(
+    options: SandboxOptions, selection: Selection, console: Console
+) -> tuple[Path, dict[str, Any]]:
     """Where the report belongs, and the report."""
-    started, selection, lane = time.monotonic(), options.selection(), options.lane
+    started, lane = time.monotonic(), Lane(options.lane)
     async with open_history(options.run_id, options.runs_dir) as source:
-        folder = options.sandbox_folder(source.folder, "rescore")
-        config = options.sandbox_config(source, folder.run_id)
+        folder = sandbox_folder(options, source.folder, "rescore")
+        config = sandbox_config(options, source, folder.run_id)
         await require_history(source.history, selection, lane)
         sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
         async with sandbox.running("rescore", source.run_id):
@@ -101,13 +103,10 @@ async def _rescore(options: SandboxOptions, console: Console) -> tuple[Path, dic
 
 async def scores_of(history: History, selection: Selection, lane: Lane) -> dict[TrajectoryKey, Score]:
     """The first score of each trajectory that the run recorded."""
-    stream = StreamName.SCORES if lane is Lane.TRAIN else StreamName.SCORES_EVAL
     # Scores come later than what they are for: a stretch of time is not theirs.
-    selection = Selection(steps=selection.steps)
     scores: dict[TrajectoryKey, Score] = {}
-    async for record in history.scan(stream, selection):
-        if isinstance(record, Entry) and isinstance(record.message, Score):
-            scores.setdefault(record.message.key, record.message)
+    async for score in history.messages(StreamName.SCORES.of(lane), Score, Selection(steps=selection.steps)):
+        scores.setdefault(score.key, score)
     return scores
 
 
@@ -153,26 +152,30 @@ def parse_speed(text: str) -> float | None:
     return speed
 
 
-def replay_trajectories(options: SandboxOptions, speed: str, max_backlog: int, as_json: bool) -> None:
+def replay_trajectories(
+    options: SandboxOptions, first: str | None, last: str | None, speed: str, max_backlog: int
+) -> None:
     """Do it and print what came of it.
 
     Raises:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
     pace = Pace(parse_speed(speed), max_backlog)
-    console = Console(stderr=as_json, highlight=False)
-    summary = {"speed": speed, **run_main(_replay(options, pace, console))}
-    if as_json:
+    console = Console(stderr=options.as_json, highlight=False)
+    summary = {"speed": speed, **run_main(_replay(options, stretch(first, last), pace, console))}
+    if options.as_json:
         print(json.dumps(summary))
     else:
         console.print(replay_table(summary))
 
 
-async def _replay(options: SandboxOptions, pace: Pace, console: Console) -> dict[str, Any]:
-    selection, lane = options.selection(), options.lane
+async def _replay(
+    options: SandboxOptions, selection: Selection, pace: Pace, console: Console
+) -> dict[str, Any]:
+    lane = Lane(options.lane)
     async with open_history(options.run_id, options.runs_dir) as source:
-        folder = options.sandbox_folder(source.folder, "replay")
-        config = options.sandbox_config(source, folder.run_id)
+        folder = sandbox_folder(options, source.folder, "replay")
+        config = sandbox_config(options, source, folder.run_id)
         await require_history(source.history, selection, lane)
         sandbox = SandboxRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
         async with sandbox.running("replay", source.run_id):

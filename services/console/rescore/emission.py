@@ -101,7 +101,7 @@ class Emission:
         return self.flow
 
     async def _emit(self) -> None:
-        stream = StreamName.TRAJECTORIES if self.lane is Lane.TRAIN else StreamName.TRAJECTORIES_EVAL
+        stream = StreamName.TRAJECTORIES.of(self.lane)
         self.flow.started_at = time.time()
         async for due_at, batch in self._paced(self._batches(stream)):
             while len(self._waiting) + len(batch) > self.pace.max_backlog:

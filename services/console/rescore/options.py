@@ -1,8 +1,6 @@
 """What the commands that make sandbox runs are given, and the config and history that follow from it."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -11,83 +9,70 @@ from common.errors import ConfigError
 from common.history import History, Selection, StreamName
 from common.wire.keys import RUN_ID
 from common.wire.messages import Lane
+from services.console.options import SandboxOptions
 from services.console.run.folder import RunFolder
 from services.console.run.history import RunAccess
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxOptions:
-    """The command line."""
-
-    run_id: str | None
-    first: str | None
-    last: str | None
-    into: str | None
-    reward: str | None = None
-    config: Path | None = None
-    overrides: Sequence[str] = ()
-    workers: int | None = None
-    lane: Lane = Lane.TRAIN
-    redis: str | None = None
-    runs_dir: Path | None = None
-
-    def sandbox_folder(self, source: RunFolder, kind: str) -> RunFolder:
-        """The sandbox's folder: the name that was given, else the first that is free."""
-        names = [self.into] if self.into else (f"{source.run_id}.{kind}-{n}" for n in itertools.count(1))
-        for name in names:
-            if not RUN_ID.fullmatch(name):
-                raise ConfigError(
-                    f"--into {name!r} must be 1 to 100 letters, digits, '.', '_' or '-', beginning with a "
-                    "letter or digit"
-                )
-            folder = RunFolder(source.runs, name)
-            if not folder.path.exists():
-                return folder
-        raise ConfigError(f"{folder.path} is there already; give the sandbox another name with --into.")
-
-    def sandbox_config(self, source: RunAccess, run_id: str) -> RunConfig:
-        """The run's config with another reward, by `--reward`, `--config` or `--set`.
-
-        Raises:
-            ConfigError: the run's config is not known, or what was given does not fit.
-        """
-        config = source.config
-        if config is None:
-            raise ConfigError(f"the config of run {source.run_id} is neither in Redis nor in its folder.")
-        if self.reward and self.config:
-            raise ConfigError("give either --reward, for a function, or --config, for a whole reward section")
-        reward = config.reward
-        if self.config:
-            reward = load_config(self.config).reward
-        elif self.reward:
-            file, colon, name = (
-                self.reward.rpartition(":") if ".py:" in self.reward else (self.reward, "", "")
+def sandbox_folder(options: SandboxOptions, source: RunFolder, kind: str) -> RunFolder:
+    """The sandbox's folder: the name that was given, else the first that is free."""
+    names = [options.into] if options.into else (f"{source.run_id}.{kind}-{n}" for n in itertools.count(1))
+    for name in names:
+        if not RUN_ID.fullmatch(name):
+            raise ConfigError(
+                f"--into {name!r} must be 1 to 100 letters, digits, '.', '_' or '-', beginning with a "
+                "letter or digit"
             )
-            path = f"{Path(file).resolve()}{colon}{name}" if colon else self.reward
-            kept = {name: getattr(reward, name) for name in ("timeout_s", "max_attempts", "backoff_s")}
-            kept |= {name: getattr(reward, name) for name in ("max_in_flight", "processes", "workers")}
-            reward = type(reward).model_validate({"function": path, **kept})
-        if self.workers is not None:
-            reward = reward.model_copy(update={"workers": self.workers})
-        config = config.model_copy(update={"run_id": run_id, "reward": reward})
-        return override_config(config, self.overrides)
+        folder = RunFolder(source.runs, name)
+        if not folder.path.exists():
+            return folder
+    raise ConfigError(f"{folder.path} is there already; give the sandbox another name with --into.")
 
-    def selection(self) -> Selection:
-        """The stretch of history: steps, or times, both ends included.
 
-        Raises:
-            ConfigError: the ends are not of one kind, or the first is after the last.
-        """
-        ends = [_end(value) for value in (self.first, self.last)]
-        kinds = {kind for kind, _ in ends if kind}
-        if len(kinds) > 1:
-            raise ConfigError("give two steps or two times, not one of each")
-        span = (ends[0][1], ends[1][1])
-        if span[0] is not None and span[1] is not None and span[0] > span[1]:
-            raise ConfigError(f"the first end, {self.first}, is after the last, {self.last}")
-        if not kinds:
-            return Selection()
-        return Selection(steps=span) if "step" in kinds else Selection(times=span)
+def sandbox_config(options: SandboxOptions, source: RunAccess, run_id: str) -> RunConfig:
+    """The run's config with another reward, by `--reward`, `--config` or `--set`.
+
+    Raises:
+        ConfigError: the run's config is not known, or what was given does not fit.
+    """
+    config = source.config
+    if config is None:
+        raise ConfigError(f"the config of run {source.run_id} is neither in Redis nor in its folder.")
+    if options.reward and options.config:
+        raise ConfigError("give either --reward, for a function, or --config, for a whole reward section")
+    reward = config.reward
+    if options.config:
+        reward = load_config(options.config).reward
+    elif options.reward:
+        file, colon, name = (
+            options.reward.rpartition(":") if ".py:" in options.reward else (options.reward, "", "")
+        )
+        path = f"{Path(file).resolve()}{colon}{name}" if colon else options.reward
+        kept = {name: getattr(reward, name) for name in ("timeout_s", "max_attempts", "backoff_s")}
+        kept |= {name: getattr(reward, name) for name in ("max_in_flight", "processes", "workers")}
+        reward = type(reward).model_validate({"function": path, **kept})
+    if options.workers is not None:
+        reward = reward.model_copy(update={"workers": options.workers})
+    config = config.model_copy(update={"run_id": run_id, "reward": reward})
+    return override_config(config, options.overrides)
+
+
+def stretch(first: str | None, last: str | None) -> Selection:
+    """The stretch of history: steps, or times, both ends included.
+
+    Raises:
+        ConfigError: the ends are not of one kind, or the first is after the last.
+    """
+    ends = [_end(value) for value in (first, last)]
+    kinds = {kind for kind, _ in ends if kind}
+    if len(kinds) > 1:
+        raise ConfigError("give two steps or two times, not one of each")
+    span = (ends[0][1], ends[1][1])
+    if span[0] is not None and span[1] is not None and span[0] > span[1]:
+        raise ConfigError(f"the first end, {first}, is after the last, {last}")
+    if not kinds:
+        return Selection()
+    return Selection(steps=span) if "step" in kinds else Selection(times=span)
 
 
 def _end(value: str | None) -> tuple[str, float | None]:
@@ -105,8 +90,7 @@ def _end(value: str | None) -> tuple[str, float | None]:
 
 async def require_history(history: History, selection: Selection, lane: Lane) -> None:
     """Refuse a stretch that holds nothing, before anything is started."""
-    stream = StreamName.TRAJECTORIES if lane is Lane.TRAIN else StreamName.TRAJECTORIES_EVAL
-    async for _ in history.scan(stream, selection):
+    async for _ in history.scan(StreamName.TRAJECTORIES.of(lane), selection):
         return
     raise ConfigError(
         f"run {history.run_id} has no {lane} trajectories in that stretch. `tidemill streams ls "

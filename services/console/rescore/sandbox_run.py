@@ -21,10 +21,10 @@ from common.streams import ensure_group
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import Lane
 from services.console.exports.archive import archive_rest
-from services.console.launch.guard import Guard
 from services.console.launch.local_redis import LocalRedis
-from services.console.launch.processes import ServiceSpec, service_environment, service_specs
-from services.console.launch.supervisor import Supervisor
+from services.console.processes.guard import Guard
+from services.console.processes.service import ServiceSpec, service_environment, service_specs
+from services.console.processes.supervisor import Supervisor
 from services.console.run.folder import RunFolder
 
 ROLES = ("reward", "replica", "sandbox")

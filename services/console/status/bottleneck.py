@@ -35,7 +35,7 @@ BLAMED_STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Bottleneck:
     """What makes the run slow."""
 
     stage: str
@@ -65,7 +65,7 @@ class Verdict:
         }
 
 
-def find_bottleneck(evidence: Evidence) -> Verdict | None:
+def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
     """The verdict; None while nothing is known of the trainer's time."""
     blame = _blame(evidence)
     if not blame:
@@ -80,7 +80,7 @@ def find_bottleneck(evidence: Evidence) -> Verdict | None:
     if blame[stage] < (IDLE_SHARE if evidence.max_staleness else CLEAR_SHARE):
         parts = ", ".join(f"{name} {part:.0%}" for name, part in list(blame.items())[:3])
         text = f"no stage stands out: of a step's time, {parts}. The largest: {text}"
-    return Verdict(stage, blame, text, advice, more, evidence)
+    return Bottleneck(stage, blame, text, advice, more, evidence)
 
 
 def _blame(evidence: Evidence) -> dict[str, float]:

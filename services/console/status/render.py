@@ -14,7 +14,7 @@ from rich.text import Text
 from common.process.activity import WAIT
 from common.process.heartbeats import FAILURES, Heartbeat
 from common.run.state import FINISHED
-from services.console.launch.supervisor import ServiceStatus
+from services.console.processes.supervisor import ServiceStatus
 from services.console.status.snapshot import RunSnapshot
 from services.console.text.formats import duration, score_text, sparkline, warning_line
 

@@ -18,7 +18,7 @@ from common.streams import OffsetReader, group_status, last_id, length, read_new
 from common.streams.entries import Entry, entry_id_of
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
 from common.wire.messages import Commit, Lane
-from services.console.status.bottleneck import Verdict, find_bottleneck
+from services.console.status.bottleneck import Bottleneck, find_bottleneck
 from services.console.status.evidence import RATE_STEPS, Evidence, gather_evidence
 
 QUEUED, STARTED, FAILED = RQ_STATES
@@ -154,7 +154,7 @@ class RunSnapshot:
         )
 
     @property
-    def bottleneck(self) -> Verdict | None:
+    def bottleneck(self) -> Bottleneck | None:
         """Which stage makes the run slow; None while nothing tells."""
         return find_bottleneck(self.evidence)
 

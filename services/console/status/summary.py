@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import RunConfig
+from common.history.outcomes import TicketOutcomes, dropped_groups, left_out
 from common.redis.broker import Broker
 from common.run.records import EVALUATION, METRICS_FILE, read_records
 from common.run.state import read_state
@@ -25,7 +26,6 @@ from common.wire.keys import Keys
 from common.wire.messages import Commit, TrajectoryKey
 
 SCAN_BATCH = 32
-WHOLE_GROUP = -1
 ROUNDING = 1e-9
 """0.7 - 0.3 is a gain of 0.4, whatever floating point says."""
 
@@ -76,7 +76,7 @@ async def summarise(
 ) -> RunSummary:
     """Read a run's commits and state, and sum them up."""
     state = await read_state(broker, keys)
-    tally = Tally(config.trainer.group_size)
+    tally = CommitTotals(config.trainer.group_size)
     async for entry in scan(broker, keys.commits, Commit, batch=SCAN_BATCH):
         if isinstance(entry, Entry):
             tally.add(entry.message)
@@ -100,14 +100,13 @@ async def summarise(
     return summary
 
 
-class Tally:
+class CommitTotals:
     """Adds up commits one by one, holding keys but not the commits."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.trained: Counter[TrajectoryKey] = Counter()
-        self.settled: set[int] = set()
-        """Tickets that were trained, or dropped as a whole with a reason."""
+        self.outcomes = TicketOutcomes()
         self.dropped: Counter[str] = Counter()
         self.lost = 0
         self.rewards: list[float] = []
@@ -126,21 +125,19 @@ class Tally:
         self.started_at = min(self.started_at, commit.started_at)
         self.finished_at = max(self.finished_at, commit.finished_at)
         accounted = set(keys)
-        for ticket, index, reason in commit.dropped:
-            if index == WHOLE_GROUP:
-                self.settled.add(ticket)
-                self.dropped[reason] += self.group_size
-            else:
-                accounted.add((ticket, index))
-                self.dropped[reason] += 1
+        self.outcomes.add(commit)
+        for _, reason in dropped_groups(commit):
+            self.dropped[reason] += self.group_size
+        for ticket, index, reason in left_out(commit):
+            accounted.add((ticket, index))
+            self.dropped[reason] += 1
         for ticket in commit.groups:
-            self.settled.add(ticket)
             self.lost += sum((ticket, index) not in accounted for index in range(self.group_size))
         self._add_metrics(commit.metrics)
 
     def write_into(self, summary: RunSummary, tickets_issued: int) -> None:
         """The totals, given how many tickets there were."""
-        missing = sum(ticket not in self.settled for ticket in range(tickets_issued))
+        missing = sum(ticket not in self.outcomes for ticket in range(tickets_issued))
         summary.steps = len(self.steps)
         summary.lost = self.lost + missing * self.group_size
         summary.duplicated_in_training = sum(count > 1 for count in self.trained.values())

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.history import History, Selection, StreamName
-from common.streams.entries import Entry, id_order
+from common.history.outcomes import dropped_groups, left_out
+from common.history.records import KnownPlaces
+from common.streams.entries import Entry, id_after, id_order
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 
 MAX_TEXT_CHARACTERS = 1200
@@ -25,7 +27,6 @@ MAX_WORKERS = 4
 MAX_GROUP_SIZE = 4096
 """Of any ticket; a score may name any index."""
 
-WHOLE_GROUP = -1
 STATES = ("issued", "generating", "generated", "scored", "trained", "dropped")
 
 EntryId = tuple[int, int]
@@ -61,6 +62,11 @@ class Window:
 
     first: EntryId | None = None
     last: EntryId | None = None
+
+    @property
+    def ids(self) -> tuple[str, str] | None:
+        """First and last entry id; None where there is none."""
+        return ("{}-{}".format(*self.first), "{}-{}".format(*self.last)) if self.first and self.last else None
 
     def include(self, entry_id: str) -> None:
         """Widen it."""
@@ -166,10 +172,10 @@ class GroupRow:
         if len(self.kept_rewards) < MAX_KEPT_REWARDS:
             self.kept_rewards.append(score.value)
 
-    @property
-    def settled_step(self) -> int:
-        """The step whose commit names it; -1 while none does."""
-        return self.trained_step if self.trained_step >= 0 else self.dropped_step
+    def known_places(self, has_letters: bool) -> KnownPlaces:
+        """Where its entries are, and the step whose commit names it."""
+        step = self.trained_step if self.trained_step >= 0 else self.dropped_step
+        return KnownPlaces(self.trajectories.ids, self.scores.ids, step, has_letters)
 
     def drop(self, step: int, reason: str) -> None:
         """The whole group was left out by a step."""
@@ -193,11 +199,6 @@ MAX_GROUPS = 250_000
 """Of each lane."""
 TURN_ENTRIES = 64
 """Entries between two turns of everybody else on the loop."""
-
-_STREAMS = {
-    Lane.TRAIN: (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES),
-    Lane.EVAL: (StreamName.PROMPTS_EVAL, StreamName.TRAJECTORIES_EVAL, StreamName.SCORES_EVAL),
-}
 
 
 @dataclass(slots=True)
@@ -240,10 +241,10 @@ class GroupIndex:
 
     async def follow(self, history: History) -> int:
         """Read what is new in all streams; returns how many entries that were."""
-        names = [StreamName.COMMITS, *_STREAMS[Lane.TRAIN], *_STREAMS[Lane.EVAL]]
-        num_new = 0
-        for name in names:
-            num_new += await self._follow(history, name)
+        num_new = await self._follow(history, StreamName.COMMITS)
+        for lane in Lane:
+            for name in (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES):
+                num_new += await self._follow(history, name.of(lane))
         self.is_complete = True
         return num_new
 
@@ -251,7 +252,7 @@ class GroupIndex:
         num_new = 0
         selection = Selection(first_id=self._positions.get(name, "-"))
         async for record in history.scan(name, selection):
-            self._positions[name] = _next_id(record.entry_id)
+            self._positions[name] = id_after(record.entry_id)
             self.generation += 1
             if isinstance(record, Entry):
                 self._add(name.lane, record.entry_id, record.message)
@@ -284,12 +285,10 @@ class GroupIndex:
         )
         for ticket in commit.groups:
             self._row(ticket, Lane.TRAIN).trained_step = commit.step
-        for ticket, index, reason in commit.dropped:
-            row = self._row(ticket, Lane.TRAIN)
-            if index == WHOLE_GROUP:
-                row.drop(commit.step, reason)
-            else:
-                row.num_dropped += 1
+        for ticket, reason in dropped_groups(commit):
+            self._row(ticket, Lane.TRAIN).drop(commit.step, reason)
+        for ticket, _, _ in left_out(commit):
+            self._row(ticket, Lane.TRAIN).num_dropped += 1
 
     def _row(self, ticket: int, lane: Lane) -> GroupRow:
         """The row of a ticket; one that is kept nowhere where the ticket was given up."""
@@ -307,9 +306,3 @@ class GroupIndex:
                 self._floor[lane] = max(self._floor[lane], oldest)
                 self.num_forgotten += 1
         return row
-
-
-def _next_id(entry_id: str) -> str:
-    """The smallest id above: reading from it on goes on behind `entry_id`."""
-    milliseconds, sequence = id_order(entry_id)
-    return f"{milliseconds}-{sequence + 1}"

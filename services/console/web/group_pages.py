@@ -9,18 +9,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from common.errors import TidemillError
+from common.history.records import GroupRecord, read_group, read_trajectories
 from common.wire.messages import Lane, Trajectory
 from services.console.web.app import Site, history_of
 from services.console.web.formats import TokenTexts, sendable
 from services.console.web.group_index import STATES, GroupRow
 from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
-from services.console.web.group_view import GroupView, read_group, read_trajectory
 from services.console.web.watched_run import WatchedRun
 
 MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""
 SAMPLE_SORTS = ("index", "reward", "length")
 MAX_PART_TOKENS = 2000
+MAX_COMPONENTS = 24
 MAX_TEXT_PART_CHARACTERS = 20_000
 
 
@@ -64,10 +65,10 @@ class GroupPages:
     async def group(self, request: Request) -> Response:
         """One group, its completions side by side."""
         run, row, lane = await self._row(request)
-        problem, view = "", GroupView(row, lane, None, [])
+        problem, view = "", GroupRecord(row.ticket, lane)
         has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
         try:
-            view = await read_group(history_of(run), row, lane, has_letters)
+            view = await read_group(history_of(run), row.ticket, lane, row.known_places(has_letters))
         except TidemillError as error:
             problem = str(error)
         sort = request.query_params.get("sort", "index")
@@ -78,6 +79,7 @@ class GroupPages:
             run,
             "groups",
             view=view,
+            components=component_names(view),
             row=row,
             lane=lane.value,
             problem=problem,
@@ -119,19 +121,23 @@ class GroupPages:
     async def _trajectory(self, request: Request) -> tuple[WatchedRun, Trajectory]:
         run, row, lane = await self._row(request)
         index = request.path_params["index"]
-        trajectory = await read_trajectory(history_of(run), row, lane, index)
+        window = row.trajectories.ids
+        found = await read_trajectories(history_of(run), row.ticket, lane, window)
+        trajectory = next((made for made in found if made.index == index), None)
         if trajectory is None:
             raise HTTPException(404, f"Ticket {row.ticket} has no completion {index}.")
         return run, trajectory
 
 
+def component_names(group: GroupRecord) -> list[str]:
+    """Names of the components that any score has."""
+    names = {name: None for sample in group.samples if sample.score for name in sample.score.components}
+    return list(names)[:MAX_COMPONENTS]
+
+
 _SAMPLE_KEYS: dict[str, Any] = {
     "index": lambda sample: sample.index,
-    "reward": lambda sample: (
-        sample.score is None or sample.score.value is None,
-        -(sample.score.value if sample.score and sample.score.value is not None else 0.0),
-        sample.index,
-    ),
+    "reward": lambda sample: (sample.reward is None, -(sample.reward or 0.0), sample.index),
     "length": lambda sample: (-(sample.trajectory.num_tokens if sample.trajectory else -1), sample.index),
 }
 

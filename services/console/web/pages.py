@@ -16,7 +16,6 @@ from services.console.dead.view import as_tree, sample_name
 from services.console.web.app import Site, history_of
 from services.console.web.charts import chart_trees
 from services.console.web.group_index import STATES
-from services.console.web.group_view import read_commit
 from services.console.web.step_view import sort_metrics, view_step
 from services.console.web.watched_run import WatchedRun
 
@@ -147,7 +146,7 @@ class StepPages:
         problem = ""
         commit: Commit | None = None
         try:
-            commit = await read_commit(history_of(run), number)
+            commit = await history_of(run).commit(number)
         except TidemillError as error:
             problem = str(error)
         view = view_step(commit, run.index) if commit else None

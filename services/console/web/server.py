@@ -1,14 +1,13 @@
 """`tidemill web`: serves the pages until Ctrl-C."""
 
 import socket
-from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 
 from common.errors import ConfigError
 from common.process.programs import run_main
 from services.console.launch.views import log_nothing
+from services.console.options import WebOptions
 from services.console.run.folder import find_run, folder_of_runs
 from services.console.web.access import TOKEN_PARAMETER, Access, is_loopback
 from services.console.web.app import create_app
@@ -16,17 +15,6 @@ from services.console.web.catalog import Catalog
 
 CLOSE_S = 3
 EVERYWHERE = ("0.0.0.0", "::")
-
-
-@dataclass(frozen=True, slots=True)
-class WebOptions:
-    """What the user gave."""
-
-    run_id: str | None
-    host: str
-    port: int
-    host_names: tuple[str, ...]
-    runs_dir: Path | None
 
 
 def serve(options: WebOptions) -> None:
@@ -52,7 +40,7 @@ async def _serve(options: WebOptions) -> None:
             )
         path = f"run/{run_id}"
     port = listener.getsockname()[1]
-    access = Access.of(options.host, port, options.host_names)
+    access = Access.of(options.host, port, tuple(options.host_names))
     print(_greeting(options.host, port, path, access), flush=True)
     config = uvicorn.Config(
         create_app(catalog, access),

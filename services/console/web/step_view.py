@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.history.outcomes import WHOLE_GROUP, micro_batches_of
 from common.wire.messages import Commit, Lane
-from services.console.web.group_index import WHOLE_GROUP, GroupIndex, GroupRow
+from services.console.web.group_index import GroupIndex, GroupRow
 
 TOPICS = (
     ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),
@@ -85,11 +86,10 @@ def _times(metrics: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 def _micro_batches(commit: Commit) -> list[MicroBatch]:
     found = []
-    for mini, batches in enumerate(commit.mini_batches):
-        for micro, keys in enumerate(batches):
-            tickets: dict[int, list[int]] = {}
-            for ticket, index in keys:
-                tickets.setdefault(ticket, []).append(index)
-            grouped = tuple((ticket, tuple(indices)) for ticket, indices in tickets.items())
-            found.append(MicroBatch(mini, micro, grouped, len(keys)))
+    for mini, micro, keys in micro_batches_of(commit):
+        tickets: dict[int, list[int]] = {}
+        for ticket, index in keys:
+            tickets.setdefault(ticket, []).append(index)
+        grouped = tuple((ticket, tuple(indices)) for ticket, indices in tickets.items())
+        found.append(MicroBatch(mini, micro, grouped, len(keys)))
     return found

@@ -11,12 +11,15 @@ from common.streams import Delivery, append, append_numbered, group_status, leng
 from common.wire import codec
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Lane, Score, Ticket, Trajectory
-from services.console.dead.dead_letters import EVERY_LETTER, Fates, Letter, LetterFilter, read_letters
-from services.console.dead.requeue import Requeuer, Verdict
+from services.console.dead.dead_letters import Letter, read_letters
+from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
+from services.console.options import LetterFilter
 from tests.support.letters import bury_next, make_ticket, samples_of, tickets_of, write_letter
 from tests.support.training import make_score, messages, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+
+EVERY_LETTER = LetterFilter()
 
 CONFIG = trainer_config(streams__lease_s=1.0)
 
@@ -25,8 +28,8 @@ async def letters(broker: Broker, keys: Keys, wanted: LetterFilter = EVERY_LETTE
     return await read_letters(broker, keys, wanted, 1 << 20)
 
 
-async def put_back(broker: Broker, keys: Keys) -> list[Verdict]:
-    requeuer = Requeuer(broker, keys, CONFIG, await Fates.read(broker, keys))
+async def put_back(broker: Broker, keys: Keys) -> list[LetterResult]:
+    requeuer = Requeuer(broker, keys, CONFIG, await TicketEnds.read(broker, keys))
     return [await requeuer.put_back(letter) for letter in await letters(broker, keys)]
 
 
@@ -110,7 +113,7 @@ async def test_two_operators_at_once_put_a_message_back_once(broker, keys, origi
     if origin == "scores":
         await broker.execute("DEL", keys.dead)
         await write_letter(broker, keys, "scores", make_score(3, 0))
-    fates = await Fates.read(broker, keys)
+    fates = await TicketEnds.read(broker, keys)
     (letter,) = await letters(broker, keys)
     requeuers = [Requeuer(broker, keys, CONFIG, fates) for _ in range(4)]
     verdicts = await asyncio.gather(*(requeuer.put_back(letter) for requeuer in requeuers))
@@ -174,10 +177,10 @@ class TestWhatCanNoLongerMatter:
 async def test_a_letter_that_the_trainer_has_not_acted_on_is_kept(broker, keys):
     await dead_ticket(broker, keys)
     (letter,) = await letters(broker, keys)
-    requeuer = Requeuer(broker, keys, CONFIG, await Fates.read(broker, keys))
+    requeuer = Requeuer(broker, keys, CONFIG, await TicketEnds.read(broker, keys))
     assert "not replaced yet" in await requeuer.reason_to_keep(letter)
     await append_numbered(broker, keys.prompts(), [(9, make_ticket(9, step=3, replaces=3))])
-    requeuer = Requeuer(broker, keys, CONFIG, await Fates.read(broker, keys))
+    requeuer = Requeuer(broker, keys, CONFIG, await TicketEnds.read(broker, keys))
     assert await requeuer.reason_to_keep(letter) == ""
 
 

@@ -15,7 +15,14 @@ from services.console.web.app import create_app
 from services.console.web.catalog import Catalog
 from tests.conftest import SERVERS
 from tests.support.waiting import wait_until
-from tests.support.web_runs import SCRIPT, commit_of, completion, make_ticket, write_folder, write_run
+from tests.support.web_runs import (
+    SCRIPT,
+    commit_of,
+    completion,
+    make_ticket,
+    write_folder,
+    write_run,
+)
 
 # What differs between servers is hidden by `History`, and tested there.
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)

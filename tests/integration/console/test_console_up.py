@@ -20,8 +20,9 @@ from common.history import History, StreamName
 from common.streams import Entry
 from common.wire.messages import Commit
 from services.console.exports.archive import archive
-from services.console.launch.processes import ServiceSpec
-from services.console.launch.up import UpOptions, run_up
+from services.console.launch.up import run_up
+from services.console.options import UpOptions
+from services.console.processes.service import ServiceSpec
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -174,7 +175,7 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
         "import sys\n"
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from services.console.launch.up import UpOptions, run_up\n"
+        "from services.console.launch.up import run_up\nfrom services.console.options import UpOptions\n"
         "from tests.integration.console.test_console_up import specs_with\n"
         "options = UpOptions(Path(sys.argv[1]), run_id='held', resume=len(sys.argv) > 3)\n"
         "sys.exit(run_up(options, specs_with(stop_after=1000 if options.resume else 2)))\n"

@@ -15,7 +15,14 @@ from common.wire.messages import Score, ScoreStatus
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
 from tests.support.runs import REPO, ServiceRun, simulated_config
-from tests.support.web_runs import LONG, RIGHT_TO_LEFT, completion, make_ticket, write_folder, write_run
+from tests.support.web_runs import (
+    LONG,
+    RIGHT_TO_LEFT,
+    completion,
+    make_ticket,
+    write_folder,
+    write_run,
+)
 
 NUM_GROUPS, NUM_SCORED = 50_000, 970
 MOST_ELEMENTS = 8_000

@@ -15,7 +15,7 @@ from common.process.heartbeats import read_heartbeats
 from common.run.replicas import ReplicaRegistry
 from common.streams import Entry, append, read_range
 from common.wire.messages import Score, ScoreStatus
-from services.console.launch.processes import service_specs
+from services.console.processes.service import service_specs
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until

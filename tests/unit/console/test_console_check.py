@@ -11,9 +11,9 @@ from common.errors import ConfigError
 from common.process.checks import RewardFindings
 from common.run.dataset import Row
 from services.console.check import preflight
-from services.console.check.explain import describe
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from services.console.check.preflight import Findings, PreflightError, examine
+from services.console.plan.explain import describe
 from tests.support.checked_runs import make_folder, write_run
 from tests.support.trajectories import make_config
 

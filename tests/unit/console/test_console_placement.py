@@ -6,7 +6,12 @@ import pytest
 
 from common.config import RunConfig, parse_config
 from common.errors import ConfigError
-from services.console.launch.processes import replica_gpus, rollout_gpus, service_specs, trainer_gpus
+from services.console.processes.service import (
+    replica_gpus,
+    rollout_gpus,
+    service_specs,
+    trainer_gpus,
+)
 
 LOCAL = {"count": 2, "model": "rm"}
 

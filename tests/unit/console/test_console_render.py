@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from common.process.heartbeats import Heartbeat
-from services.console.launch.supervisor import ServiceStatus
 from services.console.launch.views import PlainView
+from services.console.processes.supervisor import ServiceStatus
 from services.console.status.render import dashboard
 from services.console.status.report import spell_line
 from services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from services.console.launch.processes import exporter_spec, metrics_ports, service_specs
-from services.console.launch.up import UpOptions
+from services.console.options import UpOptions
+from services.console.processes.service import exporter_spec, metrics_ports, service_specs
 from services.console.run.folder import RunFolder, find_run
 from tests.support.trajectories import make_config
 

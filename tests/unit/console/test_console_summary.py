@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from common.wire.messages import Commit
-from services.console.status.summary import RunSummary, Tally, failures, mean_score, merge_evaluations
+from services.console.status.summary import (
+    CommitTotals,
+    RunSummary,
+    failures,
+    mean_score,
+    merge_evaluations,
+)
 from tests.support.trajectories import make_config
 
 
@@ -16,7 +22,7 @@ def commit(step: int, groups: dict[int, list[int]], **fields: Any) -> Commit:
 
 
 def tally_of(*commits: Commit, tickets: int, group_size: int = 2) -> RunSummary:
-    tally = Tally(group_size)
+    tally = CommitTotals(group_size)
     for item in commits:
         tally.add(item)
     summary = RunSummary("run")

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from services.console.plan.plan import PlanOptions, latest_like, make_plan, plan
+from services.console.options import PlanOptions
+from services.console.plan.plan import latest_like, make_plan, plan
 from services.console.run.folder import RunFolder
 from tests.support.trajectories import make_config
 

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from common.errors import ConfigError
 from services.console.compare import replay
-from services.console.compare.replay import ReplayOptions, parse_steps
+from services.console.compare.replay import parse_steps
 from services.console.compare.replay_view import print_result
+from services.console.options import ReplayOptions
 
 
 def result(step: int = 12, **changes: Any) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_the_exit_code_says_whether_all_came_out(
         return [result(equal=is_equal, first_difference=float("nan"))]
 
     monkeypatch.setattr(replay, "_replay", answer)
-    assert replay.replay_steps(ReplayOptions(None, None, "12"), False, as_json=True) == code
+    assert replay.replay_steps(ReplayOptions("12", as_json=True)) == code
     assert json.loads(capsys.readouterr().out)[0]["first_difference"] is None, "JSON has no NaN"
 
 
@@ -108,4 +109,4 @@ def test_the_exit_code_says_whether_all_came_out(
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        replay.replay_steps(ReplayOptions(None, None, **options), False, False)
+        replay.replay_steps(ReplayOptions(**options))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.console.records.step_trace import SampleFacts
+from common.history.records import SampleFacts
 from services.console.records.timeline import Stretch, build, gaps
 from services.console.records.trace_events import Slice, TraceEvents
 from tests.support.histories import BEGIN, commits, manifests, scores, tickets, trajectories

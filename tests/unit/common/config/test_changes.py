@@ -7,7 +7,8 @@ import pytest
 from common.config import RunConfig, changed_fields
 from common.config.recorded import FIXED
 from common.errors import ConfigError
-from services.console.launch.up import UpOptions, _check_changes
+from services.console.launch.up import _check_changes
+from services.console.options import UpOptions
 from services.console.run.folder import RunFolder
 from tests.support.trajectories import make_config
 

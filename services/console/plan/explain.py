@@ -3,13 +3,13 @@
 from textwrap import indent
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from common.config import RewardConfig
 from services.console.check.preflight import Findings
 from services.console.plan.sizing import redis_bytes
 from services.console.text.formats import size
+from services.console.text.tables import name_table
 from services.console.text.untrusted import printable_block
 
 MAX_READ_CHARACTERS = 4000
@@ -18,9 +18,7 @@ MAX_READ_CHARACTERS = 4000
 def explain(findings: Findings, console: Console | None = None) -> None:
     """Print the summary of a config in which no mistake was found."""
     console = console or Console(highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = name_table("bold", indent=0)
     for name, text in describe(findings):
         table.add_row(name, Text(text))
     console.print(table)

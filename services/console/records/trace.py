@@ -1,47 +1,46 @@
 """What became of a ticket, and of one of its samples, for people. Pure functions of what was gathered."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from common.errors import ConfigError
+from common.history import History, StreamName
+from common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
 from common.process.programs import run_main
-from common.wire.messages import Score, Ticket, Trajectory
-from services.console.cli.options import parse_lane, parse_sample
-from services.console.records.record_table import number
+from common.wire.messages import Lane, Message, Score, Ticket, Trajectory
+from services.console.options import ViewOptions
 from services.console.records.search import texts_in
-from services.console.records.step_trace import trace_step
-from services.console.records.step_view import print_step
-from services.console.records.streams import View, terminal
-from services.console.records.ticket_trace import Place, SampleTrace, TicketTrace, trace_ticket
-from services.console.records.values import brief
+from services.console.records.selection import parse_lane, parse_sample
+from services.console.records.tables import brief, number
 from services.console.run.history import open_history
+from services.console.text.tables import Line, listing, print_lines, terminal
 from services.console.text.untrusted import NOTHING, printable, printable_block, took, when
+from services.console.text.values import jsonable, plain_fields
 
 TEXT_CHARACTERS = 4000
 CELL_CHARACTERS = 48
 REASON_CHARACTERS = 300
 
-Line = tuple[str, str]
 
-
-def print_ticket(console: Console, trace: TicketTrace, is_full: bool) -> None:
+def print_ticket(console: Console, trace: GroupRecord, is_full: bool) -> None:
     """The ticket, its samples side by side, and what came of them."""
-    console.print(Text(f"ticket {trace.number}  {fate(trace)}", "bold"), soft_wrap=True)
+    console.print(Text(f"ticket {trace.number}  {outcome(trace)}", "bold"), soft_wrap=True)
     print_lines(console, _ticket_lines(trace, is_full))
     if trace.samples:
         console.print(_samples_table(trace, is_full))
     print_lines(console, _outcome_lines(trace))
 
 
-def print_sample(console: Console, trace: TicketTrace, sample: SampleTrace, is_full: bool) -> None:
+def print_sample(console: Console, trace: GroupRecord, sample: SampleRecord, is_full: bool) -> None:
     """One sample from its ticket to the version that it made."""
     console.print(
-        Text(f"sample {trace.number}.{sample.index}  {fate(trace, sample)}", "bold"), soft_wrap=True
+        Text(f"sample {trace.number}.{sample.index}  {outcome(trace, sample)}", "bold"), soft_wrap=True
     )
     print_lines(console, _ticket_lines(trace, is_full))
     if sample.trajectory is not None:
@@ -61,17 +60,7 @@ def print_sample(console: Console, trace: TicketTrace, sample: SampleTrace, is_f
     print_lines(console, _outcome_lines(trace))
 
 
-def print_lines(console: Console, lines: Iterable[Line]) -> None:
-    """Names and values, one a line."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in lines:
-        table.add_row(name, Text(value))
-    console.print(table)
-
-
-def fate(trace: TicketTrace, sample: SampleTrace | None = None) -> str:
+def outcome(trace: GroupRecord, sample: SampleRecord | None = None) -> str:
     """In a few words, what became of it."""
     commit = trace.commit
     if commit is not None and sample is not None and sample.left_out:
@@ -86,9 +75,8 @@ def fate(trace: TicketTrace, sample: SampleTrace | None = None) -> str:
     return f"evaluation: {words}" if trace.lane == "eval" else f"no step has trained on it: {words}"
 
 
-def _ticket_lines(trace: TicketTrace, is_full: bool) -> Iterator[Line]:
-    source = trace.ticket or next((s.trajectory for s in trace.samples if s.trajectory), None)
-    if source is not None:
+def _ticket_lines(trace: GroupRecord, is_full: bool) -> Iterator[Line]:
+    if (source := trace.prompt_source) is not None:
         yield "prompt", printable_block(source.prompt_text, 0 if is_full else TEXT_CHARACTERS)
         yield (
             "",
@@ -106,20 +94,26 @@ def _ticket_lines(trace: TicketTrace, is_full: bool) -> Iterator[Line]:
         yield "replaces", f"ticket {ticket.replaces}"
 
 
-def _samples_table(trace: TicketTrace, is_full: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    titles = ("sample", "reward", "advantage", "score", "tries", "version", "tokens", "generated", "took")
-    for title in titles:
-        is_number = title in ("reward", "advantage", "tries", "tokens", "took")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
-    table.add_column("scored", no_wrap=True)
-    table.add_column("trained in", no_wrap=True)
-    table.add_column("completion", overflow="fold")
+def _samples_table(trace: GroupRecord, is_full: bool) -> Table:
+    titles = [
+        "sample",
+        "reward",
+        "advantage",
+        "score",
+        "tries",
+        "version",
+        "tokens",
+        "generated",
+        "took",
+        "scored",
+    ]
+    numbers = ("reward", "advantage", "tries", "tokens", "took")
+    table = listing([*titles, "trained in", "completion"], numbers, ("completion",))
     for sample in trace.samples:
         made, score = sample.trajectory, sample.score
         table.add_row(
             f"{trace.number}.{sample.index}",
-            number(score.value if score else None),
+            number(sample.reward),
             number(sample.advantage),
             Text(
                 score.status.value if score else NOTHING, "" if score and score.value is not None else "red"
@@ -136,7 +130,7 @@ def _samples_table(trace: TicketTrace, is_full: bool) -> Table:
     return table
 
 
-def _generation_lines(ticket: Ticket | None, sample: SampleTrace) -> Iterator[Line]:
+def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[Line]:
     made = sample.trajectory
     assert made is not None
     waited_s = made.started_at - ticket.issued_at if ticket and made.started_at else None
@@ -179,7 +173,7 @@ def _score_lines(made: Trajectory | None, score: Score, is_full: bool) -> Iterat
         )
 
 
-def _training_lines(trace: TicketTrace, sample: SampleTrace) -> Iterator[Line]:
+def _training_lines(trace: GroupRecord, sample: SampleRecord) -> Iterator[Line]:
     if trace.lane == "eval":
         yield "", "samples of evaluation are not trained"
     elif sample.left_out:
@@ -187,13 +181,13 @@ def _training_lines(trace: TicketTrace, sample: SampleTrace) -> Iterator[Line]:
     elif not trace.is_trained:
         yield "", f"not trained: {trace.dropped_as}" if trace.dropped_as else "not yet"
     else:
-        rewards = [s.score.value for s in trace.samples if s.score and s.score.value is not None]
+        rewards = [s.reward for s in trace.samples if s.reward is not None]
         yield "group", f"rewards {'  '.join(map(number, rewards))}"
         yield "advantage", number(sample.advantage)
         yield "trained in", _places(sample.places)
 
 
-def _outcome_lines(trace: TicketTrace) -> Iterator[Line]:
+def _outcome_lines(trace: GroupRecord) -> Iterator[Line]:
     commit = trace.commit
     if commit is not None and trace.is_trained:
         began, ended = when(commit.started_at), took(commit.finished_at - commit.started_at)
@@ -204,7 +198,7 @@ def _outcome_lines(trace: TicketTrace) -> Iterator[Line]:
         yield "dropped", f"{trace.dropped_as}; recorded by the commit of step {commit.step}"
     if trace.replaced_by is not None:
         yield "replaced by", f"ticket {trace.replaced_by}"
-    for letter in trace.letters:
+    for _, letter in trace.letters:
         sample = f"{letter.ticket}.{letter.index}" if letter.index >= 0 else str(letter.ticket)
         source = f"{printable(letter.origin, 24)} {sample} by {printable(letter.worker, 24)}"
         reason = printable(letter.error, REASON_CHARACTERS)
@@ -218,7 +212,46 @@ def _places(places: list[Place]) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def show_trace(view: View, what: str, lane: str) -> None:
+def group_tree(group: GroupRecord, index: int | None = None) -> dict[str, Any]:
+    """For programs: all of it, or with one of the samples only."""
+    commit = group.commit
+    made = commit if group.is_trained else None
+    return {
+        "ticket": group.number,
+        "lane": group.lane.value,
+        "issued": _tree(group.ticket),
+        "samples": [_sample_tree(sample) for sample in group.samples if index in (None, sample.index)],
+        "step": commit.step if commit else None,
+        "is_trained": group.is_trained,
+        "dropped_as": group.dropped_as,
+        "replaced_by": group.replaced_by,
+        "version": made.version if made else None,
+        "digest": made.digest if made else None,
+        "weights": _tree(group.manifest),
+        "dead_letters": [_tree(letter) for _, letter in group.letters],
+    }
+
+
+def _sample_tree(sample: SampleRecord) -> dict[str, Any]:
+    names = ("version", "first_token", "last_token")
+    return {
+        "index": sample.index,
+        "trajectory": _tree(sample.trajectory),
+        "versions": [dict(zip(names, span, strict=True)) for span in sample.spans],
+        "score": _tree(sample.score),
+        "advantage": sample.advantage,
+        "trained_in": [asdict(place) for place in sample.places],
+        "left_out": sample.left_out,
+        "later_trajectories": [_tree(item) for item in sample.later_trajectories],
+        "later_scores": [_tree(item) for item in sample.later_scores],
+    }
+
+
+def _tree(message: Message | None) -> Any:
+    return None if message is None else jsonable(plain_fields(message))
+
+
+def show_trace(view: ViewOptions, what: str, lane: str) -> None:
     """Everything that became of `TICKET` or `TICKET.INDEX`.
 
     Raises:
@@ -228,14 +261,16 @@ def show_trace(view: View, what: str, lane: str) -> None:
     wanted_lane = parse_lane(lane)
 
     async def look() -> None:
-        async with open_history(view.run, view.runs_dir) as access:
-            trace = await trace_ticket(access.history, number, wanted_lane)
+        async with open_history(view.run_id, view.runs_dir) as access:
+            trace = await read_group(access.history, number, wanted_lane)
+            if not (trace.ticket or trace.samples or trace.letters or trace.commit):
+                raise ConfigError(await _absence(access.history, number, wanted_lane))
         sample = next((sample for sample in trace.samples if sample.index == index), None)
         if index is not None and sample is None:
             made = ", ".join(str(sample.index) for sample in trace.samples) or "none"
             raise ConfigError(f"ticket {number} has no sample {index} in the streams; it has {made}.")
         if view.as_json:
-            print(json.dumps(trace.as_tree(index)))
+            print(json.dumps(group_tree(trace, index)))
         elif sample is not None:
             print_sample(terminal(), trace, sample, view.is_full)
         else:
@@ -244,19 +279,11 @@ def show_trace(view: View, what: str, lane: str) -> None:
     run_main(look())
 
 
-def show_step(view: View, step: int) -> None:
-    """What went into a step, where its time went, and what came out.
-
-    Raises:
-        ConfigError: the run has no commit of it.
-    """
-
-    async def look() -> None:
-        async with open_history(view.run, view.runs_dir) as access:
-            trace = await trace_step(access.history, step)
-        if view.as_json:
-            print(json.dumps(trace.as_tree()))
-        else:
-            print_step(terminal(), trace, view.is_full)
-
-    run_main(look())
+async def _absence(history: History, number: int, lane: Lane) -> str:
+    name = StreamName.PROMPTS.of(lane)
+    known = [message.ticket for message in await ends(history, name) if isinstance(message, Ticket)]
+    there = f"{name} has tickets {known[0]} to {known[-1]}" if known else f"{name} is empty"
+    return (
+        f"run {history.run_id} knows no ticket {number} of the lane {lane}: {there}. Where older ones were "
+        "trimmed without an archive, they are gone."
+    )

@@ -1,16 +1,69 @@
-"""Entries of a stream as lines of a table: for each kind of message, what people look for first."""
+"""Records as values, tables and JSON: what people look for first in each kind of message."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from rich import box
+import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from common.history import Record, StreamName
 from common.streams.entries import Garbled
-from common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory, WeightManifest
-from services.console.text.untrusted import NOTHING, printable, took, when
+from common.wire.messages import (
+    Commit,
+    DeadLetter,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+    WeightManifest,
+)
+from services.console.text.tables import listing, name_table
+from services.console.text.untrusted import NOTHING, printable, printable_block, took, when
+from services.console.text.values import jsonable, plain_fields
+
+
+def record_tree(stream: StreamName, record: Record) -> dict[str, Any]:
+    """An entry of a stream for programs: all of it."""
+    tree: dict[str, Any] = {"stream": stream.value, "id": record.entry_id}
+    if isinstance(record, Garbled):
+        fields = {name.decode(errors="replace"): value.hex() for name, value in record.fields.items()}
+        return tree | {"error": record.error, "fields_hex": fields}
+    return tree | {"kind": record.message.kind, "message": jsonable(plain_fields(record.message))}
+
+
+MAX_SHOWN_ITEMS = 24
+"""Elements of an array that are shown; JSON has all."""
+MAX_SHOWN_CHARACTERS = 600
+
+
+def print_values(console: Console, title: str, values: Mapping[str, Any], is_full: bool = False) -> None:
+    """A title, and the values under it."""
+    console.print(Text(f"\n{title}", "bold"))
+    table = name_table(max_width=24)
+    for name, value in values.items():
+        table.add_row(Text(printable(name, 24)), Text(brief(value, is_full)))
+    console.print(table)
+
+
+def brief(value: Any, is_full: bool = False) -> str:
+    """A value as text; unless it shall be full, with its first elements only."""
+    if isinstance(value, np.ndarray):
+        return _items(value.tolist(), len(value) if is_full else MAX_SHOWN_ITEMS)
+    if isinstance(value, bytes | bytearray):
+        head = bytes(value if is_full else value[:MAX_SHOWN_ITEMS])
+        return f"{len(value):,} bytes: {head.hex(' ')}{' ...' if len(head) < len(value) else ''}"
+    if is_full:
+        return printable_block(value if isinstance(value, str) else repr(value))
+    return printable(value if isinstance(value, str) else repr(value), MAX_SHOWN_CHARACTERS)
+
+
+def _items(values: list[Any], limit: int) -> str:
+    items = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in values[:limit]]
+    more = [f"... {len(values):,} in all"] if len(values) > limit else []
+    return f"[{', '.join([*items, *more])}]"
+
 
 TEXT_CHARACTERS = 60
 NAME_CHARACTERS = 24
@@ -23,15 +76,7 @@ def record_table(stream: StreamName, records: Iterable[Record], is_full: bool = 
     """A line for each entry. `is_full` shows texts to their ends."""
     rows = [(record, _cells(record, is_full)) for record in records]
     titles = next((list(cells) for record, cells in rows if not isinstance(record, Garbled)), ["id", "error"])
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in titles:
-        is_last = title == titles[-1]
-        table.add_column(
-            title,
-            justify="right" if title in RIGHT else "left",
-            no_wrap=not is_last,
-            overflow="fold" if is_last else "ellipsis",
-        )
+    table = listing(titles, RIGHT, titles[-1:])
     for record, cells in rows:
         if isinstance(record, Garbled):
             words = f"cannot be decoded: {printable(record.error, 0 if is_full else TEXT_CHARACTERS)}"

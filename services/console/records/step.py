@@ -1,19 +1,28 @@
 """What a step was made of, for people. Pure functions of what was gathered."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.console.records.record_table import number
-from services.console.records.step_trace import STAGES, SampleFacts, StepTrace
-from services.console.records.ticket_trace import advantages_in
-from services.console.records.trace_view import Line, print_lines
+from common.errors import ConfigError
+from common.history import History, StreamName
+from common.history.outcomes import advantages_of, dropped_groups, left_out
+from common.history.records import STAGES, SampleFacts, StepRecord, ends, read_step
+from common.process.programs import run_main
+from common.wire.messages import Commit
+from services.console.options import ViewOptions
+from services.console.records.tables import number
+from services.console.run.history import open_history
+from services.console.text.tables import Line, listing, print_lines, terminal
 from services.console.text.untrusted import NOTHING, printable, took, when
+from services.console.text.values import jsonable, plain_fields
 
 MAX_GROUPS = 40
 """Groups that are shown unless all are asked for."""
@@ -27,7 +36,7 @@ OUTCOMES = (
 """Metrics that are shown, of those that the step has; the commit has all."""
 
 
-def print_step(console: Console, trace: StepTrace, is_full: bool) -> None:
+def print_step(console: Console, trace: StepRecord, is_full: bool) -> None:
     """What went in, how it was split up, where the time went, what came out."""
     commit = trace.commit
     head = f"step {commit.step}  version {commit.step} → {commit.version}"
@@ -52,11 +61,11 @@ def print_step(console: Console, trace: StepTrace, is_full: bool) -> None:
     print_lines(console, _output_lines(trace))
 
 
-def _wall_s(trace: StepTrace) -> float:
+def _wall_s(trace: StepRecord) -> float:
     return trace.commit.finished_at - trace.commit.started_at
 
 
-def _input_lines(trace: StepTrace) -> Iterator[Line]:
+def _input_lines(trace: StepRecord) -> Iterator[Line]:
     commit, rewards = trace.commit, trace.rewards
     num_trained = len(set(commit.trained_keys))
     made = [s.num_tokens for s in trace.samples.values()]
@@ -70,14 +79,13 @@ def _input_lines(trace: StepTrace) -> Iterator[Line]:
         yield "rewards", f"mean {spread}"
     if shares := _staleness_words(trace):
         yield "staleness", shares
-    for reason, tickets in _by_reason(trace.dropped_groups).items():
+    for reason, tickets in _by_reason(dropped_groups(trace.commit)).items():
         yield "dropped", f"{reason}: {_listed(tickets, 'group')}"
-    left_out = _by_reason([(f"{t}.{index}", reason) for t, index, reason in trace.left_out])
-    for reason, samples in left_out.items():
+    for reason, samples in _by_reason([(f"{t}.{i}", why) for t, i, why in left_out(trace.commit)]).items():
         yield "left out", f"{reason}: {_listed(samples, 'sample')}"
 
 
-def _staleness_words(trace: StepTrace) -> str:
+def _staleness_words(trace: StepRecord) -> str:
     metrics, found = trace.commit.metrics, []
     for age in range(64):
         if (share := metrics.get(f"staleness/share_{age}")) is None:
@@ -101,26 +109,14 @@ def _listed(names: Sequence[str], noun: str) -> str:
     return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({shown})"
 
 
-def _groups_table(trace: StepTrace, is_full: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in (
-        "ticket",
-        "samples",
-        "rewards",
-        "mean",
-        "advantages",
-        "versions",
-        "tokens",
-        "complete",
-        "by",
-    ):
-        is_number = title in ("ticket", "samples", "mean", "tokens", "complete")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "by")
+def _groups_table(trace: StepRecord, is_full: bool) -> Table:
+    titles = ("ticket", "samples", "rewards", "mean", "advantages", "versions", "tokens", "complete", "by")
+    table = listing(titles, ("ticket", "samples", "mean", "tokens", "complete"), ("by",))
     commit = trace.commit
     for ticket in commit.groups if is_full else commit.groups[:MAX_GROUPS]:
         samples = trace.group(ticket)
         rewards = [s.reward for s in samples if s.reward is not None]
-        advantages = advantages_in(commit, ticket).values()
+        advantages = advantages_of(commit, ticket).values()
         complete_s = trace.complete_at(ticket) - commit.started_at if samples else None
         table.add_row(
             str(ticket),
@@ -160,10 +156,9 @@ def _relative(seconds: float | None) -> str:
     return f"{took(-seconds)} before" if seconds < 0 else f"{took(seconds)} after"
 
 
-def _batches_table(trace: StepTrace) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in ("mini-batch", "micro-batch", "samples", "groups", "prompt tokens", "completion tokens"):
-        table.add_column(title, justify="right", no_wrap=True)
+def _batches_table(trace: StepRecord) -> Table:
+    titles = ("mini-batch", "micro-batch", "samples", "groups", "prompt tokens", "completion tokens")
+    table = listing(titles, titles)
     for batch in trace.micro_batches():
         table.add_row(
             str(batch.mini_batch),
@@ -176,7 +171,7 @@ def _batches_table(trace: StepTrace) -> Table:
     return table
 
 
-def _times_table(trace: StepTrace) -> Table:
+def _times_table(trace: StepRecord) -> Table:
     """The trainer's own time by what it did, most first."""
     prefix, suffix = "time/", "_s"
     spent = {
@@ -196,13 +191,9 @@ def _times_table(trace: StepTrace) -> Table:
     return table
 
 
-def _stages_table(trace: StepTrace) -> Table:
+def _stages_table(trace: StepRecord) -> Table:
     """What the samples went through, one after the other."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("the samples", no_wrap=True)
-    for title in ("median", "90 %", "longest"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("by", no_wrap=True)
+    table = listing(("the samples", "median", "90 %", "longest", "by"), ("median", "90 %", "longest"))
     stages = {key: s.stages_s(trace.commit.finished_at) for key, s in trace.samples.items()}
     for stage in STAGES:
         spent = {key: found[stage] for key, found in stages.items() if stage in found}
@@ -215,7 +206,7 @@ def _stages_table(trace: StepTrace) -> Table:
     return table
 
 
-def _slowest_lines(trace: StepTrace) -> Iterator[Line]:
+def _slowest_lines(trace: StepRecord) -> Iterator[Line]:
     commit, last = trace.commit, trace.last_to_come
     if last is None:
         return
@@ -230,7 +221,7 @@ def _slowest_lines(trace: StepTrace) -> Iterator[Line]:
         yield "weights", f"announced {took(max(0.0, late_s))} after the commit"
 
 
-def _output_lines(trace: StepTrace) -> Iterator[Line]:
+def _output_lines(trace: StepRecord) -> Iterator[Line]:
     metrics = trace.commit.metrics
     for name in OUTCOMES:
         if name in metrics:
@@ -238,3 +229,55 @@ def _output_lines(trace: StepTrace) -> Iterator[Line]:
     yield "version", str(trace.commit.version)
     yield "digest", trace.commit.digest or NOTHING
     yield "more", f"tidemill streams show commits {trace.commit.step} has every metric"
+
+
+def step_tree(record: StepRecord) -> dict[str, Any]:
+    """For programs."""
+    commit = record.commit
+    return {
+        "commit": jsonable(plain_fields(commit)),
+        "groups": [_group_tree(record, ticket) for ticket in commit.groups],
+        "micro_batches": [jsonable(asdict(batch)) for batch in record.micro_batches()],
+        "dropped": [{"ticket": t, "reason": reason} for t, reason in dropped_groups(commit)],
+        "left_out": [{"ticket": t, "index": i, "reason": reason} for t, i, reason in left_out(commit)],
+        "reversed_groups": record.reversed_groups,
+        "weights": jsonable(plain_fields(record.manifest)) if record.manifest else None,
+    }
+
+
+def _group_tree(record: StepRecord, ticket: int) -> dict[str, Any]:
+    trained_at = record.commit.finished_at
+    return {
+        "ticket": ticket,
+        "complete_at": record.complete_at(ticket),
+        "advantages": advantages_of(record.commit, ticket),
+        "samples": [jsonable(asdict(s)) | {"stages_s": s.stages_s(trained_at)} for s in record.group(ticket)],
+    }
+
+
+def show_step(view: ViewOptions, step: int) -> None:
+    """What went into a step, where its time went, and what came out.
+
+    Raises:
+        ConfigError: the run has no commit of it.
+    """
+
+    async def look() -> None:
+        async with open_history(view.run_id, view.runs_dir) as access:
+            trace = await read_step(access.history, step)
+            if trace is None:
+                raise ConfigError(await _absence(access.history, step))
+        if view.as_json:
+            print(json.dumps(step_tree(trace)))
+        else:
+            print_step(terminal(), trace, view.is_full)
+
+    run_main(look())
+
+
+async def _absence(history: History, step: int) -> str:
+    known = [
+        message.step for message in await ends(history, StreamName.COMMITS) if isinstance(message, Commit)
+    ]
+    there = f"it has steps {known[0]} to {known[-1]}, counted from 0" if known else "it has none yet"
+    return f"run {history.run_id} has no commit of step {step}: {there}."

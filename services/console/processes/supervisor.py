@@ -14,8 +14,8 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.process.programs import ending_in_words, is_illegal_instruction
-from services.console.launch.guard import Guard
-from services.console.launch.processes import ServiceProcess, ServiceSpec
+from services.console.processes.guard import Guard
+from services.console.processes.service import ServiceProcess, ServiceSpec
 from services.console.text.untrusted import printable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -35,7 +35,7 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How it ended; `reason` and `exit_code` are those of a failure."""
 
     ending: Ending
@@ -74,11 +74,11 @@ class Supervisor:
         self.first_pause_s = first_pause_s
         self.statuses = {spec.name: ServiceStatus(spec.name, spec.role) for spec in specs}
         self._processes: dict[str, ServiceProcess] = {}
-        self._outcome: Outcome | None = None
+        self._outcome: RunOutcome | None = None
         self._over = asyncio.Event()
         self._killed = asyncio.Event()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Start everything; return when the run is over and every process has ended."""
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
@@ -97,18 +97,18 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask all to finish or hand back what they hold."""
-        self._end(Outcome(Ending.STOPPED))
+        self._end(RunOutcome(Ending.STOPPED))
 
     def fail(self, reason: str, exit_code: int = 1) -> None:
         """End the run because something it needs is gone."""
-        self._end(Outcome(Ending.FAILED, reason, exit_code))
+        self._end(RunOutcome(Ending.FAILED, reason, exit_code))
 
     def kill(self) -> None:
         """Do not wait for them any longer."""
         self.stop()
         self._killed.set()
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: RunOutcome) -> None:
         self._outcome = self._outcome or outcome
         self._over.set()
 
@@ -172,7 +172,7 @@ class Supervisor:
         if is_hopeless and not process.spec.is_optional:
             self.fail(_obituary(process, "cannot do this run", code), code)
         elif code == 0 and process.spec.ends_run and await self.is_finished():
-            self._end(Outcome(Ending.FINISHED))
+            self._end(RunOutcome(Ending.FINISHED))
         return self._over.is_set()
 
     async def _sleep(self, pause_s: float) -> None:

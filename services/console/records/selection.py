@@ -1,47 +1,15 @@
-"""Arguments and options that many commands take, worded once."""
+"""What the options of `tidemill streams` and `trace` select: ranges, streams, lanes and samples as text."""
 
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from common.errors import ConfigError
 from common.history import Selection, StreamName
 from common.streams.selection import Range
 from common.wire.messages import Lane
-
-_RUN_HELP = "The run; without it, TIDEMILL_RUN_ID, else runs/latest."
-
-RunId = Annotated[str | None, typer.Argument(help=_RUN_HELP, show_default=False)]
-RunOption = Annotated[str | None, typer.Option("--run", metavar="RUN_ID", help=_RUN_HELP, show_default=False)]
-"""Where the arguments say something else."""
-RunsDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs-dir",
-        metavar="FOLDER",
-        help="Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs.",
-        show_default=False,
-    ),
-]
-ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Override one field, such as trainer.steps=20. May be repeated.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Full = Annotated[bool, typer.Option("--full", help="Show texts to their ends.")]
-
+from services.console.options import SelectionOptions
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)\w*\s+ago", re.IGNORECASE)
 _UNIT_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -56,44 +24,33 @@ _CARRIERS: dict[str, tuple[str, ...]] = {
 """Which streams can be selected by what: their messages carry it, or those they belong to."""
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionOptions:
-    """The options as they were given; empty means all."""
+def check_fits(options: SelectionOptions, stream: StreamName) -> None:
+    """Refuse what no message of the stream can be selected by.
 
-    step: str = ""
-    ticket: str = ""
-    time: str = ""
-    worker: str = ""
-    reward: str = ""
-    version: str = ""
-    lane: str = ""
+    Raises:
+        ConfigError: such an option is given.
+    """
+    base = stream.removesuffix(":eval")
+    for name, carriers in _CARRIERS.items():
+        if getattr(options, name) and base not in carriers:
+            fitting = ", ".join(carriers)
+            raise ConfigError(f"--{name} does not apply to the stream {stream}; it does to {fitting}.")
 
-    def check(self, stream: StreamName) -> None:
-        """Refuse what no message of the stream can be selected by.
 
-        Raises:
-            ConfigError: such an option is given.
-        """
-        base = stream.removesuffix(":eval")
-        for name, carriers in _CARRIERS.items():
-            if getattr(self, name) and base not in carriers:
-                fitting = ", ".join(carriers)
-                raise ConfigError(f"--{name} does not apply to the stream {stream}; it does to {fitting}.")
+def selection_of(options: SelectionOptions) -> Selection:
+    """What they select.
 
-    def selection(self) -> Selection:
-        """What they select.
-
-        Raises:
-            ConfigError: one of them cannot be read; the message says which, and what it should look like.
-        """
-        return Selection(
-            tickets=parse_range("ticket", self.ticket, _count),
-            steps=parse_range("step", self.step, _count),
-            versions=parse_range("version", self.version, _count),
-            rewards=parse_range("reward", self.reward, float),
-            times=_times(self.time),
-            worker=self.worker,
-        )
+    Raises:
+        ConfigError: one of them cannot be read; the message says which, and what it should look like.
+    """
+    return Selection(
+        tickets=parse_range("ticket", options.ticket, _count),
+        steps=parse_range("step", options.step, _count),
+        versions=parse_range("version", options.version, _count),
+        rewards=parse_range("reward", options.reward, float),
+        times=_times(options.time),
+        worker=options.worker,
+    )
 
 
 def parse_range(name: str, text: str, parse: Callable[[str], float]) -> Range | None:

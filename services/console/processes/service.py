@@ -19,7 +19,7 @@ from common.process.programs import Program, run_own
 from common.redis.broker import WAIT_VARIABLE
 from common.redis.client import URL_VARIABLE
 from common.run.state import RUNS_DIR_VARIABLE
-from services.console.launch.guard import Guard
+from services.console.processes.guard import Guard
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -1,0 +1,379 @@
+"""What became of a ticket, its group, its samples, and of a step: joined from the streams for all who ask.
+
+Nothing is guessed: what no stream tells is absent. Of several entries for one sample the first counts, as for
+the trainer. Clocks of machines are taken as they are: where they differ, waiting times are off by as much.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from common.history.history import History
+from common.history.outcomes import advantages_of, dropped_groups, left_out, micro_batches_of
+from common.history.selection import Selection, StreamName
+from common.streams.entries import Entry, entry_id_of
+from common.wire.messages import (
+    Commit,
+    DeadLetter,
+    Lane,
+    Message,
+    Score,
+    Ticket,
+    Trajectory,
+    TrajectoryKey,
+    Try,
+    WeightManifest,
+)
+
+MAX_LETTERS = 50
+"""Dead letters that are read for one group."""
+STAGES = ("queued", "generated", "waited for reward", "scored", "waited for training")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sample was trained: counted from 0, as in the commit."""
+
+    mini_batch: int
+    micro_batch: int
+    position: int
+
+
+def _is_reversed(pairs: list[tuple[float, float]]) -> bool:
+    """Whether advantages fall where rewards rise, which no algorithm of ours does."""
+    return len(pairs) > 1 and bool(np.cov(np.array(pairs, dtype=np.float64).T)[0, 1] < 0)
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """One sample of a group, with its messages."""
+
+    index: int
+    trajectory: Trajectory | None = None
+    score: Score | None = None
+    later_trajectories: list[Trajectory] = field(default_factory=list)
+    later_scores: list[Score] = field(default_factory=list)
+    advantage: float | None = None
+    """What the commit has: the mean over its trained tokens."""
+    places: list[Place] = field(default_factory=list)
+    left_out: str = ""
+    """Why it was not trained, where its group was."""
+
+    @property
+    def reward(self) -> float | None:
+        """None where there is no score, or a failed one."""
+        return self.score.value if self.score else None
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(version, first token, last token) of each stretch of tokens."""
+        if self.trajectory is None:
+            return []
+        firsts = [first for _, first in self.trajectory.spans] + [self.trajectory.num_tokens]
+        pairs = zip(self.trajectory.spans, firsts[1:], strict=True)
+        return [(version, first, end - 1) for (version, first), end in pairs]
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """A ticket and its group."""
+
+    number: int
+    lane: Lane
+    ticket: Ticket | None = None
+    samples: list[SampleRecord] = field(default_factory=list)
+    commit: Commit | None = None
+    """Of the step that trained on it or dropped it."""
+    manifest: WeightManifest | None = None
+    """Of the version that came out."""
+    letters: list[tuple[str, DeadLetter]] = field(default_factory=list)
+    """Dead letters with their ids."""
+    replaced_by: int | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a step has trained on the group."""
+        return self.commit is not None and self.number in self.commit.groups
+
+    @property
+    def dropped_as(self) -> str:
+        """Why the group was dropped; empty where it was not."""
+        return dict(dropped_groups(self.commit)).get(self.number, "") if self.commit else ""
+
+    @property
+    def prompt_source(self) -> Ticket | Trajectory | None:
+        """A message that has the prompt."""
+        return self.ticket or next((s.trajectory for s in self.samples if s.trajectory), None)
+
+    @property
+    def group_size(self) -> int:
+        """How many samples it was for."""
+        return self.prompt_source.group_size if self.prompt_source else len(self.samples)
+
+    @property
+    def is_reversed(self) -> bool:
+        """Whether its advantages fall where its rewards rise."""
+        found = [(s.reward, s.advantage) for s in self.samples]
+        return _is_reversed([(r, a) for r, a in found if r is not None and a is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlaces:
+    """Where a group's entries are, for readers that know: nothing else is searched."""
+
+    trajectories: tuple[str, str] | None = None
+    """First and last entry id; None for none."""
+    scores: tuple[str, str] | None = None
+    step: int = -1
+    """Whose commit names the group; -1 for none."""
+    has_letters: bool = True
+
+
+async def read_group(
+    history: History, number: int, lane: Lane = Lane.TRAIN, known: KnownPlaces | None = None
+) -> GroupRecord:
+    """Gather what the streams tell of a ticket."""
+    everywhere = ("-", "+")
+    made = await read_trajectories(history, number, lane, known.trajectories if known else everywhere)
+    scored: list[Score] = []
+    if window := known.scores if known else everywhere:
+        wanted = Selection(*window, tickets=(number, number))
+        scored = [m async for m in history.messages(StreamName.SCORES.of(lane), Score, wanted)]
+    group = GroupRecord(number, lane, await history.ticket(number, lane))
+    if known is None or known.has_letters:
+        group.letters = await _letters(history, number, lane)
+    if lane is Lane.TRAIN and known is None:
+        group.commit = await history.commit_of_ticket(number)
+    elif lane is Lane.TRAIN and known and known.step >= 0:
+        group.commit = await history.commit(known.step)
+    group.samples = _samples(made, scored, group.commit, number)
+    if group.is_trained and group.commit:
+        group.manifest = await history.manifest(group.commit.version)
+    elif known is None and group.ticket and (group.dropped_as or group.letters):
+        group.replaced_by = await _replacement(history, group.ticket)
+    return group
+
+
+async def read_trajectories(
+    history: History, ticket: int, lane: Lane = Lane.TRAIN, window: tuple[str, str] | None = ("-", "+")
+) -> list[Trajectory]:
+    """All trajectories of a ticket between two entry ids, later ones of the same index included."""
+    if window is None:
+        return []
+    wanted = Selection(*window, tickets=(ticket, ticket))
+    return [m async for m in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, wanted)]
+
+
+async def _letters(history: History, number: int, lane: Lane) -> list[tuple[str, DeadLetter]]:
+    found: list[tuple[str, DeadLetter]] = []
+    async for record in history.scan(StreamName.DEAD, Selection(tickets=(number, number))):
+        if not isinstance(record, Entry) or not isinstance(letter := record.message, DeadLetter):
+            continue
+        if letter.origin.endswith(":eval") == (lane is Lane.EVAL) and len(found) < MAX_LETTERS:
+            found.append((record.entry_id, letter))
+    return found
+
+
+def _samples(
+    made: Iterable[Trajectory], scored: Iterable[Score], commit: Commit | None, number: int
+) -> list[SampleRecord]:
+    samples: dict[int, SampleRecord] = {}
+    for trajectory in made:
+        sample = samples.setdefault(trajectory.index, SampleRecord(trajectory.index))
+        if sample.trajectory is None:
+            sample.trajectory = trajectory
+        else:
+            sample.later_trajectories.append(trajectory)
+    for score in scored:
+        sample = samples.setdefault(score.index, SampleRecord(score.index))
+        if sample.score is None:
+            sample.score = score
+        else:
+            sample.later_scores.append(score)
+    if commit is not None:
+        reasons = {index: reason for ticket, index, reason in left_out(commit) if ticket == number}
+        for index, advantage in advantages_of(commit, number).items():
+            if index in samples:
+                samples[index].advantage = advantage
+        for mini, micro, keys in micro_batches_of(commit):
+            for position, (ticket, index) in enumerate(keys):
+                if ticket == number and index in samples:
+                    samples[index].places.append(Place(mini, micro, position))
+        for sample in samples.values():
+            sample.left_out = reasons.get(sample.index, "")
+    return [samples[index] for index in sorted(samples)]
+
+
+async def _replacement(history: History, ticket: Ticket) -> int | None:
+    """The later ticket that was issued in its place."""
+    following = ticket.ticket + 1
+    later = Selection(entry_id_of(following), tickets=(following, None), steps=(ticket.step, None))
+    async for message in history.messages(StreamName.PROMPTS, Ticket, later):
+        if message.replaces == ticket.ticket:
+            return message.ticket
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """One sample of a step, without its tokens and texts: steps may have many thousands of them.
+
+    Times are seconds since 1970, 0 where they are not known.
+    """
+
+    key: TrajectoryKey
+    num_prompt_tokens: int
+    num_tokens: int
+    versions: tuple[int, int]
+    """The oldest and the newest that made a token."""
+    worker: str
+    started_at: float
+    finished_at: float
+    issued_at: float = 0.0
+    scorer: str = ""
+    scored_at: float = 0.0
+    latency_s: float = 0.0
+    attempts: int = 0
+    tries: tuple[Try, ...] = ()
+    reward: float | None = None
+    error: str = ""
+
+    @property
+    def asked_at(self) -> float:
+        """When the reward began, 0 where there is none."""
+        return self.scored_at - self.latency_s if self.scored_at else 0.0
+
+    def stages_s(self, trained_at: float) -> dict[str, float]:
+        """Seconds in each stage, as far as both its ends are known."""
+        times = (self.issued_at, self.started_at, self.finished_at, self.asked_at, self.scored_at, trained_at)
+        ends = zip(STAGES, times[:-1], times[1:], strict=True)
+        return {name: max(0.0, last - first) for name, first, last in ends if first and last}
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchFacts:
+    """One accumulation of gradients."""
+
+    mini_batch: int
+    micro_batch: int
+    keys: tuple[TrajectoryKey, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One committed step."""
+
+    commit: Commit
+    samples: dict[TrajectoryKey, SampleFacts] = field(default_factory=dict)
+    """Of the groups that were trained, also those left out."""
+    manifest: WeightManifest | None = None
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of all trained samples that have one in the streams."""
+        found = [
+            self.samples[key].reward for key in dict.fromkeys(self.commit.trained_keys) if key in self.samples
+        ]
+        return [value for value in found if value is not None]
+
+    @property
+    def num_lost(self) -> int:
+        """Trained samples whose trajectories the streams do not have any more."""
+        return sum(key not in self.samples for key in set(self.commit.trained_keys))
+
+    def group(self, ticket: int) -> list[SampleFacts]:
+        """The samples of a group, by index."""
+        return sorted((s for s in self.samples.values() if s.key[0] == ticket), key=lambda s: s.key)
+
+    def micro_batches(self) -> Iterator[MicroBatchFacts]:
+        """In the order in which they were trained."""
+        for mini, micro, keys in micro_batches_of(self.commit):
+            known = [self.samples[key] for key in keys if key in self.samples]
+            prompts, made = sum(s.num_prompt_tokens for s in known), sum(s.num_tokens for s in known)
+            yield MicroBatchFacts(mini, micro, tuple(keys), prompts, made)
+
+    def complete_at(self, ticket: int) -> float:
+        """When the last score of a group was there; 0 where that is not known."""
+        return max((sample.scored_at for sample in self.group(ticket)), default=0.0)
+
+    @property
+    def last_to_come(self) -> SampleFacts | None:
+        """The sample whose score came last."""
+        return max(self.samples.values(), key=lambda s: s.scored_at, default=None)
+
+    @property
+    def reversed_groups(self) -> list[int]:
+        """Tickets whose advantages fall where their rewards rise."""
+        return [ticket for ticket in self.commit.groups if self._is_reversed(ticket)]
+
+    def _is_reversed(self, ticket: int) -> bool:
+        advantages = advantages_of(self.commit, ticket)
+        found = [(s.reward, advantages.get(s.key[1])) for s in self.group(ticket)]
+        return _is_reversed([(r, a) for r, a in found if r is not None and a is not None])
+
+
+async def read_step(history: History, step: int) -> StepRecord | None:
+    """Gather what the streams tell of a step; None where they have no commit of it."""
+    commit = await history.commit(step)
+    if commit is None:
+        return None
+    record = StepRecord(commit, manifest=await history.manifest(commit.version))
+    if wanted := set(commit.groups):
+        found = await read_samples(history, Selection(tickets=(min(wanted), max(wanted))))
+        record.samples = {key: sample for key, sample in found.items() if key[0] in wanted}
+    return record
+
+
+async def read_samples(
+    history: History, near: Selection, lane: Lane = Lane.TRAIN
+) -> dict[TrajectoryKey, SampleFacts]:
+    """The selected trajectories with their tickets and scores, the first entry of each, by key."""
+    found: dict[TrajectoryKey, SampleFacts] = {}
+    async for made in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, near):
+        found.setdefault(made.key, _generated(made))
+    if not found:
+        return {}
+    of_them = Selection(tickets=(min(found)[0], max(found)[0]))
+    tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, of_them)
+    issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
+    scores: dict[TrajectoryKey, Score] = {}
+    async for score in history.messages(StreamName.SCORES.of(lane), Score, of_them):
+        scores.setdefault(score.key, score)
+    return {key: _scored(sample, issued.get(key[0], 0.0), scores.get(key)) for key, sample in found.items()}
+
+
+def _generated(made: Trajectory) -> SampleFacts:
+    versions = [version for version, _ in made.spans]
+    span, num_prompt = (min(versions), max(versions)), len(made.prompt_ids)
+    return SampleFacts(
+        made.key, num_prompt, made.num_tokens, span, made.worker, made.started_at, made.finished_at
+    )
+
+
+def _scored(sample: SampleFacts, issued_at: float, score: Score | None) -> SampleFacts:
+    if score is None:
+        return replace(sample, issued_at=issued_at)
+    return replace(
+        sample,
+        issued_at=issued_at,
+        scorer=score.worker,
+        scored_at=score.scored_at,
+        latency_s=score.latency_s,
+        attempts=score.attempts,
+        tries=score.tries,
+        reward=score.value,
+        error=score.error,
+    )
+
+
+async def ends(history: History, stream: StreamName) -> list[Message]:
+    """The first and the last message of a stream; nothing where it is empty."""
+    found: list[Message] = []
+    for newest_first in (False, True):
+        async for message in history.messages(stream, stream.message_type, newest_first=newest_first):
+            found.append(message)
+            break
+    return found

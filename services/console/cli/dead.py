@@ -1,0 +1,64 @@
+"""The commands of `tidemill dead`."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from services.console.options import Json, LetterChoice, LetterFilter, RunOption, RunsDir, argument, grouped
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+
+
+@app.command("list", epilog="Example: tidemill dead list --stream prompts --error 'schema 2'")
+@grouped
+def show_list(
+    wanted: LetterFilter,
+    run_id: RunOption = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="At most so many, the newest; 0: all.")] = 100,
+    as_json: Json = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """List the dead letters: when, from where, which sample, why."""
+    from services.console.dead import commands
+
+    commands.show_list(LetterChoice(**asdict(wanted), run_id=run_id, runs_dir=runs_dir), as_json, limit)
+
+
+@app.command(epilog="Example: tidemill dead show 1790000000000-0 --hex")
+def show(
+    letter_id: Annotated[str, argument("Id of the letter, from `list`.", metavar="ID")],
+    run_id: RunOption = None,
+    with_hex: Annotated[bool, typer.Option("--hex", help="Show all original bytes.")] = False,
+    as_json: Json = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Show one letter with the message that died, decoded where that is possible."""
+    from services.console.dead import commands
+
+    commands.show_one(LetterChoice(ids=[letter_id], run_id=run_id, runs_dir=runs_dir), as_json, with_hex)
+
+
+@app.command(epilog="Example: tidemill dead requeue --all --stream prompts:eval")
+@grouped
+def requeue(choice: LetterChoice) -> None:
+    """Put messages back where they belong, each exactly once.
+
+    Refuses, with the reason, what can no longer matter: the trainer replaces the group of a dead ticket or
+    trajectory by a fresh one. Exits with 1 when a letter that was named could not be put back.
+    """
+    from services.console.dead import commands
+
+    raise typer.Exit(commands.requeue_letters(choice))
+
+
+@app.command(epilog="Example: tidemill dead drop --all --error 'schema 2' --yes")
+@grouped
+def drop(
+    choice: LetterChoice,
+    is_sure: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove letters for good, after asking. What the trainer has yet to learn from one keeps it."""
+    from services.console.dead import commands
+
+    raise typer.Exit(commands.drop_letters(choice, is_sure))

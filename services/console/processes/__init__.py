@@ -1,0 +1,1 @@
+"""Processes that are started, watched, and never outlive the console."""

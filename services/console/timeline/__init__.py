@@ -1,1 +1,0 @@
-"""A stretch of a run as a Chrome trace: every ticket through generation, queueing, reward and training."""
