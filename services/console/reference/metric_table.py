@@ -1,7 +1,7 @@
 """Every Prometheus metric, from `common/telemetry/metrics.py`, as the tables at the end of docs/metrics.md.
 
-`python -m services.console.reference.metric_table docs/metrics.md` writes them; `--check` says whether they are
-current.
+`python -m services.console.reference.metric_table docs/metrics.md` writes them; `--check` says whether
+they are current.
 """
 
 import sys
@@ -17,9 +17,10 @@ from common.telemetry import metrics
 HEADING = "## Prometheus: every metric"
 PREAMBLE = f"""{HEADING}
 
-These tables are generated: `python -m services.console.reference.metric_table docs/metrics.md`. How to scrape them is
-in [Monitoring](operations/monitoring.md#metrics). Each process also exports `process_*` and `python_*`: its processor
-time, memory, open files and start. Counters and histograms count since the process's start: sum their rates.
+These tables are generated: `python -m services.console.reference.metric_table docs/metrics.md`. How to
+scrape them is in [Monitoring](operations/monitoring.md#metrics). Each process also exports `process_*` and
+`python_*`: its processor time, memory, open files and start. Counters and histograms count since the
+process's start: sum their rates.
 """
 OF_PROCESSES = "### Of each process, on its own /metrics"
 OF_RUNS = "### Of a run, from the exporter"

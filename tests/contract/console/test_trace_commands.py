@@ -10,13 +10,13 @@ import structlog
 from typer.testing import CliRunner, Result
 
 from common.errors import ConfigError
+from common.history.records import STAGES
 from common.redis.broker import URL_VARIABLE, Broker
 from common.redis.embedded import EmbeddedRedis
 from common.streams import append_numbered
 from common.wire.keys import Keys
 from common.wire.messages import Score, ScoreStatus
 from services.console.__main__ import app
-from services.console.records.step_trace import STAGES
 from services.console.records.trace_events import Slice
 from tests.support.histories import DIGESTS, commits, write_small_run
 from tests.support.traces import problems_of
