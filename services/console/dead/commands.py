@@ -20,11 +20,11 @@ from common.streams import remove_entries
 from common.wire.keys import Keys
 from services.console.dead.dead_letters import Letter, read_letters
 from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
-from services.console.dead.view import as_tree, list_table, print_letter, sample_name
-from services.console.launch.views import log_nothing
+from services.console.dead.view import as_tree, list_table, print_letter
 from services.console.options import LetterChoice
-from services.console.run.connection import connect
+from services.console.run.connection import connected, log_nothing
 from services.console.run.folder import find_run, folder_of_runs
+from services.console.text.formats import sample_name
 from services.console.text.untrusted import printable
 
 T = TypeVar("T")
@@ -133,12 +133,9 @@ async def _with_run(choice: LetterChoice, work: Callable[[_Run], Awaitable[T]]) 
 async def _open(choice: LetterChoice) -> AsyncIterator[_Run]:
     log_nothing()
     folder = find_run(choice.run_id, folder_of_runs(choice.runs_dir))
-    broker = await connect(folder)
-    try:
+    async with connected(folder) as broker:
         keys = Keys(folder.run_id)
         yield _Run(broker, keys, await read_config(broker, keys), choice)
-    finally:
-        await broker.close()
 
 
 async def _read(run: _Run) -> list[Letter]:
@@ -172,7 +169,7 @@ def _report(choice: LetterChoice, results: Sequence[LetterResult], verb: str) ->
     console = Console(highlight=False)
     for result in results:
         style = "green" if result.is_done else "yellow"
-        name = f"{result.letter.letter_id}  {result.letter.content.origin} {sample_name(result.letter)}"
+        name = f"{result.letter.letter_id}  {result.letter.content.origin} {sample_name(*result.letter.key)}"
         words = f"  {result.words}" if result.words else ""
         console.print(
             Text.assemble(

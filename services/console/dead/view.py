@@ -13,8 +13,9 @@ from rich.text import Text
 
 from services.console.dead.dead_letters import Letter
 from services.console.records.tables import print_values
+from services.console.text.formats import sample_name, when
 from services.console.text.tables import listing, name_table
-from services.console.text.untrusted import NOTHING, printable, when
+from services.console.text.untrusted import printable
 from services.console.text.values import jsonable, plain_fields
 
 ERROR_CHARACTERS = 60
@@ -33,21 +34,13 @@ def list_table(letters: Sequence[Letter]) -> Table:
             letter.letter_id,
             when(letter.died_at),
             printable(content.origin, 40),
-            sample_name(letter),
+            sample_name(*letter.key),
             printable(content.error, ERROR_CHARACTERS),
             str(content.attempts),
             printable(content.worker, 40),
         )
         table.add_row(*map(Text, cells))
     return table
-
-
-def sample_name(letter: Letter) -> str:
-    """`ticket.index`, `ticket`, or a dash where it is not known."""
-    ticket, index = letter.key
-    if ticket < 0:
-        return NOTHING
-    return f"{ticket}.{index}" if index >= 0 else str(ticket)
 
 
 def print_letter(console: Console, letter: Letter, with_hex: bool) -> None:
@@ -59,7 +52,7 @@ def print_letter(console: Console, letter: Letter, with_hex: bool) -> None:
         ("died", when(letter.died_at)),
         ("stream", content.origin),
         ("entry", content.entry_id or "(made by the trainer)"),
-        ("sample", sample_name(letter)),
+        ("sample", sample_name(*letter.key)),
         ("error", content.error),
         ("attempts", str(content.attempts)),
         ("worker", content.worker),

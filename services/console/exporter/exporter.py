@@ -21,7 +21,7 @@ from common.process.http_endpoint import HttpEndpoint
 from common.redis.broker import Broker
 from common.telemetry import metrics
 from common.wire.keys import Keys
-from services.console.exporter.reading import Reading, RunReader, set_gauges
+from services.console.exporter.reading import MetricsReader, Reading, set_gauges
 
 
 def as_json(run_id: str, reading: Reading, own_address: str) -> bytes:
@@ -31,7 +31,7 @@ def as_json(run_id: str, reading: Reading, own_address: str) -> bytes:
     port. The exporter has no `worker`: its metrics have that label themselves.
     """
     found = [_target(own_address, run_id, "exporter")] if own_address else []
-    for beat in reading.workers:
+    for beat in reading.snapshot.workers:
         if beat.is_alive and beat.metrics_target:
             found.append(_target(beat.metrics_target, run_id, beat.role, worker=beat.name))
     for reward, urls in reading.replicas.items():
@@ -89,7 +89,7 @@ class Exporter:
         metrics.REDIS_UP.set(0)
         broker = await self._connected(endpoint)
         try:
-            reader = RunReader(broker, self.keys)
+            reader = MetricsReader(broker, self.keys)
             while True:
                 endpoint.beat()
                 await self._read(reader)
@@ -106,7 +106,7 @@ class Exporter:
                 log.warning("waiting for Redis", error=str(error))
                 await asyncio.sleep(self._every_s)
 
-    async def _read(self, reader: RunReader) -> None:
+    async def _read(self, reader: MetricsReader) -> None:
         try:
             async with asyncio.timeout(PATIENCE * self._every_s):
                 reading = await reader.read()

@@ -1,5 +1,7 @@
 """What the exporter reads of a run at one time."""
 
+import contextlib
+import itertools
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,17 +9,17 @@ from dataclasses import dataclass, field
 from common.config import RunConfig
 from common.history import StreamName
 from common.process.activity import WAIT
-from common.process.heartbeats import Heartbeat, read_heartbeats
+from common.process.heartbeats import Heartbeat
 from common.redis.broker import Broker
 from common.run.replicas import ReplicaRegistry
-from common.run.state import UnknownRunError, read_config, read_state
-from common.streams import Backlog, backlog, last_id, length, read_newest
+from common.run.state import UnknownRunError, read_config
+from common.streams import Backlog, backlog, length
 from common.streams.entries import Entry, Garbled
 from common.streams.selection import time_of
 from common.telemetry import metrics
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, Message
-from services.console.status.snapshot import job_counts
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from common.wire.messages import Message
+from services.console.status.snapshot import JOB_QUEUES, RunSnapshot, SnapshotReader
 
 GROUPS = {
     StreamName.PROMPTS: ROLLOUT_GROUP,
@@ -26,7 +28,6 @@ GROUPS = {
     StreamName.TRAJECTORIES_EVAL: REWARD_GROUP,
 }
 """The streams that a consumer group takes from; the trainer reads the others by offset."""
-STARTING = "starting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,85 +45,47 @@ class GroupReading:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A run as Redis had it at one time."""
+    """A run as Redis had it at one time: its snapshot, and what only Prometheus wants to know."""
 
+    snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
     lengths: dict[str, int] = field(default_factory=dict)
     groups: list[GroupReading] = field(default_factory=list)
-    workers: list[Heartbeat] = field(default_factory=list)
     replicas: dict[str, list[str]] = field(default_factory=dict)
     """Addresses of the servers that registered for a reward, by its name."""
-    jobs: dict[tuple[str, str], int] = field(default_factory=dict)
-    """RQ's jobs by queue and state."""
-    status: str = STARTING
-    version: int = 0
-    steps: int = 0
-    max_staleness: int = 0
-    committed_at: float = 0.0
     memory_bytes: int = 0
     max_memory_bytes: int = 0
 
 
-class RunReader:
-    """Reads one run again and again; what does not change, or has not changed, is read once."""
+class MetricsReader:
+    """Reads one run again and again; each commit is read once."""
 
     def __init__(self, broker: Broker, keys: Keys) -> None:
         self.broker, self.keys = broker, keys
-        self._config: RunConfig | None = None
-        self._commit_id = ""
-        self._committed_at = 0.0
-        self._version = 0
+        self.snapshots = SnapshotReader(broker, keys, 0, 0)
 
     async def read(self) -> Reading:
         """The run as it is now; an empty one while Redis does not know it."""
-        await self._follow_commits()
-        config = await self._read_config()
-        state = await read_state(self.broker, self.keys)
+        config: RunConfig | None = None
+        with contextlib.suppress(UnknownRunError):  # read each time: a resumed run may have more steps
+            config = await read_config(self.broker, self.keys)
+            self.snapshots.steps = config.trainer.steps
+            self.snapshots.max_staleness = config.trainer.max_staleness
         memory = await self.broker.info("memory")
         return Reading(
+            await self.snapshots.read(),
             lengths={name: await length(self.broker, name.key(self.keys)) for name in StreamName},
             groups=[await self._group(stream, group) for stream, group in GROUPS.items()],
-            workers=await read_heartbeats(self.broker, self.keys),
             replicas=await self._replicas(config),
-            jobs=await job_counts(self.broker, self.keys),
-            status=str(state.get("status", STARTING)),
-            version=max(self._version, int(state.get("version", 0))),
-            steps=config.trainer.steps if config else 0,
-            max_staleness=config.trainer.max_staleness if config else 0,
-            committed_at=self._committed_at,
             memory_bytes=int(memory["used_memory"]),
             max_memory_bytes=int(memory["maxmemory"]),
         )
-
-    async def _read_config(self) -> RunConfig | None:
-        """The run's config; a resumed run may have more steps than before."""
-        try:
-            self._config = await read_config(self.broker, self.keys)
-        except UnknownRunError:
-            return None
-        return self._config
-
-    async def _follow_commits(self) -> None:
-        newest_id = await last_id(self.broker, self.keys.commits)
-        if newest_id == self._commit_id:
-            return
-        newest = await read_newest(self.broker, self.keys.commits, Commit)
-        self._commit_id = newest_id
-        if newest is not None:
-            self._committed_at, self._version = newest.message.finished_at, newest.message.version
 
     async def _group(self, stream: StreamName, group: str) -> GroupReading:
         found: Backlog[Message] = await backlog(
             self.broker, stream.key(self.keys), group, stream.message_type
         )
-        return GroupReading(
-            stream.value,
-            group,
-            found.lag,
-            found.pending,
-            found.consumers,
-            _age_s(found.oldest_waiting),
-            _age_s(found.oldest_held),
-        )
+        ages = _age_s(found.oldest_waiting), _age_s(found.oldest_held)
+        return GroupReading(stream.value, group, found.lag, found.pending, found.consumers, *ages)
 
     async def _replicas(self, config: RunConfig | None) -> dict[str, list[str]]:
         rewards = config.reward.named if config else {}
@@ -165,12 +128,13 @@ def set_gauges(reading: Reading) -> None:
     metrics.REDIS_UP.set(1)
     metrics.REDIS_MEMORY_BYTES.set(reading.memory_bytes)
     metrics.REDIS_MAX_MEMORY_BYTES.set(reading.max_memory_bytes)
+    run = reading.snapshot
     for status in STATUSES:
-        metrics.RUN_STATUS.labels(status).set(reading.status == status)
-    metrics.RUN_VERSION.set(reading.version)
-    metrics.RUN_STEPS.set(reading.steps)
-    metrics.RUN_MAX_STALENESS.set(reading.max_staleness)
-    metrics.LAST_COMMIT_TIMESTAMP.set(reading.committed_at)
+        metrics.RUN_STATUS.labels(status).set(run.status == status)
+    metrics.RUN_VERSION.set(run.version)
+    metrics.RUN_STEPS.set(run.steps)
+    metrics.RUN_MAX_STALENESS.set(run.max_staleness)
+    metrics.LAST_COMMIT_TIMESTAMP.set(run.points[-1].finished_at if run.points else 0.0)
     for stream, entries in reading.lengths.items():
         metrics.STREAM_LENGTH.labels(stream).set(entries)
     for found in reading.groups:
@@ -180,9 +144,9 @@ def set_gauges(reading: Reading) -> None:
         metrics.STREAM_CONSUMERS.labels(*where).set(found.consumers)
         metrics.STREAM_OLDEST_AGE_SECONDS.labels(*where, "waiting").set(found.waiting_age_s)
         metrics.STREAM_OLDEST_AGE_SECONDS.labels(*where, "held").set(found.held_age_s)
-    for (queue, state), jobs in reading.jobs.items():
-        metrics.JOB_QUEUE_LENGTH.labels(queue, state).set(jobs)
-    _set_workers(reading.workers)
+    for queue, state in itertools.product(JOB_QUEUES, RQ_STATES):
+        metrics.JOB_QUEUE_LENGTH.labels(queue, state).set(run.jobs.get(queue, {}).get(state, 0))
+    _set_workers(run.workers)
 
 
 def _set_workers(workers: list[Heartbeat]) -> None:

@@ -18,7 +18,8 @@ from common.redis.broker import Broker
 from common.streams.selection import StreamName
 from common.telemetry.logs import configure_logs
 from common.wire.keys import Keys
-from services.console.run.folder import nearest
+from services.console.run.folder import find_run, folder_of_runs, nearest
+from services.console.run.history import open_history
 from services.console.text.tables import listing
 
 PATIENCE_S = 60.0
@@ -47,9 +48,6 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
     Raises:
         TidemillError: there is no such run, or nothing that could be archived.
     """
-    from services.console.run.folder import find_run, folder_of_runs
-    from services.console.run.history import open_history
-
     configure_logs("archive")  # what is restored or kept aside is said beside the output
     if only_check:
         folder = find_run(run_id, folder_of_runs(runs_dir))

@@ -23,10 +23,11 @@ from common.wire.keys import Keys
 from common.wire.messages import Commit
 from services.console.exports.archive import archive_rest
 from services.console.launch.local_redis import LocalRedis
-from services.console.launch.views import LiveView, PlainView, View, log_to_file
+from services.console.launch.views import LiveView, PlainView, View
 from services.console.processes.guard import Guard
 from services.console.processes.service import ServiceSpec, service_environment
 from services.console.processes.supervisor import Ending, RunOutcome, Supervisor
+from services.console.run.connection import log_to_file
 from services.console.run.folder import RunFolder, nearest
 from services.console.status.bottleneck import Bottleneck
 from services.console.status.evidence import ROLES

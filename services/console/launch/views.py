@@ -1,25 +1,19 @@
 """What `tidemill up` shows while it runs: a live view on a terminal, else a line for each event and step."""
 
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
-import structlog
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from services.console.processes.supervisor import ServiceStatus
-from services.console.status.render import dashboard
+from services.console.status.render import dashboard, evaluation_line, step_line, warning_line
 from services.console.status.snapshot import RunSnapshot
-from services.console.text.formats import evaluation_line, step_line, warning_line
 
 MAX_EVENTS = 5
-PATIENCE_S = 3.0
-"""A snapshot older than this says that Redis does not answer."""
 
 
 class View(Protocol):
@@ -46,7 +40,6 @@ class LiveView:
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Draw the dashboard anew."""
-        silent_s = silent_s if silent_s > PATIENCE_S else 0.0
         picture = dashboard(
             snapshot, services=services, events=list(self._events), hint=self.hint, silent_s=silent_s
         )
@@ -118,21 +111,3 @@ class PlainView:
 
     def close(self) -> None:
         """Nothing to leave."""
-
-
-def log_to_file(path: Path) -> None:
-    """Append to a file of the run, which stays open for as long as the process lives."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
-            structlog.dev.ConsoleRenderer(colors=False),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(path.open("a", buffering=1, encoding="utf-8")),
-        cache_logger_on_first_use=False,
-    )
-
-
-def log_nothing() -> None:
-    """Drop them: commands that only look say what matters themselves."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

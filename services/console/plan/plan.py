@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,16 @@ from common.redis.client import URL_VARIABLE
 from common.run.state import CONFIG_FILE
 from services.console.check.model_folder import inspect_model
 from services.console.launch.up import run_up
-from services.console.launch.views import log_nothing
 from services.console.options import PlanOptions, UpOptions
 from services.console.plan.sizing import (
-    StepTime,
+    Plan,
     Workers,
-    disk_bytes,
-    limit_of_scores,
     needed_reward,
     needed_rollout,
-    redis_bytes,
-    slowest_other,
-    step_time,
-    time_for_scores,
 )
 from services.console.plan.stage_times import StageTimes, assumed_times, measured_times
 from services.console.plan.view import print_plan
+from services.console.run.connection import log_nothing
 from services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
 from services.console.status.attach import look
 from services.console.status.bottleneck import Bottleneck
@@ -44,63 +37,6 @@ MEASURED_STEPS = 5
 MEASUREMENT = "measurement"
 WORKER_FIELDS = ("workers", "gpus", "metrics_port")
 """Of the sections `rollout` and `reward`: how many, not how fast each is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run needs, and why."""
-
-    config: RunConfig
-    times: StageTimes
-    now: Workers
-    """Those of the config; of a run that was measured, those that it has."""
-    needed: Workers
-    verdict: Bottleneck | None
-    """Of the run that was measured."""
-    model_bytes: int = 0
-
-    def step(self, workers: Workers) -> StepTime:
-        """What a step takes with these workers."""
-        return step_time(self.config, self.times, workers)
-
-    @property
-    def one_more(self) -> dict[str, StepTime]:
-        """What a step takes with one more worker of each kind."""
-        now = self.now
-        return {
-            "rollout": self.step(Workers(now.rollout + 1, now.reward)),
-            "reward": self.step(Workers(now.rollout, now.reward + 1)),
-        }
-
-    @property
-    def bottleneck(self) -> str:
-        """The slowest stage: as the run that was measured tells, and else as the formulas do."""
-        return self.verdict.stage if self.verdict else self.step(self.now).slowest
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        name, per_s = limit_of_scores(self.config, self.times)
-        target_s = slowest_other(self.config, self.times, self.now.rollout)
-        return {
-            "source": self.times.source,
-            "bottleneck": self.bottleneck,
-            "verdict": self.verdict.as_dict() if self.verdict else None,
-            "times": asdict(self.times),
-            "workers": {"now": asdict(self.now), "needed": asdict(self.needed)},
-            "step": {
-                "measured_s": self.times.step_s,
-                "now": asdict(self.step(self.now)),
-                "needed": asdict(self.step(self.needed)),
-                "one_more": {role: asdict(step) for role, step in self.one_more.items()},
-            },
-            "reward": {
-                "slowest_other_s": target_s,
-                "time_for_scores_s": time_for_scores(self.config, self.times, self.now.rollout),
-                "limit": {"reward": name, "scores_per_s": per_s} if name else None,
-            },
-            "redis_bytes": redis_bytes(self.config, self.times.record_bytes),
-            "disk_bytes": disk_bytes(self.config, self.times, self.model_bytes),
-        }
 
 
 def plan(options: PlanOptions) -> None:

@@ -13,10 +13,12 @@ take turns. T_way is the bound that staleness sets: of one ticket's way from adm
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from common.config import RunConfig
 from services.console.plan.stage_times import StageTimes
+from services.console.status.bottleneck import Bottleneck
 
 HEAD_ROOM = 0.2
 """Reward workers are counted so that they need no more than 1 less this of the time that there is."""
@@ -198,3 +200,60 @@ def _over(work: float, rate: float) -> float:
 
 def _ceiling(number: float) -> int:
     return max(1, math.ceil(number - 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run needs, and why."""
+
+    config: RunConfig
+    times: StageTimes
+    now: Workers
+    """Those of the config; of a run that was measured, those that it has."""
+    needed: Workers
+    verdict: Bottleneck | None
+    """Of the run that was measured."""
+    model_bytes: int = 0
+
+    def step(self, workers: Workers) -> StepTime:
+        """What a step takes with these workers."""
+        return step_time(self.config, self.times, workers)
+
+    @property
+    def one_more(self) -> dict[str, StepTime]:
+        """What a step takes with one more worker of each kind."""
+        now = self.now
+        return {
+            "rollout": self.step(Workers(now.rollout + 1, now.reward)),
+            "reward": self.step(Workers(now.rollout, now.reward + 1)),
+        }
+
+    @property
+    def bottleneck(self) -> str:
+        """The slowest stage: as the run that was measured tells, and else as the formulas do."""
+        return self.verdict.stage if self.verdict else self.step(self.now).slowest
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        name, per_s = limit_of_scores(self.config, self.times)
+        target_s = slowest_other(self.config, self.times, self.now.rollout)
+        return {
+            "source": self.times.source,
+            "bottleneck": self.bottleneck,
+            "verdict": self.verdict.as_dict() if self.verdict else None,
+            "times": asdict(self.times),
+            "workers": {"now": asdict(self.now), "needed": asdict(self.needed)},
+            "step": {
+                "measured_s": self.times.step_s,
+                "now": asdict(self.step(self.now)),
+                "needed": asdict(self.step(self.needed)),
+                "one_more": {role: asdict(step) for role, step in self.one_more.items()},
+            },
+            "reward": {
+                "slowest_other_s": target_s,
+                "time_for_scores_s": time_for_scores(self.config, self.times, self.now.rollout),
+                "limit": {"reward": name, "scores_per_s": per_s} if name else None,
+            },
+            "redis_bytes": redis_bytes(self.config, self.times.record_bytes),
+            "disk_bytes": disk_bytes(self.config, self.times, self.model_bytes),
+        }

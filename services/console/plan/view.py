@@ -1,13 +1,12 @@
 """Prints a plan: the times of the stages, the formulas with their numbers, and what the run needs."""
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from services.console.plan.sizing import (
     HEAD_ROOM,
+    Plan,
     Workers,
     archive_backlog,
     disk_bytes,
@@ -19,14 +18,11 @@ from services.console.plan.sizing import (
     step_time,
     time_for_scores,
 )
-from services.console.text.formats import NOTHING, short, size
+from services.console.text.formats import NOTHING, plural, short, size
 from services.console.text.tables import listing
 
-if TYPE_CHECKING:
-    from services.console.plan.plan import Plan
 
-
-def print_plan(console: Console, plan: "Plan") -> None:
+def print_plan(console: Console, plan: Plan) -> None:
     """For people."""
     console.print(Text.assemble(("times  ", "bold"), plan.times.source), soft_wrap=True)
     console.print()
@@ -41,7 +37,7 @@ def print_plan(console: Console, plan: "Plan") -> None:
     console.print(needs)
 
 
-def _stages(plan: "Plan") -> Table:
+def _stages(plan: Plan) -> Table:
     now, needed, more = plan.step(plan.now), plan.step(plan.needed), plan.one_more
     titles = ("stage", "workers", "seconds", "needed", "seconds", "step with one more")
     table = listing(titles, titles[1:])
@@ -63,7 +59,7 @@ def _stages(plan: "Plan") -> Table:
     return table
 
 
-def _verdict(plan: "Plan") -> Text:
+def _verdict(plan: Plan) -> Text:
     if plan.verdict is not None:
         return Text.assemble(("slowest  ", "bold magenta"), f"{plan.verdict.text}. {plan.verdict.advice}")
     words = {
@@ -74,7 +70,7 @@ def _verdict(plan: "Plan") -> Text:
     return Text.assemble(("slowest  ", "bold magenta"), words.get(plan.bottleneck, plan.bottleneck))
 
 
-def _needs(plan: "Plan") -> list[tuple[str, str]]:
+def _needs(plan: Plan) -> list[tuple[str, str]]:
     config, times = plan.config, plan.times
     lines = [("rollout", _rollout(plan)), ("reward", _reward(plan))]
     if limit := _limit(plan):
@@ -97,27 +93,24 @@ def _needs(plan: "Plan") -> list[tuple[str, str]]:
     return lines
 
 
-def _rollout(plan: "Plan") -> str:
-    times, needed = plan.times, plan.needed.rollout
-    least_s = least_step(plan.config, times)
-    return (
-        f"{_workers(needed)}: {times.completions:,.0f} completions x {times.completion_tokens:,.0f} tokens / "
-        f"({times.rollout_tokens_per_s:,.0f} tok/s x {short(least_s)} s that a step takes anyhow)"
-    )
+def _rollout(plan: Plan) -> str:
+    times, least_s = plan.times, least_step(plan.config, plan.times)
+    work = f"{times.completions:,.0f} completions x {times.completion_tokens:,.0f} tokens"
+    speed = f"{times.rollout_tokens_per_s:,.0f} tok/s x {short(least_s)} s that a step takes anyhow"
+    return f"{plural(plan.needed.rollout, 'worker')}: {work} / ({speed})"
 
 
-def _reward(plan: "Plan") -> str:
+def _reward(plan: Plan) -> str:
     config, times, now = plan.config, plan.times, plan.now.rollout
-    other_s = slowest_other(config, times, now)
+    speed = f"{short(times.scores_per_s)} scores/s x {short(time_for_scores(config, times, now))} s"
     return (
-        f"{_workers(plan.needed.reward)}: {times.completions:,.0f} scores / ({short(times.scores_per_s)} "
-        f"scores/s x {short(time_for_scores(config, times, now))} s), where the slowest other takes "
-        f"{short(other_s)} s, less {HEAD_ROOM:.0%} head room and the tail of scores (mean "
-        f"{short(times.score_s)} s, 95 % below {short(times.score_p95_s)} s)"
+        f"{plural(plan.needed.reward, 'worker')}: {times.completions:,.0f} scores / ({speed}), where the slowest "
+        f"other takes {short(slowest_other(config, times, now))} s, less {HEAD_ROOM:.0%} head room and the tail of "
+        f"scores (mean {short(times.score_s)} s, 95 % below {short(times.score_p95_s)} s)"
     )
 
 
-def _limit(plan: "Plan") -> str:
+def _limit(plan: Plan) -> str:
     """Where the run's limits allow fewer scores than are needed: workers cannot help."""
     name, per_s = limit_of_scores(plan.config, plan.times)
     wanted = plan.times.completions / max(1e-9, slowest_other(plan.config, plan.times, plan.now.rollout))
@@ -129,7 +122,7 @@ def _limit(plan: "Plan") -> str:
     )
 
 
-def _staleness(plan: "Plan") -> str:
+def _staleness(plan: Plan) -> str:
     k, times = plan.config.trainer.max_staleness, plan.times
     if k == 0:
         alone = step_time(plan.config, times, Workers(max(1, plan.now.rollout), max(1, plan.now.reward)))
@@ -143,7 +136,3 @@ def _staleness(plan: "Plan") -> str:
         f"max_staleness {k}: a ticket's way of {short(way_s)} s over {1 + k} steps: none is shorter than "
         f"{short(way_s / (1 + k))} s"
     )
-
-
-def _workers(number: int) -> str:
-    return f"{number} worker{'' if number == 1 else 's'}"

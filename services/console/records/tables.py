@@ -19,8 +19,9 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
+from services.console.text.formats import NOTHING, number, sample_name, took, when
 from services.console.text.tables import listing, name_table
-from services.console.text.untrusted import NOTHING, printable, printable_block, took, when
+from services.console.text.untrusted import printable, printable_block
 from services.console.text.values import jsonable, plain_fields
 
 
@@ -93,10 +94,7 @@ def versions_of(trajectory: Trajectory) -> str:
 
 def sample_of(message: Message) -> str:
     """`TICKET.INDEX`, `TICKET`, or a dash."""
-    ticket, index = getattr(message, "ticket", -1), getattr(message, "index", -1)
-    if ticket < 0:
-        return NOTHING
-    return f"{ticket}.{index}" if index >= 0 else str(ticket)
+    return sample_name(getattr(message, "ticket", -1), getattr(message, "index", -1))
 
 
 def _cells(record: Record, is_full: bool) -> Cells:
@@ -180,11 +178,6 @@ def _letter_cells(message: DeadLetter, limit: int) -> Cells:
         "died": when(message.died_at),
         "error": printable(message.error, limit),
     }
-
-
-def number(value: float | None) -> str:
-    """A number with few digits; a dash where there is none."""
-    return NOTHING if value is None else f"{value:.4g}"
 
 
 _CELLS = cast(

@@ -21,9 +21,8 @@ from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
 from common.redis.embedded import EmbeddedRedis
 from common.run.state import run_exists
-from services.console.launch.views import log_nothing
 from services.console.processes.guard import Guard
-from services.console.run.connection import connect
+from services.console.run.connection import connect, log_nothing
 from services.console.run.folder import RunFolder, find_run, folder_of_runs
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from common.errors import BrokerError, ConfigError, TidemillError
 from common.process.programs import run_main
-from services.console.launch.views import PATIENCE_S, log_nothing
-from services.console.run.connection import connect
+from services.console.run.connection import connected, log_nothing
 from services.console.run.folder import RunFolder, find_run, folder_of_runs
 from services.console.status.folder_snapshot import read_folder
 from services.console.status.render import dashboard
@@ -74,16 +73,12 @@ async def look(folder: RunFolder) -> RunSnapshot:
     Raises:
         TidemillError: its Redis cannot be had.
     """
-    broker = await connect(folder)
-    try:
+    async with connected(folder) as broker:
         return await (await SnapshotReader.attach(broker, folder.run_id)).read()
-    finally:
-        await broker.close()
 
 
 async def _watch(folder: RunFolder, console: Console) -> None:
-    broker = await connect(folder)
-    try:
+    async with connected(folder) as broker:
         reader = await SnapshotReader.attach(broker, folder.run_id)
         snapshot = await reader.read()
         with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -94,12 +89,9 @@ async def _watch(folder: RunFolder, console: Console) -> None:
                 done, _ = await asyncio.wait({pending}, timeout=REFRESH_S)
                 if done:
                     snapshot, pending = pending.result(), None
-                age_s = time.time() - snapshot.at
-                silent_s = age_s if age_s > PATIENCE_S else 0.0
-                live.update(dashboard(snapshot, hint=HINT, silent_s=silent_s), refresh=True)
+                picture = dashboard(snapshot, hint=HINT, silent_s=time.time() - snapshot.at)
+                live.update(picture, refresh=True)
                 await asyncio.sleep(REFRESH_S if done else 0.0)
-    finally:
-        await broker.close()
 
 
 def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:

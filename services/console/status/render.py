@@ -16,9 +16,8 @@ from common.process.heartbeats import FAILURES, Heartbeat
 from common.run.state import FINISHED
 from services.console.processes.supervisor import ServiceStatus
 from services.console.status.snapshot import RunSnapshot
-from services.console.text.formats import duration, score_text, sparkline, warning_line
+from services.console.text.formats import NOTHING, duration
 
-NOTHING = "–"
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""
 STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
@@ -32,6 +31,13 @@ JOB_WORDS = {"sandbox": "code", "jobs": "archive"}
 """What RQ's queues are for."""
 
 
+PATIENCE_S = 3.0
+"""A snapshot older than this says that Redis does not answer."""
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 22
+"""With it the dashboard fits a terminal of 80 columns."""
+
+
 def dashboard(
     snapshot: RunSnapshot,
     *,
@@ -40,9 +46,9 @@ def dashboard(
     hint: str = "",
     silent_s: float = 0.0,
 ) -> RenderableType:
-    """The whole live view. `silent_s` says for how long Redis has not answered."""
+    """The whole live view. `silent_s` is how old the snapshot is: Redis may not answer."""
     parts: list[RenderableType] = [_header(snapshot), _progress(snapshot), ""]
-    if silent_s:
+    if silent_s > PATIENCE_S:
         parts.insert(1, Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
     columns = Table.grid(padding=(0, 3))
     columns.add_row(_learning(snapshot), _flow(snapshot))
@@ -249,3 +255,65 @@ def _grid(justify: str = "left") -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
     return table
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """The course of `values` in `width` characters: each the mean of its part, from lowest to highest."""
+    finite = [value for value in values if value == value]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    means = []
+    for column in range(width):
+        part = finite[column * len(finite) // width : (column + 1) * len(finite) // width]
+        means.append(sum(part) / len(part))
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5) if span else 0] for mean in means)
+
+
+def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
+    """One committed step as one line of plain text."""
+    point = snapshot.points[index]
+    metrics = point.metrics
+    parts = [f"step {point.step + 1}/{snapshot.steps}"]
+    for label, name, form in (
+        ("reward", "reward", ".3f"),
+        ("staleness max", "staleness/max", ".0f"),
+        ("mean", "staleness/mean", ".2f"),
+    ):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    seconds = metrics.get("step_time_s")
+    if seconds:
+        parts.append(f"{metrics.get('completion_tokens', 0.0) / seconds:,.0f} tok/s")
+        parts.append(f"{seconds:.1f} s")
+    if failed := metrics.get("scores/failed_ratio"):
+        parts.append(f"{failed:.0%} of the scores failed")
+    if replaced := metrics.get("groups_dropped"):
+        parts.append(f"{replaced:.0f} groups replaced")
+    return "  ".join(parts)
+
+
+def evaluation_line(evaluation: Mapping[str, object]) -> str:
+    """One evaluation as one line of plain text."""
+    shown = score_text(evaluation)
+    return f"evaluation of version {evaluation.get('version')} on {evaluation.get('dataset')}: {shown}"
+
+
+def warning_line(warning: Mapping[str, object]) -> str:
+    """One warning of the trainer's diagnostics as one line of plain text; or that it is over."""
+    until, metric = warning.get("until_step"), warning.get("metric")
+    if isinstance(until, int):
+        return f"healthy again since step {until + 1}: {metric}"
+    since = warning.get("since_step")
+    begun = f" (since step {since + 1})" if isinstance(since, int) else ""
+    return f"{warning.get('text')}{begun}. {warning.get('advice')}"
+
+
+def score_text(evaluation: Mapping[str, object]) -> str:
+    """The score of an evaluation, and how many samples have none: a failure is never a zero."""
+    score, num_failed = evaluation.get("score"), evaluation.get("num_failed")
+    failed = f"{num_failed:,.0f}" if isinstance(num_failed, int | float) and num_failed else ""
+    if not isinstance(score, int | float) or score != score:
+        return f"all failed ({failed} samples)" if failed else "all failed"
+    return f"{score:.3f}" + (f" ({failed} failed)" if failed else "")

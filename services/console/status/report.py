@@ -17,10 +17,11 @@ from common.run.plots import plot_learning_curve
 from common.run.records import METRICS_FILE, read_records
 from common.run.state import has_finished, read_config, read_state
 from common.wire.keys import Keys
-from services.console.launch.views import log_nothing
-from services.console.run.connection import connect
+from services.console.run.connection import connected, log_nothing
 from services.console.run.folder import PICTURE_FILE, RunFolder, find_run, folder_of_runs, nearest
 from services.console.status.summary import RunSummary, failures, summarise, summary_tree
+from services.console.text.formats import NOTHING
+from services.console.text.values import jsonable
 
 PERCENT, NUMBER, COUNT, SECONDS = "percent", "number", "count", "seconds"
 
@@ -44,7 +45,7 @@ ROWS = (
 
 def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
     """Write summary.json and reward.png into the run's folder."""
-    plain = json.dumps(_finite(tree), indent=2, allow_nan=False) + "\n"
+    plain = json.dumps(jsonable(tree), indent=2, allow_nan=False) + "\n"
     write_atomically(folder.summary, plain)
     plot_learning_curve(read_records(folder.path / METRICS_FILE), folder.path / PICTURE_FILE)
 
@@ -99,23 +100,12 @@ def spell_line(warning: Mapping[str, Any]) -> str:
 
 def _shown(value: Any, form: str) -> str:
     if value is None:
-        return "–"
+        return NOTHING
     if form == PERCENT:
         return f"{value:.1%}"
     if form == NUMBER:
         return f"{value:.3f}"
     return f"{value:,.1f} s" if form == SECONDS else f"{value:,.0f}"
-
-
-def _finite(value: Any) -> Any:
-    """The value with null in place of numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
 
 
 def show_report(run_id: str | None, as_json: bool, runs_dir: Path | None) -> int:
@@ -140,8 +130,8 @@ def show_report(run_id: str | None, as_json: bool, runs_dir: Path | None) -> int
 
 
 async def _summarise(folder: RunFolder) -> tuple[RunSummary, RunConfig]:
-    broker, keys = await connect(folder), Keys(folder.run_id)
-    try:
+    keys = Keys(folder.run_id)
+    async with connected(folder) as broker:
         config = await read_config(broker, keys)
         state = await read_state(broker, keys)
         if not await has_finished(broker, keys, config.trainer.steps):
@@ -151,8 +141,6 @@ async def _summarise(folder: RunFolder) -> tuple[RunSummary, RunConfig]:
             )
         ran_s = float(state.get("ran_s", 0.0))
         return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None), config
-    finally:
-        await broker.close()
 
 
 def _keep(folder: RunFolder, tree: dict[str, Any]) -> str:

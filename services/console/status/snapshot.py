@@ -4,6 +4,7 @@ Sources: the commits stream (steps and their metrics), the run's state, heartbea
 groups stand. Nothing is changed by looking.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -11,34 +12,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.errors import BrokerError
+from common.history import StreamName
 from common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
 from common.redis.broker import Broker
 from common.run.state import read_config, read_state
 from common.streams import OffsetReader, group_status, last_id, length, read_newest
-from common.streams.entries import Entry, entry_id_of
+from common.streams.entries import Entry, entry_id_of, id_order
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
-from common.wire.messages import Commit, Lane
+from common.wire.messages import Commit
 from services.console.status.bottleneck import Bottleneck, find_bottleneck
 from services.console.status.evidence import RATE_STEPS, Evidence, gather_evidence
 
-QUEUED, STARTED, FAILED = RQ_STATES
-"""How far a job may be."""
-
-
-async def job_counts(broker: Broker, keys: Keys) -> dict[tuple[str, str], int]:
-    """Jobs by queue (`sandbox`, `jobs`) and by how far they are.
-
-    Raises:
-        BrokerError: the Redis user may not look at RQ's keys.
-    """
-    counts = {}
-    for name, queue in (("sandbox", keys.sandbox_queue), ("jobs", keys.jobs_queue)):
-        for state, key in RQ_STATES.items():
-            command = "LLEN" if state == QUEUED else "ZCARD"
-            counts[name, state] = int(await broker.execute(command, key.format(queue)))
-    return counts
-
-
+JOB_QUEUES = ("sandbox", "jobs")
+QUEUED = next(iter(RQ_STATES))
+"""A list; the other states are sorted sets."""
 MAX_POINTS = 256
 """Steps kept for curves and rates. Who attaches to a long run reads only these."""
 READ_COUNT = 64
@@ -207,13 +194,13 @@ class SnapshotReader:
         await self._follow_commits()
         keys = self.keys
         queues = [
-            await self._tickets("prompts", Lane.TRAIN),
-            await self._queue("trajectories", keys.trajectories(), REWARD_GROUP),
+            await self._queue(StreamName.PROMPTS, ROLLOUT_GROUP),
+            await self._queue(StreamName.TRAJECTORIES, REWARD_GROUP),
             QueueDepth("scores", await length(self.broker, keys.scores()), None, 0),
         ]
         evaluation = [
-            await self._tickets("prompts:eval", Lane.EVAL),
-            await self._queue("trajectories:eval", keys.trajectories(Lane.EVAL), REWARD_GROUP),
+            await self._queue(StreamName.PROMPTS_EVAL, ROLLOUT_GROUP),
+            await self._queue(StreamName.TRAJECTORIES_EVAL, REWARD_GROUP),
         ]
         queues += [queue for queue in evaluation if queue.waiting or queue.held]
         return RunSnapshot(
@@ -229,14 +216,15 @@ class SnapshotReader:
         )
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
+        """Jobs by queue and by how far they are; nothing where this Redis user may not look at RQ's keys."""
         found: dict[str, dict[str, int]] = {}
-        try:
-            counts = await job_counts(self.broker, self.keys)
-        except BrokerError:
-            return {}  # this user may not look at them
-        for (queue, state), count in counts.items():
-            if count:
-                found.setdefault(queue, {})[state] = count
+        keys = (self.keys.sandbox_queue, self.keys.jobs_queue)
+        with contextlib.suppress(BrokerError):
+            for name, queue in zip(JOB_QUEUES, keys, strict=True):
+                for state, key in RQ_STATES.items():
+                    command = "LLEN" if state == QUEUED else "ZCARD"
+                    if count := int(await self.broker.execute(command, key.format(queue))):
+                        found.setdefault(name, {})[state] = count
         return found
 
     async def _follow_commits(self) -> None:
@@ -251,24 +239,15 @@ class SnapshotReader:
                     commit = entry.message
                     self._points.append(StepPoint(commit.step, dict(commit.metrics), commit.finished_at))
 
-    async def _tickets(self, name: str, lane: Lane) -> QueueDepth:
-        """Tickets are numbered by their entry ids, so what nobody has taken yet can be told exactly."""
-        key = self.keys.prompts(lane)
-        status = await group_status(self.broker, key, ROLLOUT_GROUP)
-        num_entries = await length(self.broker, key)
-        if status is None:
-            return QueueDepth(name, num_entries, num_entries, 0)
-        newest = await last_id(self.broker, key)
-        return QueueDepth(name, num_entries, _number(newest) - _number(status.last_delivered), status.pending)
-
-    async def _queue(self, name: str, key: str, group: str) -> QueueDepth:
+    async def _queue(self, stream: StreamName, group: str) -> QueueDepth:
+        key = stream.key(self.keys)
         status = await group_status(self.broker, key, group)
         num_entries = await length(self.broker, key)
         if status is None:
-            return QueueDepth(name, num_entries, num_entries, 0)
-        waiting = 0 if status.last_delivered == await last_id(self.broker, key) else status.lag
-        return QueueDepth(name, num_entries, waiting, status.pending)
-
-
-def _number(entry_id: str) -> int:
-    return int(entry_id.partition("-")[0])
+            return QueueDepth(stream.value, num_entries, num_entries, 0)
+        newest = await last_id(self.broker, key)
+        if group == ROLLOUT_GROUP:  # tickets are numbered by their entry ids: what nobody took yet is known
+            waiting: int | None = id_order(newest)[0] - id_order(status.last_delivered)[0]
+        else:
+            waiting = 0 if status.last_delivered == newest else status.lag
+        return QueueDepth(stream.value, num_entries, waiting, status.pending)

@@ -1,8 +1,6 @@
-"""Numbers as people read them."""
+"""Numbers, times and names as people read them on a terminal; `web/formats.py` has those of pages."""
 
-from collections.abc import Mapping, Sequence
-
-from services.console.status.snapshot import RunSnapshot
+import time
 
 NOTHING = "–"
 
@@ -23,78 +21,51 @@ def short(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-BARS = "▁▂▃▄▅▆▇█"
-SPARK_WIDTH = 22
-"""With it the dashboard fits a terminal of 80 columns."""
+def number(value: float | None) -> str:
+    """A number with few digits; a dash where there is none."""
+    return NOTHING if value is None else f"{value:.4g}"
 
 
-def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
-    """One committed step as one line of plain text."""
-    point = snapshot.points[index]
-    metrics = point.metrics
-    parts = [f"step {point.step + 1}/{snapshot.steps}"]
-    for label, name, form in (
-        ("reward", "reward", ".3f"),
-        ("staleness max", "staleness/max", ".0f"),
-        ("mean", "staleness/mean", ".2f"),
-    ):
-        if name in metrics:
-            parts.append(f"{label} {metrics[name]:{form}}")
-    seconds = metrics.get("step_time_s")
-    if seconds:
-        parts.append(f"{metrics.get('completion_tokens', 0.0) / seconds:,.0f} tok/s")
-        parts.append(f"{seconds:.1f} s")
-    if failed := metrics.get("scores/failed_ratio"):
-        parts.append(f"{failed:.0%} of the scores failed")
-    if replaced := metrics.get("groups_dropped"):
-        parts.append(f"{replaced:.0f} groups replaced")
-    return "  ".join(parts)
+def plural(count: int, noun: str) -> str:
+    """So many of something."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def evaluation_line(evaluation: Mapping[str, object]) -> str:
-    """One evaluation as one line of plain text."""
-    shown = score_text(evaluation)
-    return f"evaluation of version {evaluation.get('version')} on {evaluation.get('dataset')}: {shown}"
+def sample_name(ticket: int, index: int) -> str:
+    """`TICKET.INDEX`, `TICKET`, or a dash; -1 is what is not known."""
+    if ticket < 0:
+        return NOTHING
+    return f"{ticket}.{index}" if index >= 0 else str(ticket)
 
 
-def warning_line(warning: Mapping[str, object]) -> str:
-    """One warning of the trainer's diagnostics as one line of plain text; or that it is over."""
-    until, metric = warning.get("until_step"), warning.get("metric")
-    if isinstance(until, int):
-        return f"healthy again since step {until + 1}: {metric}"
-    since = warning.get("since_step")
-    begun = f" (since step {since + 1})" if isinstance(since, int) else ""
-    return f"{warning.get('text')}{begun}. {warning.get('advice')}"
-
-
-def score_text(evaluation: Mapping[str, object]) -> str:
-    """The score of an evaluation, and how many samples have none: a failure is never a zero."""
-    score, num_failed = evaluation.get("score"), evaluation.get("num_failed")
-    failed = f"{num_failed:,.0f}" if isinstance(num_failed, int | float) and num_failed else ""
-    if not isinstance(score, int | float) or score != score:
-        return f"all failed ({failed} samples)" if failed else "all failed"
-    return f"{score:.3f}" + (f" ({failed} failed)" if failed else "")
-
-
-def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """The course of `values` in `width` characters: each the mean of its part, from lowest to highest."""
-    finite = [value for value in values if value == value]
-    if not finite:
-        return ""
-    width = min(width, len(finite))
-    means = []
-    for column in range(width):
-        part = finite[column * len(finite) // width : (column + 1) * len(finite) // width]
-        means.append(sum(part) / len(part))
-    low, span = min(means), max(means) - min(means)
-    return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5) if span else 0] for mean in means)
+def when(seconds: float | None) -> str:
+    """A time of day with its date, here; a dash for what is no time."""
+    try:
+        shown = time.localtime(seconds) if seconds and seconds > 0 else None
+    except (OverflowError, OSError, ValueError):
+        shown = None
+    return time.strftime("%Y-%m-%d %H:%M:%S", shown) if shown else NOTHING
 
 
 def duration(seconds: float) -> str:
     """Seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{round(seconds)} s" if round(seconds) < 60 else minutes(seconds)
+
+
+def took(seconds: float | None) -> str:
+    """A duration in the unit that suits it, from a fraction of a millisecond on."""
+    if seconds is None:
+        return NOTHING
+    if abs(seconds) < 1:
+        return f"{1000 * seconds:.{0 if abs(seconds) >= 0.01 else 2}f} ms"
+    if abs(seconds) < 120:
+        return f"{seconds:.1f} s"
+    return ("-" if seconds < 0 else "") + minutes(abs(seconds))
+
+
+def minutes(seconds: float, space: str = " ", most: int = 60) -> str:
+    """Minutes and seconds; from `most` minutes on, hours and minutes."""
+    whole, rest = divmod(round(seconds), 60)
+    if whole < most:
+        return f"{whole}{space}min {rest:02}{space}s"
+    return f"{whole // 60}{space}h {whole % 60:02}{space}min"

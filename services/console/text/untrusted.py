@@ -5,10 +5,6 @@ wrap what they get in `rich.text.Text`), and characters that a terminal would ac
 of reading, are shown as escapes.
 """
 
-import time
-
-NOTHING = "–"
-
 
 def printable(value: str, limit: int = 0) -> str:
     """Text in one line with everything but printable characters as escapes; cut off at `limit` with an
@@ -23,28 +19,6 @@ def printable_block(value: str, limit: int = 0) -> str:
     lines = "\n".join("".join(map(_visible, line)) for line in shown.split("\n"))
     left_out = len(value) - len(shown)
     return f"{lines}\n… {left_out:,} more characters; --full shows all" if left_out else lines
-
-
-def when(seconds: float) -> str:
-    """A time of day with its date, here; a dash for what is no time."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds > 0 else NOTHING
-    except (OverflowError, OSError, ValueError):
-        return NOTHING
-
-
-def took(seconds: float | None) -> str:
-    """A duration in the unit that suits it."""
-    if seconds is None:
-        return NOTHING
-    if abs(seconds) < 1:
-        return f"{1000 * seconds:.{0 if abs(seconds) >= 0.01 else 2}f} ms"
-    if abs(seconds) < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(abs(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    sign = "-" if seconds < 0 else ""
-    return sign + (f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s")
 
 
 def _visible(char: str) -> str:

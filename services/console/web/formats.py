@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from markupsafe import Markup, escape
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-NOTHING = "–"
+from services.console.text.formats import NOTHING, minutes
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -34,14 +33,6 @@ def percent(value: float | None) -> str:
     return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.0f}\u202f%"
 
 
-def moment(seconds: float | None) -> str:
-    """A time of this machine's clock, to the second."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else NOTHING
-    except (OverflowError, OSError, ValueError):
-        return NOTHING
-
-
 def duration(seconds: float | None) -> str:
     """A length of time."""
     if seconds is None or not math.isfinite(seconds):
@@ -51,11 +42,7 @@ def duration(seconds: float | None) -> str:
         return f"{1000 * seconds:.3g}\u202fms"
     if size < 90:
         return f"{seconds:.3g}\u202fs"
-    minutes, rest = divmod(round(size), 60)
-    if minutes < 90:
-        return f"{minutes}\u202fmin {rest:02d}\u202fs"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}\u202fh {minutes:02d}\u202fmin"
+    return minutes(size, "\u202f", most=90)
 
 
 def counted(value: int, noun: str) -> str:

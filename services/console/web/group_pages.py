@@ -11,10 +11,10 @@ from starlette.routing import BaseRoute, Route
 from common.errors import TidemillError
 from common.history.records import GroupRecord, read_group, read_trajectories
 from common.wire.messages import Lane, Trajectory
-from services.console.web.app import Site, history_of
 from services.console.web.formats import TokenTexts, sendable
 from services.console.web.group_index import STATES, GroupRow
 from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
+from services.console.web.site import Site, history_of
 from services.console.web.watched_run import WatchedRun
 
 MAX_SHOWN_SAMPLES = 32

@@ -12,10 +12,11 @@ from common.history import History, Selection, StreamName
 from common.streams.entries import Garbled
 from common.wire.messages import Commit, DeadLetter, Lane
 from services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
-from services.console.dead.view import as_tree, sample_name
-from services.console.web.app import Site, history_of
+from services.console.dead.view import as_tree
+from services.console.text.formats import sample_name
 from services.console.web.charts import chart_trees
 from services.console.web.group_index import STATES
+from services.console.web.site import Site, history_of
 from services.console.web.step_view import sort_metrics, view_step
 from services.console.web.watched_run import WatchedRun
 

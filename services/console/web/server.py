@@ -6,8 +6,8 @@ import uvicorn
 
 from common.errors import ConfigError
 from common.process.programs import run_main
-from services.console.launch.views import log_nothing
 from services.console.options import WebOptions
+from services.console.run.connection import log_nothing
 from services.console.run.folder import find_run, folder_of_runs
 from services.console.web.access import TOKEN_PARAMETER, Access, is_loopback
 from services.console.web.app import create_app

@@ -16,14 +16,14 @@ from common.telemetry import metrics
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, DeadLetter, Ticket, Trajectory
 from services.console.exporter import exporter
-from services.console.exporter.reading import Reading, RunReader, set_gauges
+from services.console.exporter.reading import MetricsReader, Reading, set_gauges
 from tests.support.letters import make_ticket
 from tests.support.trajectories import make_config, make_trajectory
 
 
 @pytest.fixture
-def reader(broker: Broker, keys: Keys) -> RunReader:
-    return RunReader(broker, keys)
+def reader(broker: Broker, keys: Keys) -> MetricsReader:
+    return MetricsReader(broker, keys)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from common.run.state import publish_config
 from common.streams import append, append_numbered
 from common.wire.keys import Keys
 from common.wire.messages import Lane
-from services.console.exporter.reading import RunReader
+from services.console.exporter.reading import MetricsReader
 from tests.support.letters import make_ticket
 from tests.support.runs import REPO, ServiceRun, simulated_config
 from tests.support.servers import (
@@ -398,7 +398,7 @@ async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
     await broker.close()
     with_user(monkeypatch, "exporter")
     exporter = await Broker.connect(server.url)
-    reading = await RunReader(exporter, RUN).read()
+    reading = await MetricsReader(exporter, RUN).read()
     await exporter.close()
     assert reading.replicas == {"judge": []}
     assert {(found.stream, found.lag, found.pending) for found in reading.groups} >= {

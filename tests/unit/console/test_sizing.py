@@ -8,8 +8,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.process.heartbeats import Heartbeat
-from services.console.plan.plan import Plan, what_times_rest_on
+from services.console.plan.plan import what_times_rest_on
 from services.console.plan.sizing import (
+    Plan,
     Workers,
     disk_bytes,
     limit_of_scores,

@@ -17,6 +17,7 @@ from common.config import ArchiveConfig
 from common.errors import ArchiveError
 from common.files import LockedError
 from common.history import History, StreamName
+from common.history.records import read_trajectories
 from common.redis.broker import Broker
 from common.redis.embedded import EmbeddedRedis
 from common.streams import Entry, Garbled, append_numbered, decoded, trim_before
@@ -141,7 +142,7 @@ async def test_a_lookup_opens_only_the_files_that_can_hold_it(
     for segment in manifest.segments:  # any other file is not even looked at
         if not segment.may_hold("ticket", 25, 25):
             manifest.path(segment).write_bytes(b"")
-    found = await History(keys.run_id, run_dir, None).trajectories(25)
+    found = await read_trajectories(History(keys.run_id, run_dir, None), 25)
     assert [t.key for t in found] == [(25, 0), (25, 1)]
     with pytest.raises(ArchiveError, match="cannot be read"):
         await scanned(History(keys.run_id, run_dir, None))

@@ -3,6 +3,7 @@
 import pytest
 
 from common.history import History, Selection, StreamName
+from common.history.records import read_group
 from common.redis.broker import Broker
 from common.streams import Entry, append, append_numbered
 from common.wire.keys import Keys
@@ -33,7 +34,8 @@ async def found(history: History, stream: StreamName, selection: Selection) -> l
 
 
 async def test_a_ticket_has_the_first_trajectory_of_each_index(history: History) -> None:
-    assert [t.key for t in await history.trajectories(2)] == [(2, 0), (2, 1)]
+    group = await read_group(history, 2)
+    assert [s.trajectory.key for s in group.samples if s.trajectory] == [(2, 0), (2, 1)]
 
 
 async def test_a_selection_by_ticket_and_by_reward(history: History) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from common.archive.manifest import Manifest
 from common.history import ALL, History, Record, Selection, StreamName
+from common.history.records import read_group
 from common.redis.broker import Broker
 from common.redis.embedded import EmbeddedRedis
 from common.streams import Entry, append, append_numbered, id_after, trim_before
@@ -127,7 +128,7 @@ async def test_scores_are_selected_by_the_steps_of_their_tickets(
         assert await history.ticket(5) == made[5]
         assert await history.commit(2) == commits[2] == await history.commit_of_ticket(4)
         assert await history.commit_of_ticket(9) is None
-        assert [s.value for s in await history.scores(6)] == [6.0]
+        assert [s.reward for s in (await read_group(history, 6)).samples] == [6.0]
 
 
 async def test_a_summary_says_what_is_where(
