@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.history.history import History
-from common.history.selection import StreamName
+from common.streams.selection import StreamName
 from common.wire.messages import Commit, Ticket, TrajectoryKey
 
 WHOLE_GROUP = -1

@@ -11,8 +11,8 @@ import numpy as np
 
 from common.history.history import History
 from common.history.outcomes import advantages_of, dropped_groups, left_out, micro_batches_of
-from common.history.selection import Selection, StreamName
 from common.streams.entries import Entry, entry_id_of
+from common.streams.selection import Selection, StreamName
 from common.wire.messages import (
     Commit,
     DeadLetter,

@@ -103,10 +103,11 @@ def _rollout(plan: Plan) -> str:
 def _reward(plan: Plan) -> str:
     config, times, now = plan.config, plan.times, plan.now.rollout
     speed = f"{short(times.scores_per_s)} scores/s x {short(time_for_scores(config, times, now))} s"
+    tail = f"mean {short(times.score_s)} s, 95 % below {short(times.score_p95_s)} s"
     return (
-        f"{plural(plan.needed.reward, 'worker')}: {times.completions:,.0f} scores / ({speed}), where the slowest "
-        f"other takes {short(slowest_other(config, times, now))} s, less {HEAD_ROOM:.0%} head room and the tail of "
-        f"scores (mean {short(times.score_s)} s, 95 % below {short(times.score_p95_s)} s)"
+        f"{plural(plan.needed.reward, 'worker')}: {times.completions:,.0f} scores / ({speed}), where the "
+        f"slowest other takes {short(slowest_other(config, times, now))} s, less {HEAD_ROOM:.0%} head room "
+        f"and the tail of scores ({tail})"
     )
 
 
