@@ -48,9 +48,14 @@ def _default(item: Field[Any]) -> Any:
     return inspect.Parameter.empty if item.default is MISSING else item.default
 
 
-def option(*names: str, text: str, metavar: str | None = None, **more: Any) -> Any:
+def option(name: str, text: str, metavar: str | None = None, **more: Any) -> Any:
     """An option whose default goes without saying."""
-    return typer.Option(*names, help=text, metavar=metavar, show_default=False, **more)
+    return typer.Option(name, help=text, metavar=metavar, show_default=False, **more)
+
+
+def flag(name: str, text: str) -> Any:
+    """An option without a value, or one whose default is shown."""
+    return typer.Option(name, help=text)
 
 
 def argument(text: str, metavar: str | None = None, **more: Any) -> Any:
@@ -60,18 +65,18 @@ def argument(text: str, metavar: str | None = None, **more: Any) -> Any:
 
 _RUN_TEXT = "The run; without it, TIDEMILL_RUN_ID, else runs/latest."
 RunId = Annotated[str | None, argument(_RUN_TEXT)]
-RunOption = Annotated[str | None, option("--run", metavar="RUN_ID", text=_RUN_TEXT)]
+RunOption = Annotated[str | None, option("--run", _RUN_TEXT, "RUN_ID")]
 """Where the arguments say something else."""
 _RUNS_TEXT = "Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs."
-RunsDir = Annotated[Path | None, option("--runs-dir", metavar="FOLDER", text=_RUNS_TEXT)]
+RunsDir = Annotated[Path | None, option("--runs-dir", _RUNS_TEXT, "FOLDER")]
 ConfigFile = Annotated[Path, argument("The run's YAML file.")]
 _SET_TEXT = "Override one field, such as trainer.steps=20. May be repeated."
-Overrides = Annotated[list[str], option("--set", metavar="FIELD=VALUE", text=_SET_TEXT)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-JsonTree = Annotated[bool, typer.Option("--json", help="Print JSON with everything, for programs.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON lines with everything, for programs.")]
-Full = Annotated[bool, typer.Option("--full", help="Show texts to their ends.")]
-LaneChoice = Annotated[Literal["train", "eval"], typer.Option("--lane", help="Training or evaluation.")]
+Overrides = Annotated[list[str], option("--set", _SET_TEXT, "FIELD=VALUE")]
+Json = Annotated[bool, flag("--json", "Print JSON, for programs.")]
+JsonTree = Annotated[bool, flag("--json", "Print JSON with everything, for programs.")]
+JsonLines = Annotated[bool, flag("--json", "Print JSON lines with everything, for programs.")]
+Full = Annotated[bool, flag("--full", "Show texts to their ends.")]
+LaneChoice = Annotated[Literal["train", "eval"], flag("--lane", "Training or evaluation.")]
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,11 @@ class CheckOptions:
     config: Annotated[Path | None, argument("The run's YAML file; with --fields, a section.")] = None
     overrides: Overrides = field(default_factory=list)
     calls_reward: Annotated[
-        bool, typer.Option("--call-reward", help="Also call the reward functions once, with the first row.")
+        bool, flag("--call-reward", "Also call the reward functions once, with the first row.")
     ] = False
-    fields: Annotated[
-        bool, typer.Option("--fields", help="List all fields of a config instead, or of one SECTION.")
-    ] = False
+    fields: Annotated[bool, flag("--fields", "List all fields of a config instead, or of one SECTION.")] = (
+        False
+    )
 
 
 _RUN_NAME_TEXT = "Name of the run. Without it: run_id of the config, else the config's folder and the time."
@@ -98,17 +103,11 @@ class UpOptions:
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
-    run_id: Annotated[str, option("--run-id", metavar="ID", text=_RUN_NAME_TEXT)] = ""
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a run that was stopped. Needs its id.")
-    ] = False
-    live: Annotated[
-        bool, typer.Option("--live/--no-live", help="Live view; otherwise one line for each step.")
-    ] = True
+    run_id: Annotated[str, option("--run-id", _RUN_NAME_TEXT, "ID")] = ""
+    resume: Annotated[bool, flag("--resume", "Continue a run that was stopped. Needs its id.")] = False
+    live: Annotated[bool, flag("--live/--no-live", "Live view; otherwise one line for each step.")] = True
     runs_dir: RunsDir = None
-    metrics_port: Annotated[
-        int | None, option("--metrics-port", metavar="PORT", min=0, max=65535, text=_PORT_TEXT)
-    ] = None
+    metrics_port: Annotated[int | None, option("--metrics-port", _PORT_TEXT, "PORT", min=0, max=65535)] = None
 
     def command(self, run_id: str, resume: bool) -> str:
         """The command line that means this run, to be copied."""
@@ -131,11 +130,11 @@ class PlanOptions:
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
-    run: Annotated[str | None, option("--run", metavar="RUN_ID", text="Take the times of this run.")] = None
-    assume: Annotated[str, option("--assume", metavar="TIMES", text=_TIMES_TEXT)] = ""
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Do a few steps first, in a folder that is thrown away.")
-    ] = False
+    run: Annotated[str | None, option("--run", "Take the times of this run.", "RUN_ID")] = None
+    assume: Annotated[str, option("--assume", _TIMES_TEXT, "TIMES")] = ""
+    measure: Annotated[bool, flag("--measure", "Do a few steps first, in a folder that is thrown away.")] = (
+        False
+    )
     as_json: Json = False
     runs_dir: RunsDir = None
 
@@ -146,15 +145,15 @@ class WebOptions:
 
     run_id: Annotated[str | None, argument("The run to begin with; without it, all runs.")] = None
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. Any but this machine's own asks for a token.")
+        str, flag("--host", "Address to listen on. Any but this machine's own asks for a token.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8420
     host_names: Annotated[
         list[str],
         option(
             "--allow-host",
-            metavar="NAME",
-            text="A further name under which browsers may ask, such as that of a proxy. May be repeated.",
+            "A further name under which browsers may ask, such as that of a proxy. May be repeated.",
+            "NAME",
         ),
     ] = field(default_factory=list)
     runs_dir: RunsDir = None
@@ -164,19 +163,13 @@ class WebOptions:
 class SelectionOptions:
     """Which entries of a stream; empty means all."""
 
-    step: Annotated[str, option("--step", metavar="A..B", text="Only of these steps.")] = ""
-    ticket: Annotated[str, option("--ticket", metavar="A..B", text="Only of these tickets.")] = ""
-    time: Annotated[
-        str, option("--time", metavar="A..B", text="Only then: ISO times or ages, such as '10m ago'.")
-    ] = ""
-    worker: Annotated[str, option("--worker", metavar="NAME", text="Only from this worker.")] = ""
-    reward: Annotated[str, option("--reward", metavar="LOW..HIGH", text="Only samples with this reward.")] = (
-        ""
-    )
-    version: Annotated[
-        str, option("--version", metavar="A..B", text="Only with a token of these versions.")
-    ] = ""
-    lane: Annotated[str, option("--lane", metavar="train|eval", text="Training or evaluation.")] = ""
+    step: Annotated[str, option("--step", "Only of these steps.", "A..B")] = ""
+    ticket: Annotated[str, option("--ticket", "Only of these tickets.", "A..B")] = ""
+    time: Annotated[str, option("--time", "Only then: ISO times or ages, such as '10m ago'.", "A..B")] = ""
+    worker: Annotated[str, option("--worker", "Only from this worker.", "NAME")] = ""
+    reward: Annotated[str, option("--reward", "Only samples with this reward.", "LOW..HIGH")] = ""
+    version: Annotated[str, option("--version", "Only with a token of these versions.", "A..B")] = ""
+    lane: Annotated[str, option("--lane", "Training or evaluation.", "train|eval")] = ""
 
 
 @dataclass(frozen=True)
@@ -210,8 +203,8 @@ class TraceOptions(ViewOptions):
 class TimelineOptions:
     """`tidemill timeline`."""
 
-    first: Annotated[int, option("--from-step", metavar="A", min=0, text="The first step.")]
-    last: Annotated[int, option("--to-step", metavar="B", min=0, text="The last step.")]
+    first: Annotated[int, option("--from-step", "The first step.", "A", min=0)]
+    last: Annotated[int, option("--to-step", "The last step.", "B", min=0)]
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = Path(
         "trace.json"
     )
@@ -223,10 +216,10 @@ class TimelineOptions:
 class LetterFilter:
     """Which dead letters are meant; every condition that is given must hold."""
 
-    stream: Annotated[str, option("--stream", text="Only from this stream, such as prompts:eval.")] = ""
-    ticket: Annotated[int | None, option("--ticket", min=0, text="Only of this ticket.")] = None
-    error: Annotated[str, option("--error", metavar="TEXT", text="Only with this in the error.")] = ""
-    worker: Annotated[str, option("--worker", metavar="TEXT", text="Only from this worker.")] = ""
+    stream: Annotated[str, option("--stream", "Only from this stream, such as prompts:eval.")] = ""
+    ticket: Annotated[int | None, option("--ticket", "Only of this ticket.", min=0)] = None
+    error: Annotated[str, option("--error", "Only with this in the error.", "TEXT")] = ""
+    worker: Annotated[str, option("--worker", "Only from this worker.", "TEXT")] = ""
 
     @property
     def is_narrow(self) -> bool:
@@ -239,7 +232,7 @@ class LetterChoice(LetterFilter):
     """Dead letters by their ids, or all that the filter leaves."""
 
     ids: Annotated[list[str], argument("Ids of letters.", metavar="ID")] = field(default_factory=list)
-    has_all: Annotated[bool, typer.Option("--all", help="All letters that the filters leave.")] = False
+    has_all: Annotated[bool, flag("--all", "All letters that the filters leave.")] = False
     run_id: RunOption = None
     runs_dir: RunsDir = None
 
@@ -256,16 +249,16 @@ class SandboxOptions:
     """A sandbox run: whose history it is given, and which reward scores it."""
 
     run_id: RunId = None
-    into: Annotated[str | None, option("--into", metavar="SANDBOX", text=_INTO_TEXT)] = None
-    reward: Annotated[str | None, option("--reward", metavar="FILE.py:FUNCTION", text=_REWARD_TEXT)] = None
-    config: Annotated[Path | None, option("--config", metavar="FILE", text=_SECTION_TEXT)] = None
+    into: Annotated[str | None, option("--into", _INTO_TEXT, "SANDBOX")] = None
+    reward: Annotated[str | None, option("--reward", _REWARD_TEXT, "FILE.py:FUNCTION")] = None
+    config: Annotated[Path | None, option("--config", _SECTION_TEXT, "FILE")] = None
     overrides: Annotated[
         list[str],
         typer.Option("--set", metavar="FIELD=VALUE", help="Override one field, such as reward.timeout_s=5."),
     ] = field(default_factory=list)
     workers: Annotated[int | None, typer.Option("--workers", min=0, help=_WORKERS_TEXT)] = None
     lane: LaneChoice = "train"
-    redis: Annotated[str | None, option("--redis", metavar="URL", text=_REDIS_TEXT)] = None
+    redis: Annotated[str | None, option("--redis", _REDIS_TEXT, "URL")] = None
     as_json: Json = False
     runs_dir: RunsDir = None
 
@@ -282,18 +275,16 @@ class ReplayOptions:
 
     steps: Annotated[str, argument("A step, or several: 3,17 or 10..14.", metavar="STEPS")]
     run_id: RunId = None
-    overrides: Annotated[list[str], option("--set", metavar="FIELD=VALUE", text=_WHAT_IF_TEXT)] = field(
+    overrides: Annotated[list[str], option("--set", _WHAT_IF_TEXT, "FIELD=VALUE")] = field(
         default_factory=list
     )
     to_torch: Annotated[
-        Path | None, option("--to-torch", metavar="FILE", text="Write the batch of the step as tensors.")
+        Path | None, option("--to-torch", "Write the batch of the step as tensors.", "FILE")
     ] = None
     with_weights: Annotated[
-        bool, typer.Option("--with-weights", help="With --to-torch: also the weights before the step.")
+        bool, flag("--with-weights", "With --to-torch: also the weights before the step.")
     ] = False
-    shows_all: Annotated[bool, typer.Option("--all", help="Show every metric, also those that agree.")] = (
-        False
-    )
+    shows_all: Annotated[bool, flag("--all", "Show every metric, also those that agree.")] = False
     as_json: Json = False
     runs_dir: RunsDir = None
 
@@ -311,5 +302,5 @@ class DiffOptions:
     as_json: Json = False
     runs_dir: RunsDir = None
     runs_dir_b: Annotated[
-        Path | None, option("--runs-dir-b", metavar="FOLDER", text="Folder of RUN_B, if another one.")
+        Path | None, option("--runs-dir-b", "Folder of RUN_B, if another one.", "FOLDER")
     ] = None

@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from services.console.options import Json, LetterChoice, LetterFilter, RunOption, RunsDir, argument, grouped
+from services.console.options import (
+    Json,
+    LetterChoice,
+    LetterFilter,
+    RunOption,
+    RunsDir,
+    argument,
+    flag,
+    grouped,
+)
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
@@ -29,7 +38,7 @@ def show_list(
 def show(
     letter_id: Annotated[str, argument("Id of the letter, from `list`.", metavar="ID")],
     run_id: RunOption = None,
-    with_hex: Annotated[bool, typer.Option("--hex", help="Show all original bytes.")] = False,
+    with_hex: Annotated[bool, flag("--hex", "Show all original bytes.")] = False,
     as_json: Json = False,
     runs_dir: RunsDir = None,
 ) -> None:

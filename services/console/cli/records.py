@@ -11,6 +11,7 @@ from services.console.options import (
     TraceOptions,
     ViewOptions,
     argument,
+    flag,
     grouped,
     option,
 )
@@ -55,7 +56,7 @@ def show(
     stream: Stream,
     what: Annotated[str, argument(_ENTRY_TEXT, metavar="ID")],
     view: ViewOptions,
-    lane: Annotated[str, option("--lane", metavar="train|eval", text="Training or evaluation.")] = "",
+    lane: Annotated[str, option("--lane", "Training or evaluation.", "train|eval")] = "",
 ) -> None:
     """Show everything that one entry holds."""
     from services.console.records import streams
@@ -71,7 +72,7 @@ def grep(
     view: ViewOptions,
     stream: Annotated[
         list[str] | None,
-        typer.Option("--stream", help="Where to look. May be repeated. Without it: trajectories and scores."),
+        flag("--stream", "Where to look. May be repeated. Without it: trajectories and scores."),
     ] = None,
     ignore_case: Annotated[bool, typer.Option("--ignore-case", "-i", help="A is a.")] = False,
     limit: Annotated[int, typer.Option("-n", min=0, help="Stop after so many; 0: never.")] = 0,

@@ -12,8 +12,8 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 @grouped
 def rescore(
     options: SandboxOptions,
-    first: Annotated[str | None, option("--from-step", metavar="A", text="First step.")] = None,
-    last: Annotated[str | None, option("--to-step", metavar="B", text="Last step.")] = None,
+    first: Annotated[str | None, option("--from-step", "First step.", "A")] = None,
+    last: Annotated[str | None, option("--to-step", "Last step.", "B")] = None,
 ) -> None:
     """Score a run's history with another reward, and say how the two agree.
 
@@ -30,10 +30,8 @@ def rescore(
 @grouped
 def trajectories(
     options: SandboxOptions,
-    first: Annotated[
-        str | None, option("--from", metavar="A", text="First step, or a time (2026-01-31T10:00).")
-    ] = None,
-    last: Annotated[str | None, option("--to", metavar="B", text="Last step, or a time.")] = None,
+    first: Annotated[str | None, option("--from", "First step, or a time (2026-01-31T10:00).", "A")] = None,
+    last: Annotated[str | None, option("--to", "Last step, or a time.", "B")] = None,
     speed: Annotated[
         str,
         typer.Option("--speed", metavar="TIMES|max", help="1x keeps the old pace; max follows the scores."),

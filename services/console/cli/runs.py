@@ -14,8 +14,8 @@ from services.console.options import (
     RunsDir,
     UpOptions,
     WebOptions,
+    flag,
     grouped,
-    option,
 )
 
 
@@ -84,12 +84,14 @@ def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
 
 
 def export(
-    output: Annotated[Path, option("--output", "-o", metavar="FOLDER", text="A new folder.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder.", show_default=False)
+    ],
     run_id: RunId = None,
     version: Annotated[
         str, typer.Option("--version", metavar="N|best|last", help="Which version of the run.")
     ] = "last",
-    now: Annotated[bool, typer.Option("--now", help="Do it here, without asking for a worker.")] = False,
+    now: Annotated[bool, flag("--now", "Do it here, without asking for a worker.")] = False,
     runs_dir: RunsDir = None,
 ) -> None:
     """Write a version of a run as a Hugging Face folder: config, tokenizer and safetensors.
@@ -104,7 +106,7 @@ def export(
 def archive(
     run_id: RunId = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Archive nothing; read every file and compare its checksum.")
+        bool, flag("--check", "Archive nothing; read every file and compare its checksum.")
     ] = False,
     as_json: Json = False,
     runs_dir: RunsDir = None,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 from common.process.programs import ending_in_words, is_illegal_instruction
@@ -117,8 +118,8 @@ class Supervisor:
         for name, process in self._processes.items():
             self.statuses[name].state = "stopping"
             process.terminate()
-        gone = asyncio.create_task(_all_done(keepers))
-        killed = asyncio.create_task(_set(self._killed))
+        gone: asyncio.Task[Any] = asyncio.create_task(asyncio.wait(keepers))
+        killed: asyncio.Task[Any] = asyncio.create_task(self._killed.wait())
         await asyncio.wait({gone, killed}, timeout=self.grace_s, return_when=asyncio.FIRST_COMPLETED)
         killed.cancel()
         gone.cancel()
@@ -180,14 +181,6 @@ class Supervisor:
         over = asyncio.ensure_future(self._over.wait())
         await asyncio.wait({over}, timeout=pause_s)
         over.cancel()
-
-
-async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks)
-
-
-async def _set(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _how(code: int) -> str:

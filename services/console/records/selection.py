@@ -10,6 +10,7 @@ from common.history import Selection, StreamName
 from common.streams.selection import Range
 from common.wire.messages import Lane
 from services.console.options import SelectionOptions
+from services.console.text.values import parse_range
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)\w*\s+ago", re.IGNORECASE)
 _UNIT_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -44,34 +45,32 @@ def selection_of(options: SelectionOptions) -> Selection:
         ConfigError: one of them cannot be read; the message says which, and what it should look like.
     """
     return Selection(
-        tickets=parse_range("ticket", options.ticket, _count),
-        steps=parse_range("step", options.step, _count),
-        versions=parse_range("version", options.version, _count),
-        rewards=parse_range("reward", options.reward, float),
+        tickets=_range("ticket", options.ticket, _count),
+        steps=_range("step", options.step, _count),
+        versions=_range("version", options.version, _count),
+        rewards=_range("reward", options.reward, float),
         times=_times(options.time),
         worker=options.worker,
     )
 
 
-def parse_range(name: str, text: str, parse: Callable[[str], float]) -> Range | None:
-    """`A..B`, `A..`, `..B` or `A`; None of an empty text.
+def _range(name: str, text: str, parse: Callable[[str], float]) -> Range | None:
+    """The range that an option gives; None of an empty text.
 
     Raises:
-        ConfigError: it is none of them, or it holds nothing.
+        ConfigError: it is none, or it holds nothing.
     """
-    if not text:
-        return None
-    first, dots, last = text.partition("..")
     try:
-        low = parse(first.strip()) if first.strip() else None
-        high = (parse(last.strip()) if last.strip() else None) if dots else low
+        found = parse_range(text, parse)
     except ValueError:
         raise ConfigError(
             f"--{name} {text!r} is not understood. Give A..B with both its ends, A.., ..B, or one number."
         ) from None
+    low, high = found or (None, None)
     if low is not None and high is not None and low > high:
+        first, _, last = text.partition("..")
         raise ConfigError(f"--{name} {text} holds nothing: {first.strip()} is greater than {last.strip()}.")
-    return low, high
+    return found
 
 
 def parse_stream(text: str, lane: str = "") -> StreamName:
@@ -135,7 +134,7 @@ def _times(text: str) -> Range | None:
         text += ".."
     now = time.time()
     try:
-        return parse_range("time", text, lambda part: _moment(part, now))
+        return _range("time", text, lambda part: _moment(part, now))
     except ConfigError as error:
         if "holds nothing" in str(error):
             raise

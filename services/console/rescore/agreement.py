@@ -148,7 +148,6 @@ def rescore_tables(report: dict[str, Any]) -> list[Table]:
 
 def replay_table(summary: dict[str, Any]) -> Table:
     """What a replayed stretch of traffic did to the reward service."""
-    table = _two_columns(f"trajectories of {summary['run']} into {summary['sandbox']}")
     rows = {
         "emitted": f"{summary['emitted']:,} in {summary['seconds']:.1f} s",
         "scored": f"{summary['scored']:,} ({summary['scores_per_s']:,.0f}/s)",
@@ -158,14 +157,11 @@ def replay_table(summary: dict[str, Any]) -> Table:
         "most that waited at once": f"{summary['max_backlog']:,}",
         "behind its pace at the end": f"{summary['behind_s']:.1f} s",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return _two_columns(f"trajectories of {summary['run']} into {summary['sandbox']}", rows)
 
 
 def _agreement(report: dict[str, Any]) -> Table:
     found = report["agreement"]
-    table = _two_columns(f"{report['run']} scored again by {', '.join(report['reward'])}")
     flipped = found["groups_with_another_best"]
     named = ", ".join(map(str, flipped[:MAX_TICKETS])) + (", ..." if len(flipped) > MAX_TICKETS else "")
     rows = {
@@ -181,22 +177,19 @@ def _agreement(report: dict[str, Any]) -> Table:
         "groups without variance": f"{found['groups_without_variance_before']:,} before, "
         f"{found['groups_without_variance_now']:,} now",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return _two_columns(f"{report['run']} scored again by {', '.join(report['reward'])}", rows)
 
 
 def _cost(cost: dict[str, Any]) -> Table:
-    table = _two_columns("cost")
-    table.add_row("scores", f"{cost['trajectories']:,} in {cost['scoring_s']:.1f} s")
-    table.add_row(
-        "speed", f"{cost['scores_per_s']:,.0f}/s ({cost['wall_s']:.1f} s with starting and stopping)"
+    rows = {
+        "scores": f"{cost['trajectories']:,} in {cost['scoring_s']:.1f} s",
+        "speed": f"{cost['scores_per_s']:,.0f}/s ({cost['wall_s']:.1f} s with starting and stopping)",
+        "attempts": f"{cost['attempts']:,}",
+        "time of one": f"median {cost['latency_p50_s']:.3g} s, 95% {cost['latency_p95_s']:.3g} s",
+    }
+    return _two_columns(
+        "cost", rows | {f"tokens of {k}": f"{tokens:,}" for k, tokens in cost["tokens"].items()}
     )
-    table.add_row("attempts", f"{cost['attempts']:,}")
-    table.add_row("time of one", f"median {cost['latency_p50_s']:.3g} s, 95% {cost['latency_p95_s']:.3g} s")
-    for reward, tokens in cost["tokens"].items():
-        table.add_row(f"tokens of {reward}", f"{tokens:,}")
-    return table
 
 
 def _failures(failures: dict[str, int]) -> Table:
@@ -217,10 +210,12 @@ def _farthest_rows(rows: list[list[float]]) -> Table:
     return table
 
 
-def _two_columns(title: str) -> Table:
+def _two_columns(title: str, rows: dict[str, str]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="dim")
     table.add_column()
+    for name, value in rows.items():
+        table.add_row(name, value)
     return table
 
 

@@ -1,11 +1,13 @@
-"""Messages as plain values, for JSON and for tables."""
+"""Messages as plain values, for JSON and for tables; ranges as people type them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
+
+from common.streams.selection import Range
 
 
 def plain_fields(message: BaseModel) -> dict[str, Any]:
@@ -32,3 +34,15 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+
+def parse_range(text: str, parse: Callable[[str], float] = float) -> Range | None:
+    """`A..B`, `A..`, `..B` or `A`; None where neither end is given.
+
+    Raises:
+        ValueError: an end cannot be parsed.
+    """
+    first, dots, last = text.partition("..")
+    low = parse(first.strip()) if first.strip() else None
+    high = (parse(last.strip()) if last.strip() else None) if dots else low
+    return None if low is None and high is None else (low, high)

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
+from common.streams.selection import Range
 from common.wire.messages import Lane
-from services.console.web.group_index import STATES, GroupRow
+from services.console.text.values import parse_range
+from services.console.web.group_index import STATES, GroupRow, Spread
 
 PAGE_ROWS = 100
 MAX_NEEDLE_CHARACTERS = 200
 
-Range = tuple[float | None, float | None]
-
 RANGES: dict[str, tuple[Callable[[GroupRow], float | None], Callable[[GroupRow], float | None]]] = {
-    "step": (lambda row: row.at_step, lambda row: row.at_step),
-    "reward": (lambda row: _mean(row), lambda row: _mean(row)),
-    "length": (lambda row: _length(row), lambda row: _length(row)),
+    "step": (lambda row: row.at_step,) * 2,
+    "reward": (lambda row: _mean_of(row.rewards),) * 2,
+    "length": (lambda row: _mean_of(row.lengths),) * 2,
     "version": (lambda row: row.min_version, lambda row: row.max_version),
 }
 """Filters on numbers, with the least and the greatest that a row has of them: they must overlap."""
@@ -59,7 +59,7 @@ class GroupQuery:
         for name in RANGES:
             if typed := values.get(name, "").strip()[:60]:
                 ranges[name] = typed
-                if parse_range(typed) is None:
+                if range_of(typed) is None:
                     problems.append(f"{name} must be a number such as 12 or a range such as 10..20 or ..20")
         state = values.get("state", "")
         sort = values.get("sort", "ticket")
@@ -104,7 +104,7 @@ class GroupQuery:
     def _tests(self) -> list[Callable[[GroupRow], bool]]:
         tests: list[Callable[[GroupRow], bool]] = []
         for name, typed in self.ranges.items():
-            if wanted := parse_range(typed):
+            if wanted := range_of(typed):
                 tests.append(_overlaps(name, wanted))
         if self.state == "failed":
             tests.append(lambda row: row.num_failed > 0)
@@ -120,15 +120,12 @@ class GroupQuery:
         return tests
 
 
-def parse_range(typed: str) -> Range | None:
+def range_of(typed: str) -> Range | None:
     """`12`, `10..20`, `10..` or `..20`; None where it is neither."""
-    first, dots, last = typed.partition("..")
     try:
-        low = float(first) if first.strip() else None
-        high = (float(last) if last.strip() else None) if dots else low
+        return parse_range(typed)
     except ValueError:
         return None
-    return None if low is None and high is None else (low, high)
 
 
 def _overlaps(name: str, wanted: Range) -> Callable[[GroupRow], bool]:
@@ -144,9 +141,5 @@ def _overlaps(name: str, wanted: Range) -> Callable[[GroupRow], bool]:
     return test
 
 
-def _mean(row: GroupRow) -> float | None:
-    return row.rewards.mean if row.rewards.count else None
-
-
-def _length(row: GroupRow) -> float | None:
-    return row.lengths.mean if row.lengths.count else None
+def _mean_of(spread: Spread) -> float | None:
+    return spread.mean if spread.count else None

@@ -17,7 +17,7 @@ from services.console.web.group_index import (
     Spread,
     StepRow,
 )
-from services.console.web.group_query import GroupQuery, parse_range
+from services.console.web.group_query import GroupQuery, range_of
 from tests.support.trajectories import make_trajectory
 from tests.support.web_runs import commit_of, completion, make_ticket, score_of
 
@@ -87,7 +87,7 @@ def test_only_the_newest_groups_are_kept_and_the_rest_is_counted() -> None:
     ],
 )
 def test_ranges_are_read_as_people_type_them(typed: str, found: object) -> None:
-    assert parse_range(typed) == found
+    assert range_of(typed) == found
 
 
 def test_an_address_says_all_of_a_query_and_no_default() -> None:
