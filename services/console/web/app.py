@@ -9,15 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from common.errors import TidemillError
 from common.wire.messages import Lane
+from services.console.web import group_pages, pages
 from services.console.web.access import Access, Gate
 from services.console.web.catalog import Catalog
-from services.console.web.group_pages import GroupPages
-from services.console.web.pages import DeadPages, RunPages, StepPages
 from services.console.web.site import FOLDER, Site
 
 
@@ -57,11 +56,14 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
     async def broken(request: Request, error: Exception) -> Response:
         return PlainTextResponse(f"This page failed: {type(error).__name__}.\n", 500)
 
-    pages = (RunPages(site), GroupPages(site), StepPages(site), DeadPages(site))
+    async def runs(request: Request) -> Response:
+        return await pages.runs(site)
+
     return Starlette(
         routes=[
             Mount("/static", StaticFiles(directory=FOLDER / "static"), name="static"),
-            *(route for page in pages for route in page.routes),
+            Route("/", runs),
+            *(site.route(path, page) for path, page in (pages.ROUTES | group_pages.ROUTES).items()),
         ],
         middleware=[Middleware(Gate, access=access)],
         exception_handlers={HTTPException: missing, TidemillError: away, Exception: broken},

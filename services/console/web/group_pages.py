@@ -6,7 +6,6 @@ import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from common.errors import TidemillError
 from common.history.records import GroupRecord, read_group, read_trajectories
@@ -14,7 +13,7 @@ from common.wire.messages import Lane, Trajectory
 from services.console.web.formats import TokenTexts, sendable
 from services.console.web.group_index import STATES, GroupRow
 from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
-from services.console.web.site import Site, history_of
+from services.console.web.site import Page, Site, history_of
 from services.console.web.watched_run import WatchedRun
 
 MAX_SHOWN_SAMPLES = 32
@@ -25,108 +24,93 @@ MAX_COMPONENTS = 24
 MAX_TEXT_PART_CHARACTERS = 20_000
 
 
-class GroupPages:
-    """Handlers of `/run/.../groups`."""
+async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
+    """Groups, filtered and in order, a page at a time."""
+    query = GroupQuery.parse(request.query_params)
+    found = query.select(run.index.rows(query.lane))
+    num_pages = max(1, -(-len(found) // PAGE_ROWS))
+    page = min(query.page, num_pages)
+    return site.page(
+        "groups.html",
+        run,
+        "groups",
+        query=query,
+        rows=found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
+        num_found=len(found),
+        num_all=len(run.index.groups[query.lane]),
+        page=page,
+        num_pages=num_pages,
+        states=STATES,
+        extra_states=EXTRA_STATES,
+    )
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
 
-    @property
-    def routes(self) -> list[BaseRoute]:
-        """Their addresses; evaluation numbers its tickets by itself, so it has addresses of its own."""
-        return [
-            Route("/run/{run}/groups", self.browser),
-            Route("/run/{run}/{lane:lane}/{ticket:int}", self.group),
-            Route("/run/{run}/{lane:lane}/{ticket:int}/{index:int}/tokens.json", self.tokens),
-            Route("/run/{run}/{lane:lane}/{ticket:int}/{index:int}/text.json", self.text),
-        ]
+async def group(site: Site, run: WatchedRun, request: Request) -> Response:
+    """One group, its completions side by side."""
+    row, lane = _row(run, request)
+    problem, view = "", GroupRecord(row.ticket, lane)
+    has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
+    try:
+        view = await read_group(history_of(run), row.ticket, lane, row.known_places(has_letters))
+    except TidemillError as error:
+        problem = str(error)
+    sort = request.query_params.get("sort", "index")
+    first = _number(request.query_params.get("first"), 0)
+    samples = sorted(view.samples, key=_SAMPLE_KEYS.get(sort, _SAMPLE_KEYS["index"]))
+    return site.page(
+        "group.html",
+        run,
+        "groups",
+        view=view,
+        components=component_names(view),
+        row=row,
+        lane=lane.value,
+        problem=problem,
+        shown=samples[first : first + MAX_SHOWN_SAMPLES],
+        first=first,
+        most=MAX_SHOWN_SAMPLES,
+        sort=sort if sort in SAMPLE_SORTS else "index",
+        sorts=SAMPLE_SORTS,
+        has_texts=(await run.texts()).is_known,
+        previous=row.ticket - 1 if run.index.get(row.ticket - 1, lane) else None,
+        following=row.ticket + 1 if run.index.get(row.ticket + 1, lane) else None,
+    )
 
-    async def browser(self, request: Request) -> Response:
-        """Groups, filtered and in order, a page at a time."""
-        run = await self.site.run_of(request)
-        query = GroupQuery.parse(request.query_params)
-        found = query.select(run.index.rows(query.lane))
-        num_pages = max(1, -(-len(found) // PAGE_ROWS))
-        page = min(query.page, num_pages)
-        return self.site.page(
-            "groups.html",
-            run,
-            "groups",
-            query=query,
-            rows=found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
-            num_found=len(found),
-            num_all=len(run.index.groups[query.lane]),
-            page=page,
-            num_pages=num_pages,
-            states=STATES,
-            extra_states=EXTRA_STATES,
-        )
 
-    async def group(self, request: Request) -> Response:
-        """One group, its completions side by side."""
-        run, row, lane = await self._row(request)
-        problem, view = "", GroupRecord(row.ticket, lane)
-        has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
-        try:
-            view = await read_group(history_of(run), row.ticket, lane, row.known_places(has_letters))
-        except TidemillError as error:
-            problem = str(error)
-        sort = request.query_params.get("sort", "index")
-        first = _number(request.query_params.get("first"), 0)
-        samples = sorted(view.samples, key=_SAMPLE_KEYS.get(sort, _SAMPLE_KEYS["index"]))
-        return self.site.page(
-            "group.html",
-            run,
-            "groups",
-            view=view,
-            components=component_names(view),
-            row=row,
-            lane=lane.value,
-            problem=problem,
-            shown=samples[first : first + MAX_SHOWN_SAMPLES],
-            first=first,
-            most=MAX_SHOWN_SAMPLES,
-            sort=sort if sort in SAMPLE_SORTS else "index",
-            sorts=SAMPLE_SORTS,
-            has_texts=(await run.texts()).is_known,
-            previous=row.ticket - 1 if run.index.get(row.ticket - 1, lane) else None,
-            following=row.ticket + 1 if run.index.get(row.ticket + 1, lane) else None,
-        )
+async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
+    """A part of a completion's tokens: texts, ids, logprobs, versions, and which are trained."""
+    trajectory = await _trajectory(run, request)
+    first = _number(request.query_params.get("first"), 0)
+    count = min(MAX_PART_TOKENS, max(1, _number(request.query_params.get("count"), MAX_PART_TOKENS)))
+    return JSONResponse(token_part(trajectory, await run.texts(), first, count))
 
-    async def tokens(self, request: Request) -> Response:
-        """A part of a completion's tokens: texts, ids, logprobs, versions, and which are trained."""
-        run, trajectory = await self._trajectory(request)
-        first = _number(request.query_params.get("first"), 0)
-        count = min(MAX_PART_TOKENS, max(1, _number(request.query_params.get("count"), MAX_PART_TOKENS)))
-        return JSONResponse(token_part(trajectory, await run.texts(), first, count))
 
-    async def text(self, request: Request) -> Response:
-        """A part of a completion's text, as it was recorded."""
-        _, trajectory = await self._trajectory(request)
-        first = _number(request.query_params.get("first"), 0)
-        part = trajectory.text[first : first + MAX_TEXT_PART_CHARACTERS]
-        return JSONResponse(
-            {"next": first + len(part), "total": len(trajectory.text), "text": sendable(part)}
-        )
+async def text(site: Site, run: WatchedRun, request: Request) -> Response:
+    """A part of a completion's text, as it was recorded."""
+    trajectory = await _trajectory(run, request)
+    first = _number(request.query_params.get("first"), 0)
+    part = trajectory.text[first : first + MAX_TEXT_PART_CHARACTERS]
+    return JSONResponse({"next": first + len(part), "total": len(trajectory.text), "text": sendable(part)})
 
-    async def _row(self, request: Request) -> tuple[WatchedRun, GroupRow, Lane]:
-        run = await self.site.run_of(request)
-        lane, ticket = request.path_params["lane"], request.path_params["ticket"]
-        row = run.index.get(ticket, lane)
-        if row is None:
-            still = "" if run.index.is_complete else " The run is still being read: try again in a moment."
-            raise HTTPException(404, f"The run has no ticket {ticket} that anything is known of.{still}")
-        return run, row, lane
 
-    async def _trajectory(self, request: Request) -> tuple[WatchedRun, Trajectory]:
-        run, row, lane = await self._row(request)
-        index = request.path_params["index"]
-        window = row.trajectories.ids
-        found = await read_trajectories(history_of(run), row.ticket, lane, window)
-        trajectory = next((made for made in found if made.index == index), None)
-        if trajectory is None:
-            raise HTTPException(404, f"Ticket {row.ticket} has no completion {index}.")
-        return run, trajectory
+def _row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
+    lane, ticket = request.path_params["lane"], request.path_params["ticket"]
+    row = run.index.get(ticket, lane)
+    if row is None:
+        still = "" if run.index.is_complete else " The run is still being read: try again in a moment."
+        raise HTTPException(404, f"The run has no ticket {ticket} that anything is known of.{still}")
+    return row, lane
+
+
+async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:
+    row, lane = _row(run, request)
+    index = request.path_params["index"]
+    window = row.trajectories.ids
+    found = await read_trajectories(history_of(run), row.ticket, lane, window)
+    trajectory = next((made for made in found if made.index == index), None)
+    if trajectory is None:
+        raise HTTPException(404, f"Ticket {row.ticket} has no completion {index}.")
+    return trajectory
 
 
 def component_names(group: GroupRecord) -> list[str]:
@@ -160,3 +144,12 @@ def token_part(trajectory: Trajectory, texts: TokenTexts, first: int, count: int
 
 def _number(text: str | None, default: int) -> int:
     return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else default
+
+
+ROUTES: dict[str, Page] = {
+    "/run/{run}/groups": browser,
+    "/run/{run}/{lane:lane}/{ticket:int}": group,
+    "/run/{run}/{lane:lane}/{ticket:int}/{index:int}/tokens.json": tokens,
+    "/run/{run}/{lane:lane}/{ticket:int}/{index:int}/text.json": text,
+}
+"""Evaluation numbers its tickets by itself, so it has addresses of its own."""

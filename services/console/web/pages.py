@@ -5,7 +5,6 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from common.errors import TidemillError
 from common.history import History, Selection, StreamName
@@ -16,7 +15,7 @@ from services.console.dead.view import as_tree
 from services.console.text.formats import sample_name
 from services.console.web.charts import chart_trees
 from services.console.web.group_index import STATES
-from services.console.web.site import Site, history_of
+from services.console.web.site import Page, Site, history_of
 from services.console.web.step_view import sort_metrics, view_step
 from services.console.web.watched_run import WatchedRun
 
@@ -30,67 +29,50 @@ QUEUE_WORDS = {
 RECENT_STEPS = 5
 
 
-class RunPages:
-    """Handlers of `/` and `/run/...`."""
+async def runs(site: Site) -> Response:
+    """All runs."""
+    lines = await site.catalog.lines()
+    return site.templates.response(
+        "runs.html", run=None, here="runs", lines=lines, folder=str(site.catalog.runs)
+    )
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
 
-    @property
-    def routes(self) -> list[BaseRoute]:
-        """Their addresses."""
-        return [
-            Route("/", self.runs),
-            Route("/run/{run}", self.overview),
-            Route("/run/{run}/", self.without_slash),
-            Route("/run/{run}/state.html", self.state),
-            Route("/run/{run}/charts.json", self.charts),
-            Route("/run/{run}/news.json", self.news),
-        ]
+async def without_slash(site: Site, run: WatchedRun, request: Request) -> Response:
+    """People type one."""
+    return RedirectResponse(request.url.path.rstrip("/"), 301)
 
-    async def runs(self, request: Request) -> Response:
-        """All runs."""
-        lines = await self.site.catalog.lines()
-        return self.site.templates.response(
-            "runs.html", run=None, here="runs", lines=lines, folder=str(self.site.catalog.runs)
-        )
 
-    async def without_slash(self, request: Request) -> Response:
-        """People type one."""
-        return RedirectResponse(request.url.path.rstrip("/"), 301)
+async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
+    """A run: its state and its curves."""
+    return site.page("overview.html", run, "overview", **_state(run))
 
-    async def overview(self, request: Request) -> Response:
-        """A run: its state and its curves."""
-        run = await self.site.run_of(request)
-        return self.site.page("overview.html", run, "overview", **_state(run))
 
-    async def state(self, request: Request) -> Response:
-        """The part of the overview that changes all the time."""
-        run = await self.site.run_of(request)
-        return self.site.page("state.html", run, "overview", **_state(run))
+async def state(site: Site, run: WatchedRun, request: Request) -> Response:
+    """The part of the overview that changes all the time."""
+    return site.page("state.html", run, "overview", **_state(run))
 
-    async def charts(self, request: Request) -> Response:
-        """The curves' points."""
-        run = await self.site.run_of(request)
-        evaluations = run.snapshot.evaluations if run.snapshot else []
-        return JSONResponse(
-            {
-                "live": run.is_live,
-                "version": run.snapshot.version if run.snapshot else 0,
-                "charts": chart_trees(run.index.steps, evaluations),
-            }
-        )
 
-    async def news(self, request: Request) -> Response:
-        """Whether anything has changed, for pages that only say so."""
-        run = await self.site.run_of(request)
-        return JSONResponse(
-            {
-                "live": run.is_live or not run.index.is_complete,
-                "groups": {lane.value: len(run.index.groups[lane]) for lane in Lane},
-                "steps": len(run.index.steps),
-            }
-        )
+async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
+    """The curves' points."""
+    evaluations = run.snapshot.evaluations if run.snapshot else []
+    return JSONResponse(
+        {
+            "live": run.is_live,
+            "version": run.snapshot.version if run.snapshot else 0,
+            "charts": chart_trees(run.index.steps, evaluations),
+        }
+    )
+
+
+async def news(site: Site, run: WatchedRun, request: Request) -> Response:
+    """Whether anything has changed, for pages that only say so."""
+    return JSONResponse(
+        {
+            "live": run.is_live or not run.index.is_complete,
+            "groups": {lane.value: len(run.index.groups[lane]) for lane in Lane},
+            "steps": len(run.index.steps),
+        }
+    )
 
 
 def _state(run: WatchedRun) -> dict[str, Any]:
@@ -111,58 +93,42 @@ PAGE_STEPS = 200
 MAX_DROPPED = 500
 
 
-class StepPages:
-    """Handlers of `/run/.../steps`."""
+async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All steps, the newest first, a page at a time."""
+    numbers = sorted(run.index.steps, reverse=True)
+    typed = request.query_params.get("page", "1")
+    num_pages = max(1, -(-len(numbers) // PAGE_STEPS))
+    page = min(max(1, int(typed)), num_pages) if typed.isascii() and typed.isdigit() and len(typed) < 9 else 1
+    shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
+    rows = [run.index.steps[number] for number in shown]
+    return site.page("steps.html", run, "steps", rows=rows, page=page, num_pages=num_pages)
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
 
-    @property
-    def routes(self) -> list[BaseRoute]:
-        """Their addresses."""
-        return [Route("/run/{run}/steps", self.steps), Route("/run/{run}/steps/{step:int}", self.step)]
-
-    async def steps(self, request: Request) -> Response:
-        """All steps, the newest first, a page at a time."""
-        run = await self.site.run_of(request)
-        numbers = sorted(run.index.steps, reverse=True)
-        typed = request.query_params.get("page", "1")
-        num_pages = max(1, -(-len(numbers) // PAGE_STEPS))
-        page = (
-            min(max(1, int(typed)), num_pages)
-            if typed.isascii() and typed.isdigit() and len(typed) < 9
-            else 1
-        )
-        shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
-        rows = [run.index.steps[number] for number in shown]
-        return self.site.page("steps.html", run, "steps", rows=rows, page=page, num_pages=num_pages)
-
-    async def step(self, request: Request) -> Response:
-        """One step: what went in, in which micro-batches, where the time went, what came out."""
-        run = await self.site.run_of(request)
-        number = request.path_params["step"]
-        row = run.index.steps.get(number)
-        if row is None:
-            raise HTTPException(404, f"Step {number} has no commit yet.")
-        problem = ""
-        commit: Commit | None = None
-        try:
-            commit = await history_of(run).commit(number)
-        except TidemillError as error:
-            problem = str(error)
-        view = view_step(commit, run.index) if commit else None
-        return self.site.page(
-            "step.html",
-            run,
-            "steps",
-            row=row,
-            view=view,
-            topics=view.topics if view else sort_metrics(row.metrics),
-            problem=problem,
-            most_dropped=MAX_DROPPED,
-            previous=number - 1 if number - 1 in run.index.steps else None,
-            following=number + 1 if number + 1 in run.index.steps else None,
-        )
+async def step(site: Site, run: WatchedRun, request: Request) -> Response:
+    """One step: what went in, in which micro-batches, where the time went, what came out."""
+    number = request.path_params["step"]
+    row = run.index.steps.get(number)
+    if row is None:
+        raise HTTPException(404, f"Step {number} has no commit yet.")
+    problem = ""
+    commit: Commit | None = None
+    try:
+        commit = await history_of(run).commit(number)
+    except TidemillError as error:
+        problem = str(error)
+    view = view_step(commit, run.index) if commit else None
+    return site.page(
+        "step.html",
+        run,
+        "steps",
+        row=row,
+        view=view,
+        topics=view.topics if view else sort_metrics(row.metrics),
+        problem=problem,
+        most_dropped=MAX_DROPPED,
+        previous=number - 1 if number - 1 in run.index.steps else None,
+        following=number + 1 if number + 1 in run.index.steps else None,
+    )
 
 
 PAGE_LETTERS = 100
@@ -171,48 +137,36 @@ MAX_LETTERS = 10_000
 MAX_HEX_BYTES = 1024
 
 
-class DeadPages:
-    """Handlers of `/run/.../dead`."""
+async def letters(site: Site, run: WatchedRun, request: Request) -> Response:
+    """All letters, the newest first."""
+    needle = request.query_params.get("text", "")[:200]
+    found = [letter for letter in await _read(run) if _has(letter, needle)]
+    return site.page(
+        "dead.html",
+        run,
+        "dead",
+        letters=found[:PAGE_LETTERS],
+        num_found=len(found),
+        text=needle,
+        sample_name=sample_name,
+    )
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
 
-    @property
-    def routes(self) -> list[BaseRoute]:
-        """Their addresses."""
-        return [Route("/run/{run}/dead", self.letters), Route("/run/{run}/dead/{letter}", self.letter)]
-
-    async def letters(self, request: Request) -> Response:
-        """All letters, the newest first."""
-        run = await self.site.run_of(request)
-        needle = request.query_params.get("text", "")[:200]
-        found = [letter for letter in await _read(run) if _has(letter, needle)]
-        return self.site.page(
-            "dead.html",
-            run,
-            "dead",
-            letters=found[:PAGE_LETTERS],
-            num_found=len(found),
-            text=needle,
-            sample_name=sample_name,
-        )
-
-    async def letter(self, request: Request) -> Response:
-        """One letter with the message that died."""
-        run = await self.site.run_of(request)
-        wanted = request.path_params["letter"]
-        found = next((letter for letter in await _read(run) if letter.letter_id == wanted), None)
-        if found is None:
-            raise HTTPException(404, "There is no such letter: it may have been put back or dropped.")
-        return self.site.page(
-            "letter.html",
-            run,
-            "dead",
-            letter=found,
-            message=as_tree(found, with_content=True)["message"],
-            fields={name: value[:MAX_HEX_BYTES].hex(" ") for name, value in found.content.fields.items()},
-            sample_name=sample_name,
-        )
+async def letter(site: Site, run: WatchedRun, request: Request) -> Response:
+    """One letter with the message that died."""
+    wanted = request.path_params["letter"]
+    found = next((letter for letter in await _read(run) if letter.letter_id == wanted), None)
+    if found is None:
+        raise HTTPException(404, "There is no such letter: it may have been put back or dropped.")
+    return site.page(
+        "letter.html",
+        run,
+        "dead",
+        letter=found,
+        message=as_tree(found, with_content=True)["message"],
+        fields={name: value[:MAX_HEX_BYTES].hex(" ") for name, value in found.content.fields.items()},
+        sample_name=sample_name,
+    )
 
 
 async def _read(run: WatchedRun) -> list[Letter]:
@@ -232,3 +186,16 @@ async def _read(run: WatchedRun) -> list[Letter]:
 def _has(letter: Letter, needle: str) -> bool:
     content = letter.content
     return needle.casefold() in f"{content.error}\n{content.worker}\n{content.origin}".casefold()
+
+
+ROUTES: dict[str, Page] = {
+    "/run/{run}": overview,
+    "/run/{run}/": without_slash,
+    "/run/{run}/state.html": state,
+    "/run/{run}/charts.json": charts,
+    "/run/{run}/news.json": news,
+    "/run/{run}/steps": steps,
+    "/run/{run}/steps/{step:int}": step,
+    "/run/{run}/dead": letters,
+    "/run/{run}/dead/{letter}": letter,
+}

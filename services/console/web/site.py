@@ -1,7 +1,7 @@
 """What every page needs: the catalog of runs, and the templates."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from common.errors import BrokerError
 from common.history import History
@@ -82,9 +83,20 @@ class Site:
             raise HTTPException(404, f"There is no run of this name in {self.catalog.runs}.")
         return run
 
+    def route(self, path: str, page: "Page") -> Route:
+        """The route of a page about a run."""
+
+        async def answer(request: Request) -> Response:
+            return await page(self, await self.run_of(request), request)
+
+        return Route(path, answer)
+
     def page(self, template: str, run: WatchedRun, here: str, **values: Any) -> Response:
         """A page about a run; `here` names its place in the menu."""
         return self.templates.response(template, run=run, here=here, **values)
+
+
+Page = Callable[[Site, WatchedRun, Request], Awaitable[Response]]
 
 
 def history_of(run: WatchedRun) -> History:
