@@ -22,13 +22,9 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         raise ConfigError(
             f"{folder.path} holds no run: it has no config.yaml. Give the folder of runs with --runs-dir."
         )
+    points = read_points(folder)[-MAX_POINTS:]
     records = read_records(folder.path / METRICS_FILE)
-    # A run that was resumed may have written a step twice; the last line is what stands.
-    steps = {int(record["step"]): record for record in records if record["kind"] == STEP}
-    points = [_point(step, steps[step]) for step in sorted(steps)[-MAX_POINTS:]]
-    evaluations = [
-        {**record, "dataset": record.get("set", "")} for record in records if record["kind"] == EVALUATION
-    ]
+    evaluations = [{**r, "dataset": r.get("set", "")} for r in records if r["kind"] == EVALUATION]
     state = {"status": "stopped", "evaluations": evaluations}
     snapshot = RunSnapshot(
         folder.run_id,
@@ -47,7 +43,11 @@ def _words(folder: RunFolder, config: RunConfig) -> str:
     return f"its Redis is not there: read from {folder.path} ({METRICS_FILE}; {kept})"
 
 
-def _point(step: int, record: dict[str, object]) -> StepPoint:
-    numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-    at = record.get("time")
-    return StepPoint(step, numbers, float(at) if isinstance(at, int | float) else 0.0)
+def read_points(folder: RunFolder) -> list[StepPoint]:
+    """All steps that metrics.jsonl has. A resumed run may have written one twice: the last line stands."""
+    found: dict[int, StepPoint] = {}
+    for record in read_records(folder.path / METRICS_FILE):
+        if record["kind"] == STEP:
+            numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+            found[int(record["step"])] = StepPoint(int(record["step"]), numbers, numbers.get("time", 0.0))
+    return [found[step] for step in sorted(found)]

@@ -37,7 +37,16 @@ class StepPoint:
 
     step: int
     metrics: dict[str, float]
-    finished_at: float
+    finished_at: float = 0.0
+    started_at: float = 0.0
+    groups: tuple[int, ...] = ()
+    num_dropped: int = 0
+
+    @classmethod
+    def of(cls, commit: Commit) -> "StepPoint":
+        """What a commit says of it."""
+        times, num_dropped = (commit.finished_at, commit.started_at), len(commit.dropped)
+        return cls(commit.step, dict(commit.metrics), *times, commit.groups, num_dropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +245,7 @@ class SnapshotReader:
         while entries := await self._commits.read(READ_COUNT):
             for entry in entries:
                 if isinstance(entry, Entry):
-                    commit = entry.message
-                    self._points.append(StepPoint(commit.step, dict(commit.metrics), commit.finished_at))
+                    self._points.append(StepPoint.of(entry.message))
 
     async def _queue(self, stream: StreamName, group: str) -> QueueDepth:
         key = stream.key(self.keys)

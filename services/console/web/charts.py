@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.console.web.group_index import StepRow
+from services.console.status.snapshot import StepPoint
 
 MAX_POINTS = 600
 
@@ -68,7 +68,7 @@ IDLE_PREFIX = "idle/"
 
 
 def chart_trees(
-    steps: Mapping[int, StepRow], evaluations: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS
+    steps: Mapping[int, StepPoint], evaluations: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS
 ) -> list[dict[str, Any]]:
     """All charts that have points, as JSON: `[x, y]` pairs by line; evaluations come second."""
     rows = _thinned([steps[step] for step in sorted(steps)], max_points)
@@ -77,13 +77,13 @@ def chart_trees(
     return [tree for tree in trees if any(line["points"] for line in tree["lines"])]
 
 
-def _tree(chart: Chart, rows: Sequence[StepRow]) -> dict[str, Any]:
+def _tree(chart: Chart, rows: Sequence[StepPoint]) -> dict[str, Any]:
     lines = [{"label": label, "points": _points(rows, name)} for label, name in chart.lines]
     shown = [line for line in lines if line["points"]]
     return {"key": chart.key, "title": chart.title, "unit": chart.unit, "x": "step", "lines": shown}
 
 
-def _points(rows: Iterable[StepRow], name: str) -> list[list[float]]:
+def _points(rows: Iterable[StepPoint], name: str) -> list[list[float]]:
     """Finite values only: JSON has no others, and no axis could show them."""
     found = [(row.step, _value(row.metrics, name)) for row in rows]
     return [[step, _short(value)] for step, value in found if value is not None and math.isfinite(value)]

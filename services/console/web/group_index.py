@@ -16,6 +16,7 @@ from common.history.outcomes import dropped_groups, left_out
 from common.history.records import KnownPlaces
 from common.streams.entries import Entry, id_after, id_order
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from services.console.status.snapshot import StepPoint
 
 MAX_TEXT_CHARACTERS = 1200
 """Text of a group that can be searched: the beginnings of prompt, answer and completions."""
@@ -202,23 +203,11 @@ TURN_ENTRIES = 64
 
 
 @dataclass(slots=True)
-class StepRow:
-    """One committed step: its numbers, and which groups it used."""
-
-    step: int
-    metrics: dict[str, float]
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    groups: tuple[int, ...] = ()
-    num_dropped: int = 0
-
-
-@dataclass(slots=True)
 class GroupIndex:
     """Groups by lane and ticket, and steps by number."""
 
     groups: dict[Lane, dict[int, GroupRow]] = field(default_factory=lambda: {lane: {} for lane in Lane})
-    steps: dict[int, StepRow] = field(default_factory=dict)
+    steps: dict[int, StepPoint] = field(default_factory=dict)
     num_forgotten: int = 0
     num_garbled: int = 0
     is_complete: bool = False
@@ -275,14 +264,7 @@ class GroupIndex:
                 self._add_commit(message)
 
     def _add_commit(self, commit: Commit) -> None:
-        self.steps[commit.step] = StepRow(
-            commit.step,
-            dict(commit.metrics),
-            commit.started_at,
-            commit.finished_at,
-            commit.groups,
-            len(commit.dropped),
-        )
+        self.steps[commit.step] = StepPoint.of(commit)
         for ticket in commit.groups:
             self._row(ticket, Lane.TRAIN).trained_step = commit.step
         for ticket, reason in dropped_groups(commit):

@@ -14,14 +14,14 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.history import History
-from common.run.records import METRICS_FILE, STEP, read_records
+from common.run.records import METRICS_FILE
 from services.console.run.folder import RunFolder
 from services.console.run.history import open_history
-from services.console.status.folder_snapshot import read_folder
+from services.console.status.folder_snapshot import read_folder, read_points
 from services.console.status.report import read_report
 from services.console.status.snapshot import RunSnapshot, SnapshotReader
 from services.console.web.formats import TokenTexts
-from services.console.web.group_index import GroupIndex, StepRow
+from services.console.web.group_index import GroupIndex
 
 REFRESH_S = 1.0
 REFRESH_STILL_S = 5.0
@@ -160,9 +160,5 @@ class WatchedRun:
         self.snapshot = snapshot
         if report := await asyncio.to_thread(read_report, self.folder):
             snapshot.state["status"] = "finished" if report.get("ok") else "ended"
-        for record in await asyncio.to_thread(read_records, path):
-            if record["kind"] == STEP:
-                step = int(record["step"])
-                numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float)}
-                row = StepRow(step, numbers, finished_at=numbers.get("time", 0.0))
-                self.index.steps.setdefault(step, row)
+        for point in await asyncio.to_thread(read_points, self.folder):
+            self.index.steps.setdefault(point.step, point)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.wire.messages import Lane, Score, ScoreStatus
+from services.console.status.snapshot import StepPoint
 from services.console.text.formats import when
 from services.console.web import formats
 from services.console.web.charts import chart_trees
@@ -15,7 +16,6 @@ from services.console.web.group_index import (
     GroupIndex,
     GroupRow,
     Spread,
-    StepRow,
 )
 from services.console.web.group_query import GroupQuery, range_of
 from tests.support.trajectories import make_trajectory
@@ -111,7 +111,7 @@ def test_unseen_characters_become_marks_and_everything_is_escaped() -> None:
 
 
 def test_curves_are_thinned_and_keep_their_last_point() -> None:
-    steps = {step: StepRow(step, {"reward": step / 7, "loss": math.pi}) for step in range(1000)}
+    steps = {step: StepPoint(step, {"reward": step / 7, "loss": math.pi}) for step in range(1000)}
     evaluations = [{"dataset": "held_out", "version": v, "score": 0.5} for v in range(3)]
     trees = {tree["key"]: tree for tree in chart_trees(steps, evaluations, max_points=100)}
     points = trees["reward"]["lines"][0]["points"]
@@ -122,7 +122,7 @@ def test_curves_are_thinned_and_keep_their_last_point() -> None:
 
 def test_what_is_not_a_number_is_left_out_of_curves() -> None:
     steps = {
-        step: StepRow(step, {"loss": value}) for step, value in enumerate((1.0, math.nan, math.inf, 2.0))
+        step: StepPoint(step, {"loss": value}) for step, value in enumerate((1.0, math.nan, math.inf, 2.0))
     }
     assert chart_trees(steps, [])[0]["lines"][0]["points"] == [[0, 1.0], [3, 2.0]]
 
