@@ -111,7 +111,6 @@ def _is_beyond(entry_id: str) -> bool:
 async def _letter(broker: Broker, keys: Keys, key: str, stray: Record) -> DeadLetter | None:
     """What tells of a stray entry; None where a worker has buried it already."""
     origin = keys.name_of(key)
-    from services.trainer.batch.stream_join import is_buried
     if await is_buried(broker, keys, origin, stray.entry_id):
         return None
     fields = stray.fields if isinstance(stray, Garbled) else codec.encode(stray.message)
