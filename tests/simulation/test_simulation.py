@@ -14,6 +14,7 @@ from tests.simulation.generate import schedule_of
 from tests.simulation.run import run
 from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
+from tests.simulation.stand_in import TRUSTED
 from tests.support.runs import REPO
 
 DIGEST_OF = """
@@ -99,3 +100,7 @@ def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pyt
     assert verdict.problem
     shrunk = shrink(verdict)
     assert shrunk.problem and not shrunk.schedule.faults
+
+
+def test_the_files_of_tests_that_trust_the_stand_in_are_there() -> None:
+    assert {path.stem for path in (REPO / "tests" / "contract").rglob("test_*.py")} >= TRUSTED
