@@ -1,24 +1,28 @@
 """The `trainer.algorithm` section: advantages, loss, and what corrects and regularises them.
 
-Every combination that would train on something else than it says is refused here, with the reason. The
-papers and equations stand beside the functions, in services/trainer/algorithm/advantages and services/trainer/algorithm/losses;
-docs/algorithms.md says which to choose.
+Every combination that would train on something else than it says is refused here, with the reason. The papers
+and equations stand beside the functions, in services/trainer/algorithm/advantages and
+services/trainer/algorithm/losses; docs/algorithms.md says which to choose.
 """
 
+import difflib
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from common.config.algorithm_presets import Preset, with_preset
+from common.config.algorithm_table import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageTraits,
+    LossTraits,
+    Preset,
+    with_preset,
+)
 from common.config.section import Section
 
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "pass_at_k")
-"""Advantages that compare a completion with its siblings: a group of one teaches nothing."""
-ADVANTAGES = (*GROUP_RELATIVE, "reinforce_plus_plus", "gae")
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
-LOSSES = ("ppo", "gspo", "cispo", "reinforce", "sapo")
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads `off` as false."""
@@ -71,8 +75,8 @@ class ReferenceConfig(Section):
     every: int = Field(100, ge=1)
     """Steps between updates of an `updated` reference."""
     mixup: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of the trained model in an update: 1 copies it, less moves the reference towards it
-    (TR-DPO, arXiv 2404.09656)."""
+    """Share of the trained model in an update: 1 copies it, less moves the reference towards it (TR-DPO,
+    arXiv 2404.09656)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """How its weights are kept; `bfloat16` halves their memory."""
 
@@ -154,12 +158,12 @@ class AlgorithmConfig(Section):
     @field_validator("advantage")
     @classmethod
     def _is_advantage(cls, name: str) -> str:
-        return _known(name, ADVANTAGES)
+        return _known(name, tuple(ADVANTAGES))
 
     @field_validator("loss")
     @classmethod
     def _is_loss(cls, name: str) -> str:
-        return _known(name, LOSSES)
+        return _known(name, tuple(LOSSES))
 
     @field_validator("dual_clip")
     @classmethod
@@ -188,12 +192,17 @@ class AlgorithmConfig(Section):
         """`dual_clip` with `auto` resolved; never below the ordinary clip."""
         if self.dual_clip != "auto":
             return self.dual_clip
-        return max(DUAL_CLIP, 1.0 + self.clip_high) if self.loss in ("ppo", "gspo") else None
+        return max(DUAL_CLIP, 1.0 + self.clip_high) if self.loss_traits.has_dual_clip else None
 
     @property
-    def has_ratio(self) -> bool:
-        """Whether the loss compares with old logprobs; a user's own may."""
-        return self.loss != "reinforce"
+    def advantage_traits(self) -> AdvantageTraits | None:
+        """What follows from the advantage's name; None of a user's own."""
+        return ADVANTAGES.get(self.advantage)
+
+    @property
+    def loss_traits(self) -> LossTraits:
+        """What follows from the loss's name; a user's own has the defaults."""
+        return LOSSES.get(self.loss, LossTraits())
 
     @property
     def needs_reference(self) -> bool:
@@ -203,18 +212,24 @@ class AlgorithmConfig(Section):
     @property
     def has_token_advantages(self) -> bool:
         """Whether tokens of one sequence have different advantages, as far as the built-in ones go."""
-        is_spread = self.kl.place == "reward" or self.gamma < 1.0
-        return self.advantage == "gae" or (self.advantage == "reinforce_plus_plus" and is_spread)
+        is_spread = self.advantage == "gae" or self.kl.place == "reward" or self.gamma < 1.0
+        return self.has_discount and is_spread
+
+    @property
+    def has_discount(self) -> bool:
+        """Whether the advantage knows rewards of single tokens."""
+        return self.advantage_traits is not None and self.advantage_traits.has_discount
 
     def _check_ratio(self) -> None:
         """The loss, the ratio and its corrections belong together."""
-        old = self.old_logprobs
-        if self.loss == "cispo" and old != "rollout":
+        old, loss = self.old_logprobs, self.loss_traits
+        if loss.weighs_by_rollout and old != "rollout":
             raise ValueError(
-                "loss: cispo weighs each token by its clipped ratio to the rollout: set `old_logprobs: "
-                "rollout` (with recompute `importance` does the weighing, and the loss is reinforce)"
+                f"loss: {self.loss} weighs each token by its clipped ratio to the rollout: set "
+                "`old_logprobs: rollout` (with recompute `importance` does the weighing, and the loss is "
+                "reinforce)"
             )
-        if not self.has_ratio and old == "rollout":
+        if not loss.has_ratio and old == "rollout":
             raise ValueError(
                 f"loss: {self.loss} has no ratio, so `old_logprobs: rollout` would leave staleness "
                 "uncorrected; take recompute, whose `importance` weights correct for it"
@@ -224,14 +239,15 @@ class AlgorithmConfig(Section):
                 f"importance.mode: {self.importance.mode} would weigh every token twice, for with "
                 "`old_logprobs: rollout` the ratio is the importance weight; take recompute, or mode off"
             )
-        if self.loss == "gspo" and self.importance_mode != "off" and self.importance.level == "token":
+        is_sequence = loss.level == "sequence"
+        if is_sequence and self.importance_mode != "off" and self.importance.level == "token":
             raise ValueError(
-                "loss: gspo keeps or clips whole sequences, importance.level: token would weigh or mask "
-                "single tokens of them; take level sequence or geometric, or mode off"
+                f"loss: {self.loss} keeps or clips whole sequences, importance.level: token would weigh or "
+                "mask single tokens of them; take level sequence or geometric, or mode off"
             )
         if not isinstance(self.dual_clip, float):
             return
-        if self.loss not in ("ppo", "gspo"):
+        if not loss.has_dual_clip:
             raise ValueError(
                 f"dual_clip bounds the ratio of ppo and gspo; loss: {self.loss} has no use for it"
             )
@@ -255,13 +271,13 @@ class AlgorithmConfig(Section):
                 f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, "
                 "or leave the head out"
             )
-        if self.loss == "gspo" and self.has_token_advantages:
+        if self.loss_traits.level == "sequence" and self.has_token_advantages:
             raise ValueError(
-                f"loss: gspo has one ratio for a sequence and needs one advantage for it, but advantage: "
-                f"{self.advantage} gives one for each token (with gae, a KL penalty in the reward, or gamma "
-                "below 1). Take loss ppo, or another advantage"
+                f"loss: {self.loss} has one ratio for a sequence and needs one advantage for it, but "
+                f"advantage: {self.advantage} gives one for each token (with gae, a KL penalty in the "
+                "reward, or gamma below 1). Take loss ppo, or another advantage"
             )
-        if self.gamma < 1.0 and self.advantage not in ("gae", "reinforce_plus_plus"):
+        if self.gamma < 1.0 and not self.has_discount:
             raise ValueError(
                 f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: "
                 f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
@@ -275,8 +291,6 @@ class AlgorithmConfig(Section):
 
 
 def _known(name: str, names: tuple[str, ...]) -> str:
-    import difflib
-
     if name in names or is_users_own(name):
         return name
     close = difflib.get_close_matches(name, names, n=1)

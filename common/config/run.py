@@ -5,7 +5,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from common.config.algorithm import GROUP_RELATIVE
 from common.config.reward import RewardConfig
 from common.config.rollout import RolloutConfig
 from common.config.section import Section
@@ -152,7 +151,8 @@ class RunConfig(Section):
         size, algorithm = self.trainer.group_size, self.trainer.algorithm
         if size < 2 and algorithm.filter_zero_variance:
             raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
-        if size < 2 and algorithm.advantage in GROUP_RELATIVE:
+        traits = algorithm.advantage_traits
+        if size < 2 and traits is not None and traits.compares_siblings:
             raise ValueError(
                 f"trainer.algorithm.advantage: {algorithm.advantage} compares the completions of a group, "
                 f"and trainer.group_size is {size}: every advantage would be 0. Take at least 2, or "

@@ -63,8 +63,8 @@ class DiagnosticsConfig(Section):
     patience_steps: int = Field(3, ge=1, le=10_000)
     """So many steps in a row outside make a warning, so many in a row inside end it: one step is noise."""
     logprob_gap: HealthyRange = HealthyRange(high=0.1)
-    """`logprob_gap/mean`, in nats. bfloat16 kernels that differ give 0.005 to 0.03, a step of staleness
-    as much again; 0.1 is an engine that computes another distribution."""
+    """`logprob_gap/mean`, in nats. bfloat16 kernels that differ give 0.005 to 0.03, a step of staleness as
+    much again; 0.1 is an engine that computes another distribution."""
     logprob_gap_max: HealthyRange = HealthyRange(high=8.0)
     """`logprob_gap/max`, in nats: one token the engine thought e^8 = 3,000 times more or less likely."""
     rollout_kl: HealthyRange = HealthyRange(high=0.1)
@@ -190,8 +190,8 @@ class TrainerConfig(Section):
     batch_order: Literal["in_order", "as_ready"] = "in_order"
     """`in_order` is reproducible; `as_ready` takes the first complete groups, for long tails."""
     start_early: bool = True
-    """Train on groups as they complete instead of waiting for the whole batch; same result. Advantages
-    that are normalised over a mini-batch wait for its groups all the same."""
+    """Train on groups as they complete instead of waiting for the whole batch; same result. Advantages that
+    are normalised over a mini-batch wait for its groups all the same."""
     policy: Literal["transformers", "simulated"] = "transformers"
     """What is trained: a Hugging Face causal language model, or delays."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -265,7 +265,7 @@ class TrainerConfig(Section):
         if self.mini_batches > 1 or algorithm.old_logprobs == "rollout":
             return self
         for name, is_set in (
-            (f"loss: {algorithm.loss}", algorithm.loss in ("gspo", "sapo")),
+            (f"loss: {algorithm.loss}", algorithm.loss_traits.is_idle_at_one),
             ("dual_clip", isinstance(algorithm.dual_clip, float)),
         ):
             if is_set:
@@ -300,4 +300,8 @@ class TrainerConfig(Section):
         """Whether logprobs under the policy at the step's start are wanted: with one update, they are its
         own."""
         algorithm = self.algorithm
-        return self.mini_batches > 1 and algorithm.old_logprobs == "recompute" and algorithm.has_ratio
+        return (
+            self.mini_batches > 1
+            and algorithm.old_logprobs == "recompute"
+            and algorithm.loss_traits.has_ratio
+        )

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    if int(os.environ.get("RANK", "0")):  # torchrun has started this one as a follower
+    if int(os.environ.get("RANK", "0")):  # torchrun has started this one as another rank
         from services.trainer.policy.fsdp.rank_main import main
 
         sys.exit(main())

@@ -1,8 +1,8 @@
 """Evaluation on its own lane: held-out prompts, generated and scored before any training work.
 
-While an evaluation of version v runs, newer weights are trained but not announced (`wait`), so that
-every token of it comes from version v. Tickets are numbered by version, so that an evaluation which a
-crash interrupted goes on where it was.
+While an evaluation of version v runs, newer weights are trained but not announced (`wait`), so that every
+token of it comes from version v. Tickets are numbered by version, so that an evaluation which a crash
+interrupted goes on where it was.
 """
 
 import logging
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import structlog
 
-from common.config import RunConfig
 from common.process.service import ServiceContext
 from common.run.records import EVALUATION, METRICS_FILE, read_records
 from common.streams import (
@@ -105,15 +104,8 @@ class EvaluationResult:
 
     def metrics(self) -> dict[str, float]:
         """For the recorder."""
-        names = (
-            "score",
-            "accuracy",
-            "pass_at_k",
-            "mean_length",
-            "clipped_ratio",
-            "num_samples",
-            "num_failed",
-        )
+        others = ("version", "dataset", "pass_at", "components", "at")
+        names = [item.name for item in fields(self) if item.name not in others]
         numbers = {name: float(getattr(self, name)) for name in names}
         means = {f"{COMPONENT}{name}{MEAN}": value for name, value in self.components.items()}
         return numbers | {f"{PASS_AT}{k}": value for k, value in self.pass_at.items()} | means
@@ -148,7 +140,8 @@ class Evaluator:
     ) -> None:
         self.context, self.config = context, context.config.trainer.evaluation
         self.prompts = [(name, prompt) for name, rows in datasets.items() for prompt in rows]
-        self.sampling = _sampling(context.config)
+        limit = context.config.rollout.sampling.max_tokens
+        self.sampling = SamplingParams(max_tokens=limit, temperature=self.config.temperature)
         self.trimmer = trimmer
 
     def is_due(self, version: int, num_steps: int) -> bool:
@@ -162,10 +155,8 @@ class Evaluator:
         return self.config.every > 0 and version % self.config.every == 0
 
     async def evaluate(self, version: int) -> list[EvaluationResult]:
-        """Issue the tickets of `version`, wait for every sample, and sum up by dataset.
-
-        No result at all where the streams of this version's evaluation have been trimmed already.
-        """
+        """Issue the tickets of `version`, wait for every sample, and sum up by dataset. No result at all
+        where the streams of this version's evaluation have been trimmed already."""
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
         if not await self._issue(tickets):
@@ -276,35 +267,22 @@ class Evaluator:
         return id_order(status.last_delivered) >= id_order(newest)
 
     def _sum_up(
-        self,
-        version: int,
-        first: int,
-        trajectories: Trajectories,
-        scores: Scores,
+        self, version: int, first: int, trajectories: Trajectories, scores: Scores
     ) -> list[EvaluationResult]:
-        values: dict[str, list[list[float]]] = defaultdict(list)
+        scored: dict[str, list[list[Score]]] = defaultdict(list)
         samples: dict[str, list[Trajectory]] = defaultdict(list)
-        scored: dict[str, list[Score]] = defaultdict(list)
         for i, (dataset, _) in enumerate(self.prompts):
             keys = [(first + i, index) for index in range(self.config.samples)]
-            known = [scores[key] for key in keys if key in scores and scores[key].value is not None]
-            values[dataset].append([score.value for score in known if score.value is not None])
-            scored[dataset] += known
+            scored[dataset].append([scores[key] for key in keys if key in scores])
             samples[dataset] += [trajectories[key] for key in keys if key in trajectories]
-        return [
-            self._result(version, name, values[name], samples[name], component_means(scored[name]))
-            for name in values
-        ]
+        return [self._result(version, name, scored[name], samples[name]) for name in scored]
 
     def _result(
-        self,
-        version: int,
-        dataset: str,
-        by_prompt: list[list[float]],
-        samples: list[Trajectory],
-        components: dict[str, float],
+        self, version: int, dataset: str, scores: list[list[Score]], samples: list[Trajectory]
     ) -> EvaluationResult:
+        """`scores` by prompt; those without a value are failed samples."""
         threshold = self.config.success_threshold
+        by_prompt = [[score.value for score in row if score.value is not None] for row in scores]
         flat = [value for row in by_prompt for value in row]
         scored = [row for row in by_prompt if row]
         return EvaluationResult(
@@ -321,7 +299,7 @@ class Evaluator:
                 k: mean_pass_at_k([[value >= threshold for value in row] for row in scored], k)
                 for k in self.config.pass_k
             },
-            components=components,
+            components=component_means([s for row in scores for s in row if s.value is not None]),
         )
 
     def _ticket(self, number: int, version: int, prompt: Prompt) -> Ticket:
@@ -331,13 +309,7 @@ class Evaluator:
             min_version=version,
             group_size=self.config.samples,
             sampling=self.sampling,
-            row=prompt.row,
-            prompt_ids=prompt.ids,
-            prompt_text=prompt.text,
-            own_text=prompt.own_text,
-            data_source=prompt.data_source,
-            ground_truth=prompt.ground_truth,
-            extra=prompt.extra,
+            **prompt.ticket_fields(),
         )
 
 
@@ -349,12 +321,6 @@ def component_means(scores: Sequence[Score]) -> dict[str, float]:
             if value is not None:
                 found[name].append(value)
     return {name: _mean(values) for name, values in sorted(found.items())}
-
-
-def _sampling(config: RunConfig) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=config.rollout.sampling.max_tokens, temperature=config.trainer.evaluation.temperature
-    )
 
 
 def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) -> set[tuple[int, int]]:

@@ -13,34 +13,32 @@ from common.process.service import ServiceContext
 from common.run.records import METRICS_FILE, read_records
 from common.run.state import read_state
 from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import Collector, StoppedError
+from services.trainer.batch.batch_assembler import BatchAssembler, StoppedError
 from services.trainer.batch.prompts import (
     PromptSource,
     load_eval_prompts,
     load_tokenizer,
     load_training_prompts,
 )
-from services.trainer.batch.reconciler import Reconciler
+from services.trainer.batch.reconciler import Reconciler, Registration, RunStreams, next_term
 from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import Intake
+from services.trainer.batch.stream_join import STREAMS, StreamJoin
 from services.trainer.durable.checkpoint import CheckpointStore
 from services.trainer.durable.checkpointing import Checkpointer, Trimmer
-from services.trainer.durable.commit_journal import CommitJournal
-from services.trainer.durable.disk_retry import until_stored
+from services.trainer.durable.commits import CommitJournal
+from services.trainer.durable.disk_retry import on_disk, until_stored
 from services.trainer.durable.memory_watch import MemoryWatch
 from services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
-from services.trainer.durable.registration import Registration, next_term
 from services.trainer.evaluation import Evaluator
-from services.trainer.groups.group_filter import Judge
+from services.trainer.groups.group_filter import GroupFilter
 from services.trainer.metrics.diagnostics import Diagnostics
-from services.trainer.metrics.loggers.sender import Sender
-from services.trainer.metrics.loggers.trackers import TRACKERS, TrackedRun
 from services.trainer.metrics.recorder import Recorder, rebuild
+from services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
 from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import Policy, PolicyThread
+from services.trainer.policy.policy import PolicyThread
 from services.trainer.step import StepRunner
-from services.trainer.trainer import Trainer
+from services.trainer.trainer import Durability, Outputs, Trainer
 from services.trainer.weights.best_version import BestVersion
 from services.trainer.weights.store import WeightStore
 
@@ -53,11 +51,8 @@ ANOTHER_TRAINER = (
 
 
 async def serve(context: ServiceContext) -> None:
-    """Run the trainer to its last step, or until the context says stop.
-
-    Raises:
-        LockedError: another trainer works in this run's folder.
-    """
+    """Run the trainer to its last step, or until the context says stop. Raises LockedError: another trainer
+    works in this run's folder."""
     check_loggers(context.config.trainer.loggers)
     with locked(context.run_dir / "trainer.lock", ANOTHER_TRAINER.format(context.keys.run_id)):
         await _train(context)
@@ -70,68 +65,51 @@ async def _train(context: ServiceContext) -> None:
     thread = PolicyThread()
     policy = await thread.call(open_policy, context.config)
     try:
-        await _train_policy(context, policy, thread, prompts, evaluator, trimmer)
+        runner = StepRunner(context, policy, thread, GroupFilter(context.config))
+        await _train_policy(context, runner, _make_streams(context, prompts), evaluator, trimmer)
     finally:
         if isinstance(policy, ShardedPolicy):
             await thread.call(policy.close)
 
 
+def _make_streams(context: ServiceContext, prompts: PromptSource) -> RunStreams:
+    broker, keys = context.broker, context.keys
+    join = StreamJoin(broker, keys, context.config.trainer.group_size)
+    scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
+    return RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))
+
+
 async def _train_policy(
-    context: ServiceContext,
-    policy: Policy,
-    thread: PolicyThread,
-    prompts: PromptSource,
-    evaluator: Evaluator,
-    trimmer: Trimmer,
+    context: ServiceContext, runner: StepRunner, streams: RunStreams, evaluator: Evaluator, trimmer: Trimmer
 ) -> None:
-    intake = Intake(context.broker, context.keys, context.config.trainer.group_size)
-    scheduler = Scheduler(context.broker, context.keys, context.config, prompts, intake.expect)
+    join, reconciler = streams.join, streams.reconciler
     store = CheckpointStore(context.run_dir, context.config.trainer.keep_checkpoints)
     journal = await asyncio.to_thread(CommitJournal, context.run_dir)
-    reconciler = Reconciler(context.broker, context.keys, scheduler, journal)
-    reconciler.term = await until_stored(context, lambda: asyncio.to_thread(next_term, context.run_dir))
+    reconciler.term = await on_disk(context, next_term, context.run_dir)
     reconciler.registration = Registration(context)
     await until_stored(context, reconciler.registration.begin)
     can_start_over = await begins_at_start(context.broker, context.keys)
-    restore = partial(restore_checkpoint, can_start_over=can_start_over)
-    restored, dropped = await thread.call(restore, store, policy, scheduler, intake, reconciler)
-    judge = Judge(context.config)
-    runner = StepRunner(context, policy, thread, judge)
-    collector = Collector(context, scheduler, intake, judge, reconciler, runner.preparer)
-    replayer = Replayer(context, policy, thread, runner, scheduler, intake, reconciler)
+    restored, dropped = await runner.thread.call(
+        restore_checkpoint, store, runner.policy, streams, journal, can_start_over
+    )
+    replayer = Replayer(context, runner, streams, journal)
     commits = await replayer.adopt(restored, dropped)
-    version = intake.version = restored + len(commits)
+    version = join.version = restored + len(commits)
     await until_stored(context, partial(_rebuild_records, context, restored, version, journal))
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
         for sender in await asyncio.to_thread(_open_loggers, context):
             recorder.attach(sender)
-        background = _start_readers(context, intake)
+        background = [context.start(join.read(name), f"reader of {name}") for name in STREAMS]
         try:
             await replayer.replay(commits, recorder)
-            collector.dropped += replayer.pending_drops
-            checkpointer = Checkpointer(
-                context, store, policy, thread, scheduler, intake, recorder, restored, trimmer
-            )
+            assembler = BatchAssembler(context, streams, runner.group_filter, runner.precompute)
+            assembler.dropped += replayer.pending_drops
+            checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer, restored)
             memory = MemoryWatch(context, checkpointer)
             background.append(context.start(memory.watch(), "memory watch"))
-            trainer = Trainer(
-                context,
-                version=version,
-                policy=policy,
-                thread=thread,
-                scheduler=scheduler,
-                intake=intake,
-                collector=collector,
-                runner=runner,
-                reconciler=reconciler,
-                evaluator=evaluator,
-                checkpointer=checkpointer,
-                memory=memory,
-                weights=WeightStore(context.run_dir),
-                recorder=recorder,
-                diagnostics=await asyncio.to_thread(_resume_diagnostics, context),
-                best=await asyncio.to_thread(_resume_best, context),
-            )
+            outputs = await asyncio.to_thread(_resume_outputs, context, recorder)
+            durability = Durability(journal, checkpointer, memory)
+            trainer = Trainer(context, version, assembler, runner, evaluator, durability, outputs)
             context.reporters.append(lambda beat: _report(beat, trainer))
             await trainer.run()
         except StoppedError:
@@ -155,14 +133,6 @@ async def _rebuild_records(context: ServiceContext, saved: int, version: int, jo
     await asyncio.to_thread(rebuild, context.run_dir, saved, version, commit_of, evaluations)
 
 
-def _start_readers(context: ServiceContext, intake: Intake) -> list[asyncio.Task[None]]:
-    return [
-        context.start(intake.read_trajectories(), "trajectory reader"),
-        context.start(intake.read_scores(), "score reader"),
-        context.start(intake.read_dead(), "dead-letter reader"),
-    ]
-
-
 def _open_loggers(context: ServiceContext) -> list[Sender]:
     """After the recorder has cut its file back: what is on record there and not sent is sent first."""
     trainer, records = context.config.trainer, read_records(context.run_dir / METRICS_FILE)
@@ -178,23 +148,20 @@ def _open_loggers(context: ServiceContext) -> list[Sender]:
     ]
 
 
-def _resume_diagnostics(context: ServiceContext) -> Diagnostics:
-    config = context.config.trainer.diagnostics
-    if context.config.trainer.policy == "simulated":
-        config = config.model_copy(update={"entropy": HealthyRange()})  # delays have none
-    return Diagnostics.resumed(config, read_records(context.run_dir / METRICS_FILE))
-
-
-def _resume_best(context: ServiceContext) -> BestVersion:
-    config = context.config.trainer.evaluation
-    records = read_records(context.run_dir / METRICS_FILE)
-    return BestVersion(context.run_dir, config.keep_best, records, config.max_failed_share)
+def _resume_outputs(context: ServiceContext, recorder: Recorder) -> Outputs:
+    trainer, records = context.config.trainer, list(read_records(context.run_dir / METRICS_FILE))
+    ranges, evaluation = trainer.diagnostics, trainer.evaluation
+    if trainer.policy == "simulated":
+        ranges = ranges.model_copy(update={"entropy": HealthyRange()})  # delays have none
+    best = BestVersion(context.run_dir, evaluation.keep_best, records, evaluation.max_failed_share)
+    weights = WeightStore(context.run_dir)
+    return Outputs(weights, best, recorder, Diagnostics.resumed(ranges, records))
 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:
     beat.version = trainer.version
     beat.counts["outstanding"] = len(trainer.scheduler.outstanding)
-    beat.counts["complete"] = len(trainer.intake.complete)
+    beat.counts["complete"] = len(trainer.join.complete)
 
 
 def _load_data(context: ServiceContext, trimmer: Trimmer) -> tuple[PromptSource, Evaluator]:

@@ -1,17 +1,16 @@
 """One step: train on groups as they complete, in one or several mini-batches with an optimizer update each.
 
-Gradients accumulate unnormalised and are divided once at the end of a mini-batch, so its result does not
-depend on the order in which its groups arrived or on how they were split, up to rounding. Which groups a
-mini-batch has is the order in which they arrived; it goes into the commit with the exact micro-batches, and
-replaying that gives the same weights bit by bit.
+Gradients accumulate unnormalised and are divided once at the end of a mini-batch, so its result depends
+neither on the order in which its groups arrived nor on how they were split, up to rounding. A mini-batch
+takes groups in the order of arrival; the commit records them with the exact micro-batches, and replaying that
+gives the same weights bit by bit.
 
-Advantages are assigned as groups arrive, or, where they depend on a whole mini-batch, when it is complete.
-
-With several updates the weights move within the step. The policy of PPO's ratio stays the one at the start
-of the step (`preparation.py`); samples of the first mini-batch need nothing for that: their ratio is 1.
+With several updates the weights move within the step. The policy of PPO's ratio stays the one at the start of
+the step (`batch/precompute.py`); the first mini-batch needs nothing for that: its ratio is 1.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,17 +23,18 @@ from common.errors import TidemillError
 from common.process.activity import Activity
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
-from services.trainer.batch.batch_assembler import Collector, StoppedError
-from services.trainer.batch.precompute import Preparer
-from services.trainer.groups.group_filter import CompleteGroup, Judge, TrainableGroup
+from services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, StoppedError
+from services.trainer.batch.precompute import Precompute
+from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
 from services.trainer.groups.micro_batches import (
     MicroBatch,
     form_micro_batches,
     rebuild,
-    unprepared,
+    without_proximal,
 )
 from services.trainer.groups.samples import Sample
-from services.trainer.policy.policy import MicroBatchMetrics, Policy, PolicyThread, UpdateResult
+from services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
 
 log = structlog.get_logger(__name__)
 
@@ -42,23 +42,20 @@ MIN_FILL = 0.5
 """A micro-batch filled less than this waits for more groups, unless its mini-batch has no more to come."""
 
 
-class Surroundings(Protocol):
+class StepContext(Protocol):
     """What steps need of the process they run in: a service, or a replay that nobody serves."""
 
     @property
     def config(self) -> RunConfig:
         """Of the run."""
-        ...
 
     @property
     def activity(self) -> Activity:
         """Where the time goes."""
-        ...
 
     @property
     def stopping(self) -> asyncio.Event:
         """Set when the process must stop."""
-        ...
 
 
 @dataclass(slots=True)
@@ -93,33 +90,56 @@ class StepResult:
         return [mini.update for mini in self.mini_batches if mini.update is not None]
 
 
+def make_commit(
+    step: int,
+    result: StepResult,
+    dropped: list[Dropped],
+    metrics: dict[str, float],
+    digest: str,
+    started_at: float,
+) -> Commit:
+    """The record of a step that has just updated the weights."""
+    left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
+    return Commit(
+        step=step,
+        version=step + 1,
+        mini_batches=tuple(tuple(batch.keys for batch in mini.micro_batches) for mini in result.mini_batches),
+        groups=tuple(group.ticket for group in result.groups),
+        dropped=(*dropped, *left_out),
+        advantages={str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups},
+        metrics=metrics,
+        digest=digest,
+        started_at=started_at,
+        finished_at=time.time(),
+    )
+
+
 class StepRunner:
     """Trains steps on one policy."""
 
-    def __init__(self, context: Surroundings, policy: Policy, thread: PolicyThread, judge: Judge) -> None:
+    def __init__(
+        self, context: StepContext, policy: Policy, thread: PolicyThread, group_filter: GroupFilter
+    ) -> None:
         self.context, self.trainer, self.activity = context, context.config.trainer, context.activity
-        self.policy, self.thread, self.judge = policy, thread, judge
-        self.preparer = Preparer(self.trainer, policy, thread)
+        self.policy, self.thread, self.group_filter = policy, thread, group_filter
+        self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(context.config)
         # One forward pass on each rank.
         self.micro_batch_tokens = self.trainer.micro_batch_tokens * self.trainer.num_ranks
         self.has_begun = False
         """Whether the weights are those within a step: after its first update, before its last."""
 
-    async def run(self, step: int, collector: Collector) -> StepResult:
-        """Collect and train the groups of `step`, with `mini_batches` updates of the weights.
-
-        Raises:
-            StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
-        """
+    async def run(self, step: int, assembler: BatchAssembler) -> StepResult:
+        """Train the groups of `step` as they come, with `mini_batches` updates of the weights. Raises
+        StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`)."""
         result = StepResult()
         arrived: deque[TrainableGroup] = deque()
         for number in range(self.trainer.mini_batches):
             mini = MiniBatch()
             result.mini_batches.append(mini)
-            await self._collect(step, mini, result, arrived, collector)
-            if number == 0 and self.preparer.is_needed:
-                await self._prepare_rest(step, result, arrived, collector)
+            await self._collect(step, mini, result, arrived, assembler)
+            if number == 0 and self.precompute.is_needed:
+                await self._precompute_rest(step, result, arrived, assembler)
             await self._update(mini)
         await self._finish()
         return result
@@ -134,10 +154,10 @@ class StepRunner:
         result = StepResult()
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         for ticket in commit.groups:
-            if ticket in later or self.preparer.is_needed_always:
-                with self.activity.during("prepare"):
-                    await self.preparer.prepare(groups[ticket], commit.step)
-            result.groups.append(self._judge_again(groups[ticket], commit.step))
+            group = self._filtered(groups[ticket], commit.step)
+            if ticket in later or self.precompute.is_needed_always:
+                group = await self._precomputed(group, commit.step)
+            result.groups.append(group)
         for number, composition in enumerate(commit.mini_batches):
             mini = MiniBatch()
             result.mini_batches.append(mini)
@@ -148,18 +168,18 @@ class StepRunner:
             result.groups = [assigned.get(group.ticket, group) for group in result.groups]
             by_key = {sample.key: sample for group in groups_of_mini for sample in group.samples}
             batches = rebuild(composition, by_key)
-            await self._accumulate(batches if number else [unprepared(b) for b in batches], mini)
+            await self._accumulate(batches if number else [without_proximal(b) for b in batches], mini)
             await self._update(mini)
         await self._finish()
         return result
 
-    def _judge_again(self, group: CompleteGroup, step: int) -> TrainableGroup:
-        verdict = self.judge.judge(group, step)
-        if isinstance(verdict, TrainableGroup):
-            return verdict
+    def _filtered(self, group: CompleteGroup, step: int) -> TrainableGroup:
+        outcome = self.group_filter.apply(group, step)
+        if isinstance(outcome, TrainableGroup):
+            return outcome
         raise TidemillError(
             f"ticket {group.ticket} was trained at step {step}, but cannot be trained again: "
-            f"{verdict.reason} ({verdict.detail}). Resume with the config the step was trained with."
+            f"{outcome.reason} ({outcome.detail}). Resume with the config the step was trained with."
         )
 
     async def _collect(
@@ -168,54 +188,52 @@ class StepRunner:
         mini: MiniBatch,
         result: StepResult,
         arrived: deque[TrainableGroup],
-        collector: Collector,
+        assembler: BatchAssembler,
     ) -> None:
-        """Fill one mini-batch with the next groups to arrive, training them as they come.
-
-        `arrived` are groups of the step that no mini-batch has yet.
-        """
+        """Fill one mini-batch with the next groups to arrive, training them as they come. `arrived` are
+        groups of the step that no mini-batch has yet."""
         places = self.trainer.groups_per_step // self.trainer.mini_batches
         is_first = len(result.mini_batches) == 1
-        ungraded: list[TrainableGroup] = []
+        unassigned: list[TrainableGroup] = []
         waiting: list[Sample] = []
         while places:
             if not arrived:
-                num_missing = self.trainer.groups_per_step - len(result.groups) - len(ungraded)
-                arrived += await collector.take(step, num_missing)
+                num_missing = self.trainer.groups_per_step - len(result.groups) - len(unassigned)
+                arrived += await assembler.take(step, num_missing)
             groups = [arrived.popleft() for _ in range(min(places, len(arrived)))]
-            if not is_first or self.preparer.is_needed_always:
-                groups = [await self._prepared(group, step) for group in groups]
+            if not is_first or self.precompute.is_needed_always:
+                groups = [await self._precomputed(group, step) for group in groups]
             places -= len(groups)
-            ungraded += groups
+            unassigned += groups
             if places and self.advantages.scope == "batch":
                 continue  # the advantages of each group depend on those that are still to come
-            groups, ungraded = self.advantages.assign(ungraded), []
+            groups, unassigned = self.advantages.assign(unassigned), []
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
             batches = form_micro_batches(waiting, self.micro_batch_tokens)
             waiting = self._hold_back(batches) if places else []
-            await self._accumulate([unprepared(b) for b in batches] if is_first else batches, mini)
+            await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
 
-    async def _prepare_rest(
-        self, step: int, result: StepResult, arrived: deque[TrainableGroup], collector: Collector
+    async def _precompute_rest(
+        self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler
     ) -> None:
-        """Before the weights move: what has arrived is prepared; for what has not, they are kept."""
+        """Before the weights move: for groups that have arrived now; for the others, weights are kept."""
         for number, group in enumerate(arrived):
-            arrived[number] = await self._prepared(group, step)
+            arrived[number] = await self._precomputed(group, step)
         missing = self.trainer.groups_per_step - len(result.groups) - len(arrived)
         if missing:
-            while not self.context.stopping.is_set() and await collector.prepare_waiting(step, missing):
+            while not self.context.stopping.is_set() and await assembler.precompute_waiting(step, missing):
                 pass
-            if self.preparer.needs_start_weights:
+            if self.precompute.needs_start_weights:
                 await self.thread.call(self.policy.hold_weights)
 
-    async def _prepared(self, group: TrainableGroup, step: int) -> TrainableGroup:
+    async def _precomputed(self, group: TrainableGroup, step: int) -> TrainableGroup:
         """The group with what its samples need to be trained after the weights have moved."""
-        if self.preparer.is_ready(group.source, step) or group.source is None:
+        if self.precompute.is_ready(group.source, step):
             return group
         with self.activity.during("prepare"):
-            await self.preparer.prepare(group.source, step)
-        return self._judge_again(group.source, step)
+            await self.precompute.compute(group.source, step)
+        return group.with_precomputed()
 
     def _hold_back(self, batches: list[MicroBatch]) -> list[Sample]:
         """Take the last micro-batch away while it is nearly empty: more groups are on their way."""
@@ -228,8 +246,7 @@ class StepRunner:
             for batch in batches:
                 if self.context.stopping.is_set():
                     raise StoppedError
-                sums = await self.thread.call(self.policy.accumulate, batch)
-                mini.sums += sums
+                mini.sums += await self.thread.call(self.policy.accumulate, batch)
                 mini.micro_batches.append(batch)
 
     async def _update(self, mini: MiniBatch) -> None:

@@ -1,14 +1,14 @@
 """The trainer: admit tickets, train a step on their groups, commit, announce, repeat.
 
-The order within a step is what makes it exactly-once: the new weights are on disk before the commit,
-the commit is in Redis before the version is announced, and only then are the groups settled and new
-tickets admitted. A crash between any two of these is repaired on restart from checkpoint and commits.
+The order within a step makes it exactly-once: the new weights are on disk before the commit, the commit is in
+Redis before the version is announced, and only then are the groups settled and new tickets admitted. A crash
+between any two of these is repaired on restart from checkpoint and commits.
 """
 
 import asyncio
 import contextlib
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import structlog
@@ -22,25 +22,45 @@ from common.run.weight_files import verified_files
 from common.streams import read_newest
 from common.telemetry import metrics
 from common.wire.messages import Commit, Lane, WeightManifest
-from services.trainer.batch.batch_assembler import QUIET_S, Collector, Dropped, StoppedError
-from services.trainer.batch.reconciler import Reconciler, delete_results
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import Intake
+from services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler, StoppedError
+from services.trainer.batch.reconciler import delete_results
 from services.trainer.durable.checkpointing import Checkpointer
-from services.trainer.durable.commits import LostTailError, append_commit, make_commit
-from services.trainer.durable.disk_retry import until_stored
+from services.trainer.durable.commits import (
+    CommitJournal,
+    LostTailError,
+    append_commit,
+    restore_commits,
+)
+from services.trainer.durable.disk_retry import on_disk, until_stored
 from services.trainer.durable.memory_watch import MemoryWatch
 from services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
 from services.trainer.metrics.diagnostics import Diagnostics
 from services.trainer.metrics.recorder import Recorder
-from services.trainer.metrics.step_gauges import observe_step
-from services.trainer.metrics.step_metrics import step_metrics
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.step import StepResult, StepRunner
+from services.trainer.metrics.step_metrics import observe_step, step_metrics
+from services.trainer.step import StepResult, StepRunner, make_commit
 from services.trainer.weights.best_version import BestVersion
 from services.trainer.weights.store import WeightStore
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """What survives a crash."""
+
+    journal: CommitJournal
+    checkpointer: Checkpointer
+    memory: MemoryWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a run leaves behind for others."""
+
+    weights: WeightStore
+    best: BestVersion
+    recorder: Recorder
+    diagnostics: Diagnostics
 
 
 class Trainer:
@@ -49,30 +69,18 @@ class Trainer:
     def __init__(
         self,
         context: ServiceContext,
-        *,
         version: int,
-        policy: Policy,
-        thread: PolicyThread,
-        scheduler: Scheduler,
-        intake: Intake,
-        collector: Collector,
+        assembler: BatchAssembler,
         runner: StepRunner,
-        reconciler: Reconciler,
         evaluator: Evaluator,
-        checkpointer: Checkpointer,
-        memory: MemoryWatch,
-        weights: WeightStore,
-        recorder: Recorder,
-        diagnostics: Diagnostics,
-        best: BestVersion,
+        durability: Durability,
+        outputs: Outputs,
     ) -> None:
         self.context, self.config = context, context.config.trainer
         self.version = version
-        self.policy, self.thread, self.runner = policy, thread, runner
-        self.scheduler, self.intake, self.collector = scheduler, intake, collector
-        self.reconciler, self.evaluator = reconciler, evaluator
-        self.checkpointer, self.weights, self.recorder = checkpointer, weights, recorder
-        self.memory, self.diagnostics, self.best = memory, diagnostics, best
+        self.assembler, self.runner, self.evaluator = assembler, runner, evaluator
+        self.scheduler, self.join, self.reconciler = assembler.scheduler, assembler.join, assembler.reconciler
+        self.durability, self.outputs, self.recorder = durability, outputs, outputs.recorder
         self._trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
@@ -92,7 +100,7 @@ class Trainer:
                 await self._step(self.version)
             await self._finish_evaluation()
             await self._save()
-            await self.reconciler.restore_commits()
+            await self._restore_commits()
             await self._report(status=FINISHED)
         except StoppedError:
             await self._stop()
@@ -109,14 +117,12 @@ class Trainer:
         await self._announce(manifest)
 
     async def _stop(self) -> None:
-        """Leave a state to resume from; without a checkpoint, the commits hold every step.
-
-        Weights within a step belong to no version: they are not saved.
-        """
+        """Leave a state to resume from; without a checkpoint, the commits hold every step. Weights within a
+        step belong to no version: they are not saved."""
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.wait({self._evaluation})
-        await self.thread.call(self.policy.zero)
+        await self.runner.thread.call(self.runner.policy.zero)
         if self._trained_version == self.version and not self.runner.has_begun:
             with contextlib.suppress(StoppedError):
                 await self._save()
@@ -125,18 +131,19 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train, commit and announce one step."""
         started_at = time.time()
-        result = await self.runner.run(step, self.collector)
+        result = await self.runner.run(step, self.assembler)
         self._trained_version = step + 1
         manifest = await self._write_weights(step + 1)
-        dropped = self.collector.drain_dropped()
-        commit = self._make_commit(step, result, dropped, manifest, started_at)
+        dropped = self.assembler.drain_dropped()
+        numbers = self._metrics(step, result, len(dropped))
+        commit = make_commit(step, result, dropped, numbers, manifest.digest, started_at)
         await self._commit(commit, result)
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
-        await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.step, step, commit.metrics))
-        self.diagnostics.observe(step, commit.metrics)
+        await on_disk(self.context, self.recorder.step, step, commit.metrics)
+        self.outputs.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
-        is_saved = await self.memory.after_step(self._save)
+        is_saved = await self.durability.memory.after_step(self._save)
         await self._finish_evaluation()
         await self._announce(manifest)
         self._observe(commit, result)
@@ -150,9 +157,9 @@ class Trainer:
         What was trained on may be gone then, and neither this commit nor one that Redis has lost with it
         could be replayed.
         """
-        await until_stored(self.context, partial(asyncio.to_thread, self.reconciler.journal.append, commit))
-        self.version = self.intake.version = commit.version
-        self.collector.settle(result.groups)
+        await on_disk(self.context, self.durability.journal.append, commit)
+        self.version = self.join.version = commit.version
+        self.assembler.settle(result.groups)
         if await self.reconciler.may_lack_records():
             await self._save()
         await self.reconciler.restore_lost()
@@ -163,57 +170,49 @@ class Trainer:
 
     async def _append(self, commit: Commit) -> None:
         """Append a commit, and before it those that Redis has lost: the stream takes no step below its last.
-
-        Of what is lost, the newest records go first: where a commit is missing, they are too.
-        """
+        Of what is lost, the newest records go first: where a commit is missing, they are too."""
         while True:
             try:
                 return await append_commit(self.context.broker, self.context.keys, commit)
             except LostTailError:
                 await self._save()
-                await self.reconciler.restore_commits(below=commit.step)
+                await self._restore_commits(below=commit.step)
+
+    async def _restore_commits(self, below: int | None = None) -> None:
+        await restore_commits(self.context.broker, self.context.keys, self.durability.journal, below)
 
     async def _save(self) -> None:
-        await self.checkpointer.save(self.version, self.collector.dropped)
+        await self.durability.checkpointer.save(self.version, self.assembler.dropped)
         self.reconciler.needs_checkpoint = False
 
-    def _make_commit(
-        self,
-        step: int,
-        result: StepResult,
-        dropped: list[Dropped],
-        manifest: WeightManifest,
-        started_at: float,
-    ) -> Commit:
+    def _metrics(self, step: int, result: StepResult, num_dropped: int) -> dict[str, float]:
         now = time.monotonic()
         step_time_s, self._committed_at = now - self._committed_at, now
-        numbers = step_metrics(step, result, len(dropped), step_time_s)
+        numbers = step_metrics(step, result, num_dropped, step_time_s)
         numbers["trainer_idle_share"] = self.context.activity.idle_share()
         numbers |= self._stage_times()
         if step == 0:
             # The first step waits for engines to start: that is warming up, not idling.
             self.context.activity.reset()
             self._totals = {}
-        return make_commit(step, result, dropped, numbers, manifest.digest, started_at)
+        return numbers
 
     def _stage_times(self) -> dict[str, float]:
         """Seconds in each state since the commit before: where the time of the step went."""
         before, self._totals = self._totals, self.context.activity.totals()
         spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
-        names = {state: f"time/{state.replace(':', '_')}_s" for state in spent}
-        total_s, waited_s = (
-            sum(spent.values()),
-            sum(s for state, s in spent.items() if state.startswith(WAIT)),
-        )
-        numbers = {names[state]: seconds for state, seconds in spent.items() if seconds > 0}
+        total_s = sum(spent.values())
+        waited_s = sum(s for state, s in spent.items() if state.startswith(WAIT))
+        numbers = {f"time/{state.replace(':', '_')}_s": s for state, s in spent.items() if s > 0}
         return numbers | {"time/wait_share": waited_s / total_s if total_s else 0.0}
 
     async def _write_weights(self, version: int) -> WeightManifest:
+        weights = self.outputs.weights
         with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
-            write = partial(self.thread.call, self.weights.write, version, self.policy)
+            write = partial(self.runner.thread.call, weights.write, version, self.runner.policy)
             manifest = await until_stored(self.context, write)
-            keep, in_use = self.config.keep_weights, self.best.in_use
-            await asyncio.to_thread(self.weights.prune, keep, in_use, version)
+            keep, in_use = self.config.keep_weights, self.outputs.best.in_use
+            await asyncio.to_thread(weights.prune, keep, in_use, version)
             return manifest
 
     async def _announce(self, manifest: WeightManifest) -> None:
@@ -227,8 +226,8 @@ class Trainer:
     async def _announced_weights(self) -> WeightManifest | None:
         """The manifest of this very version, where it was announced and its bytes are whole.
 
-        Where a replay did not come out bit by bit, the workers keep what they were given: a version
-        cannot be announced a second time.
+        Where a replay did not come out bit by bit, the workers keep what they were given: a version cannot be
+        announced a second time.
         """
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         if newest is None or newest.message.version != self.version:
@@ -254,26 +253,22 @@ class Trainer:
         for result in results:
             await self._record_evaluation(result)
         numbers = {result.dataset: result.metrics() for result in results}
-        consider = partial(self.best.consider, version, numbers)
-        await until_stored(self.context, lambda: asyncio.to_thread(consider))
+        await on_disk(self.context, self.outputs.best.consider, version, numbers)
         # Only when the results are safe: what is trimmed cannot be evaluated again.
-        await until_stored(self.context, lambda: asyncio.to_thread(self.recorder.sync))
+        await on_disk(self.context, self.recorder.sync)
         await self.evaluator.trim(version)
 
     async def _record_evaluation(self, result: EvaluationResult) -> None:
-        record = partial(self.recorder.evaluation, result.version, result.dataset, result.metrics())
-        await until_stored(self.context, lambda: asyncio.to_thread(record))
+        record = self.recorder.evaluation
+        await on_disk(self.context, record, result.version, result.dataset, result.metrics())
         is_same = {"version": result.version, "dataset": result.dataset}.items()
         self._evaluations = [item for item in self._evaluations if not is_same <= item.items()]
         self._evaluations.append(asdict(result))
         await self._report()
 
     async def _finish_evaluation(self) -> None:
-        """Wait for the evaluation in progress before newer weights are announced.
-
-        Raises:
-            StoppedError: the service must stop first.
-        """
+        """Wait for the evaluation in progress before newer weights are announced. Raises StoppedError: the
+        service must stop first."""
         if self._evaluation is None:
             return
         with self.context.activity.during("wait:evaluation"):
@@ -295,11 +290,11 @@ class Trainer:
             version=self.version,
             steps=self.config.steps,
             tickets_issued=self.scheduler.next_ticket,
-            trajectories_seen=self.intake.num_trajectories,
+            trajectories_seen=self.join.num_trajectories,
             trainer_idle_share=self.context.activity.idle_share(),
             evaluations=self._evaluations,
-            warnings=self.diagnostics.as_state(),
-            best=self.best.as_state(),
+            warnings=self.outputs.diagnostics.as_state(),
+            best=self.outputs.best.as_state(),
             **values,
         )
 

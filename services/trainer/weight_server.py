@@ -42,12 +42,9 @@ class WeightApp:
     def routes(self) -> list[Route]:
         """All there is."""
         return [
-            Route("/healthz", self._healthz),
+            Route("/healthz", PlainTextResponse("ok\n")),
             Route("/runs/{run_id}/weights/{folder}/{name}", self._file),
         ]
-
-    async def _healthz(self, _: Request) -> Response:
-        return PlainTextResponse("ok\n")
 
     async def _file(self, request: Request) -> Response:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")

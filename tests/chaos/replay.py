@@ -14,7 +14,7 @@ from common.process.service import ServiceContext
 from common.redis.broker import Broker
 from common.wire.keys import Keys
 from common.wire.messages import Commit
-from services.trainer.groups.group_filter import CompleteGroup, Judge
+from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
 from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepRunner
 from tests.chaos.archive import Archive
@@ -72,7 +72,7 @@ async def replay(
     context = ServiceContext(
         "trainer", "replay", Keys(config.run_id), config, _no_broker(), Path(), Activity("trainer")
     )
-    runner = StepRunner(context, policy, thread, Judge(config))
+    runner = StepRunner(context, policy, thread, GroupFilter(config))
     doubtful = _doubtful_tickets(archive)
     result, at = ReplayResult(0, [], []), 0
     for commit in sorted(archive.commits.messages, key=lambda commit: commit.step):

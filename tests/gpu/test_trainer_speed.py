@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.trainer_mfu import Shape, measure
 from common.config.trainer import TrainerConfig
-from services.trainer.policy.acceleration import accelerate_model
+from services.trainer.policy.model_loading import accelerate_model
 from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.support.models import accumulate_all, gradients_of, make_samples, one_batch, tiny_llama
 

@@ -14,7 +14,7 @@ from tests.simulation.redis.server import MemoryServer
 MEMORY = "memory"
 TRUSTED = frozenset(
     {
-        "test_collector",
+        "test_batch_assembler",
         "test_commits",
         "test_consumer",
         "test_consumer_renewal",
@@ -24,12 +24,12 @@ TRUSTED = frozenset(
         "test_evaluation",
         "test_group_samples",
         "test_history",
-        "test_intake",
         "test_limiter",
         "test_reconciler",
         "test_reward_cache",
         "test_rollout_group",
         "test_scheduler",
+        "test_stream_join",
         "test_streams",
         "test_trainer_lost_tail",
         "test_trainer_restart",

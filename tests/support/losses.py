@@ -8,7 +8,7 @@ import torch
 
 from common.config.algorithm import AlgorithmConfig
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.registry import find_loss
+from services.trainer.algorithm.losses.surrogates import find_loss
 from services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 
 MAX_COMPLETION = 8

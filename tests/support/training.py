@@ -17,8 +17,8 @@ from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 from services.trainer.batch.prompts import Prompt, PromptSource
 from services.trainer.batch.scheduler import Outstanding, Scheduler
-from services.trainer.batch.stream_join import Intake
-from services.trainer.groups.group_filter import CompleteGroup, Judge
+from services.trainer.batch.stream_join import STREAMS, StreamJoin
+from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
 from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepRunner
 from tests.support.trajectories import make_config, make_trajectory
@@ -52,9 +52,9 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
     return Score(ticket=ticket, index=index, status=status, value=value, **fields)
 
 
-def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, Intake]:
-    intake = Intake(broker, keys, config.trainer.group_size)
-    return Scheduler(broker, keys, config, make_prompts(), intake.expect), intake
+def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:
+    join = StreamJoin(broker, keys, config.trainer.group_size)
+    return Scheduler(broker, keys, config, make_prompts(), join.expect), join
 
 
 def outstanding(*tickets: int, step: int = 0, min_version: int = 0) -> list[Outstanding]:
@@ -88,9 +88,9 @@ async def lose_tail(broker: Broker, key: str, last: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def reading(intake: Intake) -> AsyncIterator[None]:
-    """The intake's three readers, for the length of a block."""
-    loops = (intake.read_trajectories(), intake.read_scores(), intake.read_dead())
+async def reading(join: StreamJoin) -> AsyncIterator[None]:
+    """The join's three readers, for the length of a block."""
+    loops = [join.read(stream) for stream in STREAMS]
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     try:
         yield
@@ -191,7 +191,7 @@ def assert_trained_once(commits: list[Commit], groups: int) -> None:
 
 async def replayed_digests(broker: Broker, keys: Keys, config: RunConfig, policy: Policy) -> list[str]:
     """Train all commits once more, undisturbed, from a fresh policy on what the streams hold now."""
-    runner = StepRunner(make_context(broker, keys, config), policy, PolicyThread(), Judge(config))
+    runner = StepRunner(make_context(broker, keys, config), policy, PolicyThread(), GroupFilter(config))
     groups: dict[int, CompleteGroup] = {}
     for sample in await messages(broker, keys.trajectories(), Trajectory):
         group = groups.setdefault(sample.ticket, CompleteGroup(sample.ticket, sample.step, {}, {}))

@@ -15,52 +15,16 @@ from common.process.service import ServiceContext
 from common.streams import bury, dead_letter, has_entry
 from common.telemetry import metrics
 from common.wire import codec
-from services.trainer.batch.precompute import Preparer
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import Intake, PendingGroup
+from services.trainer.batch.precompute import Precompute
+from services.trainer.batch.reconciler import RunStreams
+from services.trainer.batch.stream_join import PendingGroup
 from services.trainer.groups.group_filter import (
     STALE,
     CompleteGroup,
-    Judge,
+    GroupFilter,
     Refusal,
     TrainableGroup,
 )
-
-
-def select_groups(
-    groups: Mapping[int, PendingGroup],
-    complete: Sequence[int],
-    *,
-    order: Literal["in_order", "as_ready"],
-    step: int,
-    places: int,
-    groups_per_step: int,
-    max_staleness: int,
-) -> list[int]:
-    """Tickets of complete groups that `step` may train now, at most `places` of them."""
-    if order == "in_order":
-        return [ticket for ticket in complete if groups[ticket].step == step][:places]
-    deadlines = {
-        ticket: group.oldest_version + max_staleness for ticket, group in groups.items() if not group.is_taken
-    }
-    horizons = range(step, step + max_staleness + 1)
-    due = {h: sum(deadline <= h for deadline in deadlines.values()) for h in horizons}
-    capacity = {h: places + (h - step) * groups_per_step for h in horizons}
-    chosen: list[int] = []
-    waiting = sorted(complete)
-    while len(chosen) < places:
-        tight = next((h for h in horizons if due[h] >= capacity[h]), None)
-        eligible = [ticket for ticket in waiting if tight is None or deadlines[ticket] <= tight]
-        if not eligible:
-            break
-        chosen.append(eligible[0])
-        waiting.remove(eligible[0])
-        for h in horizons:
-            capacity[h] -= 1
-            due[h] -= deadlines[eligible[0]] <= h
-    return chosen
-
 
 log = structlog.get_logger(__name__)
 
@@ -77,32 +41,63 @@ class StoppedError(Exception):
     """The service must stop; the step in progress is abandoned and trained after the restart."""
 
 
-class Collector:
-    """Takes groups from the intake for one step after the other."""
+def select_groups(
+    groups: Mapping[int, PendingGroup],
+    complete: Sequence[int],
+    *,
+    order: Literal["in_order", "as_ready"],
+    step: int,
+    places: int,
+    groups_per_step: int,
+    max_staleness: int,
+) -> list[int]:
+    """Tickets of complete groups that `step` may train now, at most `places` of them.
+
+    `as_ready` takes the lowest tickets first. Where the groups due by some later step would fill every place
+    until then, only those may go: otherwise one of them would become too old.
+    """
+    if order == "in_order":
+        return [ticket for ticket in complete if groups[ticket].step == step][:places]
+    deadlines = {
+        ticket: group.oldest_version + max_staleness for ticket, group in groups.items() if not group.is_taken
+    }
+    horizons = range(step, step + max_staleness + 1)
+    due = {h: sum(deadline <= h for deadline in deadlines.values()) for h in horizons}
+    capacity = {h: places + (h - step) * groups_per_step for h in horizons}
+    chosen: list[int] = []
+    waiting = sorted(complete)
+    while len(chosen) < places:
+        tight = next((h for h in horizons if due[h] >= capacity[h]), None)
+        ticket = next((t for t in waiting if tight is None or deadlines[t] <= tight), None)
+        if ticket is None:
+            break
+        chosen.append(ticket)
+        waiting.remove(ticket)
+        for h in horizons:
+            capacity[h] -= 1
+            due[h] -= deadlines[ticket] <= h
+    return chosen
+
+
+class BatchAssembler:
+    """Takes groups from the stream join for one step after the other."""
 
     def __init__(
         self,
         context: ServiceContext,
-        scheduler: Scheduler,
-        intake: Intake,
-        judge: Judge,
-        reconciler: Reconciler,
-        preparer: Preparer | None = None,
+        streams: RunStreams,
+        group_filter: GroupFilter,
+        precompute: Precompute | None = None,
     ) -> None:
         self.context, self.trainer = context, context.config.trainer
-        self.scheduler, self.intake, self.judge = scheduler, intake, judge
-        self.reconciler, self.preparer = reconciler, preparer
+        self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
+        self.group_filter, self.precompute = group_filter, precompute
         self.dropped: list[Dropped] = []
         self._dropped_in_a_row = 0
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
-        """Wait until at least one group is there for `step` (all of them, unless `start_early`).
-
-        Taken groups stay outstanding until `settle`.
-
-        Raises:
-            StoppedError: the service must stop.
-        """
+        """Wait until at least one group is there for `step` (all of them, unless `start_early`). Taken groups
+        stay outstanding until `settle`. Raises StoppedError: the service must stop."""
         taken: list[TrainableGroup] = []
         quiet_since = time.monotonic()
         while True:
@@ -117,11 +112,11 @@ class Collector:
                 await self._take(ticket, step, taken)
             if taken and (self.trainer.start_early or len(taken) == places):
                 return taken
-            if await self.prepare_waiting(step, places - len(taken)):
+            if await self.precompute_waiting(step, places - len(taken)):
                 continue
-            self.intake.observe()
+            self.join.observe()
             with self.context.activity.during(*self._waiting_for(step)):
-                has_news = await self.context.unless_stopping(self.intake.wait(QUIET_S))
+                has_news = await self.context.unless_stopping(self.join.wait(QUIET_S))
             if has_news is None:
                 raise StoppedError
             if has_news:
@@ -129,18 +124,18 @@ class Collector:
             else:
                 await self._look_for_losses(step, time.monotonic() - quiet_since)
 
-    async def prepare_waiting(self, step: int, places: int) -> bool:
-        """Prepare one group that waits for its scores; False where there is none."""
-        if self.preparer is None or not self.preparer.is_needed:
+    async def precompute_waiting(self, step: int, places: int) -> bool:
+        """Precompute one group that waits for its scores; False where there is none."""
+        if self.precompute is None or not self.precompute.is_needed:
             return False
         with self.context.activity.during("prepare"):
-            return await self.preparer.prepare_waiting(self.intake.groups.values(), step, places)
+            return await self.precompute.compute_waiting(self.join.groups.values(), step, places)
 
     def settle(self, groups: list[TrainableGroup]) -> None:
         """The groups are committed: they are outstanding no more."""
         for group in groups:
             self.scheduler.settle(group.ticket)
-            self.intake.close(group.ticket)
+            self.join.close(group.ticket)
             metrics.GROUPS_SETTLED.labels("trained").inc()
 
     def drain_dropped(self) -> list[Dropped]:
@@ -149,11 +144,8 @@ class Collector:
         return dropped
 
     async def drop(self, ticket: int, reason: str, step: int, detail: str = "") -> None:
-        """Replace a whole group while `step` is in progress; the reason goes into the next commit.
-
-        Raises:
-            ConfigError: so many groups in a row could not be trained that none ever will be.
-        """
+        """Replace a whole group while `step` is in progress; the reason goes into the next commit. Raises
+        ConfigError: so many groups in a row could not be trained that none ever will be."""
         self.dropped.append((ticket, -1, reason))
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row > max(LEAST_GIVE_UP, STEPS_GIVE_UP * self.trainer.groups_per_step):
@@ -162,60 +154,54 @@ class Collector:
                 f"{reason!r} {detail}. Fix its cause, then resume the run."
             )
         metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
-        self.intake.close(ticket)
+        self.join.close(ticket)
         await self.scheduler.replace(ticket, step)
 
     async def _select(self, step: int, places: int) -> list[int]:
-        if self.trainer.batch_order == "as_ready":
-            await self.reconciler.learn_started_versions(self.intake.groups.values())
+        trainer = self.trainer
+        if trainer.batch_order == "as_ready":
+            await self.reconciler.learn_started_versions(self.join.groups.values())
         return select_groups(
-            self.intake.groups,
-            self.intake.complete,
-            order=self.trainer.batch_order,
+            self.join.groups,
+            self.join.complete,
+            order=trainer.batch_order,
             step=step,
             places=places,
-            groups_per_step=self.trainer.groups_per_step,
-            max_staleness=self.trainer.max_staleness,
+            groups_per_step=trainer.groups_per_step,
+            max_staleness=trainer.max_staleness,
         )
 
     async def _take(self, ticket: int, step: int, taken: list[TrainableGroup]) -> None:
-        """Judge one complete group: into the step, or replaced."""
-        group = self.intake.groups[ticket]
-        verdict = self.judge.judge(group.complete(), step)
-        if isinstance(verdict, Refusal):
-            await self._refuse(verdict, step)
-        else:
-            self.intake.complete.remove(ticket)
-            self.intake.dead.pop(ticket, None)
-            group.is_taken = True
-            self._dropped_in_a_row = 0
-            taken.append(verdict)
-
-    async def _refuse(self, refusal: Refusal, step: int) -> None:
-        log.info("group replaced", ticket=refusal.ticket, reason=refusal.reason, detail=refusal.detail)
-        if refusal.reason == STALE:
-            group = self.intake.groups[refusal.ticket].complete()
-            await self._report_stale(group, step, refusal.detail)
-        await self.drop(refusal.ticket, refusal.reason, step, refusal.detail)
+        """Filter one complete group: into the step, or replaced."""
+        pending = self.join.groups[ticket]
+        group = self.group_filter.apply(pending.complete(), step)
+        if isinstance(group, Refusal):
+            log.info("group replaced", ticket=ticket, reason=group.reason, detail=group.detail)
+            if group.reason == STALE:
+                await self._report_stale(pending.complete(), step, group.detail)
+            await self.drop(ticket, group.reason, step, group.detail)
+            return
+        self.join.complete.remove(ticket)
+        self.join.dead.pop(ticket, None)
+        pending.is_taken = True
+        self._dropped_in_a_row = 0
+        taken.append(group)
 
     async def _report_stale(self, group: CompleteGroup, step: int, detail: str) -> None:
         """A violation of the staleness bound is counted and kept for the operator; never trained on."""
         metrics.STALENESS_VIOLATIONS.inc()
         samples = group.trajectories.values()
         oldest, newest = min(samples, key=lambda t: t.min_version), max(samples, key=lambda t: t.max_version)
-        is_old = step - oldest.min_version > self.trainer.max_staleness
-        sample = oldest if is_old else newest
-        error = f"staleness bound violated: {detail}"
-        letter = dead_letter(
-            "trajectories", "", codec.encode(sample), error, self.context.name, message=sample
-        )
+        sample = oldest if step - oldest.min_version > self.trainer.max_staleness else newest
+        fields, error = codec.encode(sample), f"staleness bound violated: {detail}"
+        letter = dead_letter("trajectories", "", fields, error, self.context.name, message=sample)
         await bury(self.context.broker, self.context.keys.dead, letter)
 
     async def _replace_dead(self, step: int) -> None:
-        for ticket, (letter_id, error) in list(self.intake.dead.items()):
+        for ticket, (letter_id, error) in list(self.join.dead.items()):
             if not await has_entry(self.context.broker, self.context.keys.dead, letter_id):
                 # The operator has put the message back in the meantime, so the group lives.
-                self.intake.dead.pop(ticket, None)
+                self.join.dead.pop(ticket, None)
                 continue
             log.warning("group is dead, replacing it", ticket=ticket, error=error)
             await self.drop(ticket, f"dead: {error}"[:200], step)
@@ -223,7 +209,7 @@ class Collector:
     async def _recover_from_restart(self) -> None:
         """Another Redis answers than before, and may lack the last second of what the old one held."""
         log.warning("Redis has restarted; comparing what it holds, and reading what is not trained again")
-        self.intake.reread()
+        self.join.reread()
         await self.reconciler.restore_lost()
 
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
@@ -232,15 +218,15 @@ class Collector:
         else:
             await self.reconciler.restore_lost()
         # Where something arrived that nobody could read, a group waits for it in vain: no need to be patient.
-        is_suspicious = time.monotonic() - self.intake.unread_at < 2 * self.trainer.reissue_after_s
+        is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
-            for ticket in await self.reconciler.find_abandoned(self.intake.groups.values()):
+            for ticket in await self.reconciler.find_abandoned(self.join.groups.values()):
                 log.warning("no stream holds what is missing of this group", ticket=ticket)
                 await self.drop(ticket, "lost", step)
 
     def _waiting_for(self, step: int) -> tuple[str, str]:
         """What the trainer waits for: trajectories that are missing, or only their scores."""
-        due = [group for group in self.intake.groups.values() if group.step <= step and not group.is_complete]
+        due = [group for group in self.join.groups.values() if group.step <= step and not group.is_complete]
         if any(len(group.trajectories) < group.group_size for group in due):
             return "wait:trajectories", f"{len(due)} groups of step {step} are not complete"
         return "wait:scores", f"{len(due)} groups of step {step} have unscored trajectories"

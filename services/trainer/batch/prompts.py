@@ -1,11 +1,11 @@
 """Dataset rows as token ids, in an order that one integer describes.
 
-Each row is tokenised once, at the start, in batches. `PromptSource.prompt_at(position)` is a pure function
-of rows, seed and position: position p lies in epoch p // N, and each epoch visits every row once in an order
-of its own. A checkpoint needs to hold nothing but the position, and `fingerprint`, which tells whether the
-rows are still the same.
+`PromptSource.prompt_at(position)` is a pure function of rows, seed and position: position p lies in epoch p
+// N, and each epoch visits every row once in an order of its own. So a checkpoint needs only the position,
+and `fingerprint`, which tells whether the rows are still the same.
 """
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,6 +51,11 @@ class Prompt:
     row: int
     own_text: str = ""
 
+    def ticket_fields(self) -> dict[str, Any]:
+        """What a `Ticket` says of its prompt."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return fields | {"prompt_ids": fields.pop("ids"), "prompt_text": fields.pop("text")}
+
 
 class PromptSource:
     """An endless sequence of prompts: epoch after epoch, each in a seeded order of its own."""
@@ -68,10 +73,6 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def epoch_of(self, position: int) -> int:
-        """The epoch, from 0, that a position lies in."""
-        return position // len(self.prompts)
-
     def prompt_at(self, position: int) -> Prompt:
         """The prompt at a position, from 0 on without end."""
         if position < 0:
@@ -80,11 +81,8 @@ class PromptSource:
         return self.prompts[int(self._order(epoch)[place])]
 
     def check_fingerprint(self, saved: str) -> None:
-        """Refuse to continue on other prompts than those a checkpoint was made with.
-
-        Raises:
-            ConfigError: rows, tokenizer, template, seed or shuffling changed since.
-        """
+        """Refuse to continue on other prompts than those a checkpoint was made with. Raises ConfigError:
+        rows, tokenizer, template, seed or shuffling changed since."""
         if saved != self.fingerprint:
             raise ConfigError(
                 f"the training prompts changed since the checkpoint (fingerprint {self.fingerprint}, the "
@@ -102,11 +100,8 @@ class PromptSource:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name.
-
-    Raises:
-        ConfigError: there is none, or it cannot be loaded.
-    """
+    """The tokenizer of a model folder or hub name. Raises ConfigError: there is none, or it cannot be
+    loaded."""
     if is_path(path) and not Path(path).is_dir():
         raise ConfigError(
             f"model.path {path} is not a folder on this machine; give the folder of a Hugging Face model."

@@ -1,22 +1,30 @@
 """Compares what Redis holds with what the trainer knows, and repairs the difference.
 
-After Redis has lost its last second, its streams are a consistent prefix: tickets, commits or manifests
-that the trainer has appended may be missing at the end. They are appended again under their own ids,
-which cannot do harm where nothing was lost. A commit goes back only when no record that it was trained on
-is needed any more: when a checkpoint covers it. Until then, history is what Redis holds.
+After Redis has lost its last second, its streams are a consistent prefix: tickets or manifests that the
+trainer has appended may be missing at the end. They are appended again under their own ids, which does no
+harm where nothing was lost. FLUSHALL, a lost AOF or an operator's mistake can empty a Redis that answers as
+if nothing had happened: the run's mark goes with everything else, and the config that workers start from is
+published again.
 """
 
+import secrets
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
+import yaml
 
-from common.errors import TidemillError
+from common.config import RunConfig, load_recorded
+from common.errors import ConfigError, TidemillError
+from common.files import write_atomically
+from common.process.service import ServiceContext
 from common.redis.broker import Broker
+from common.run.state import CONFIG_FILE, RUNNING, publish_config, update_state
 from common.streams import (
     START,
     Entry,
     append_after,
-    append_missing,
     entry_id_of,
     group_status,
     id_after,
@@ -31,18 +39,77 @@ from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Lane, WeightManifest
 from services.trainer.batch.scheduler import Scheduler
 from services.trainer.batch.strays import move_strays_aside
-from services.trainer.batch.stream_join import PendingGroup
-from services.trainer.durable.commit_journal import CommitJournal
-from services.trainer.durable.registration import Registration
+from services.trainer.batch.stream_join import PendingGroup, StreamJoin
 
 log = structlog.get_logger(__name__)
+
+MARK = "trainer"
+"""Field of the run's state: who has marked it."""
+TERM_FILE = "trainer.term"
+"""Below the run's folder: the number of the newest trainer process."""
+
+
+class Registration:
+    """Marks the run in Redis when the trainer starts, and again when everything was lost."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self.broker, self.keys, self.run_dir = context.broker, context.keys, context.run_dir
+        self.config = context.registered or context.config
+        self._mark = f'"{secrets.token_hex(8)}"'.encode()
+
+    async def begin(self) -> None:
+        """Mark the run, and keep its config in its folder, for a trainer that starts when Redis knows
+        nothing."""
+        self._keep_config()
+        await self._register()
+
+    async def is_lost(self) -> bool:
+        """Whether Redis holds the mark no more; it is made again, and the config is published."""
+        if await self.broker.execute("HGET", self.keys.state, MARK) == self._mark:
+            return False
+        log.error("Redis has lost what it held of this run; it is given back all that is needed")
+        await self._register()
+        await update_state(self.broker, self.keys, status=RUNNING)
+        return True
+
+    async def _register(self) -> None:
+        await publish_if_lost(self.broker, self.keys, self.config)
+        await self.broker.execute("HSET", self.keys.state, MARK, self._mark)
+
+    def _keep_config(self) -> None:
+        path = self.run_dir / CONFIG_FILE
+        try:
+            if load_recorded(path) == self.config:
+                return
+        except ConfigError:
+            pass  # not there yet, or of another release
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
+
+
+async def publish_if_lost(broker: Broker, keys: Keys, config: RunConfig) -> None:
+    """Publish the config of a run that Redis does not know any more."""
+    if await broker.execute("GET", keys.config) is None:
+        await publish_config(broker, keys, config.model_copy(update={"run_id": keys.run_id}))
+
+
+def next_term(run_dir: Path) -> int:
+    """A number greater than that of every trainer process before. Raises StorageError: it cannot be written;
+    call again."""
+    path = run_dir / TERM_FILE
+    try:
+        term = int(path.read_text()) + 1
+    except (FileNotFoundError, ValueError):
+        term = 1
+    write_atomically(path, f"{term}\n")
+    return term
 
 
 class Reconciler:
     """Knows what must be in the streams; one Redis round trip or a few per check."""
 
-    def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler, journal: CommitJournal) -> None:
-        self.broker, self.keys, self.scheduler, self.journal = broker, keys, scheduler, journal
+    def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler) -> None:
+        self.broker, self.keys, self.scheduler = broker, keys, scheduler
         self.manifest: WeightManifest | None = None
         self.registration: Registration | None = None
         self.term = 0
@@ -61,35 +128,10 @@ class Reconciler:
             log.warning("announced weights again that Redis had lost")
 
     async def move_strays_aside(self) -> None:
-        """Rid the numbered streams of what others have written into them; they would take nothing more."""
+        """Remove what others have written into the numbered streams, which would take nothing more."""
         await self.scheduler.move_strays_aside()
         for key, kind in ((self.keys.weights, WeightManifest), (self.keys.commits, Commit)):
             await move_strays_aside(self.broker, self.keys, key, kind)
-
-    async def restore_commits(self, below: int | None = None) -> None:
-        """Append again what is missing at the end of the commits, of steps below `below`.
-
-        Raises:
-            TidemillError: some are missing that the journal does not hold: history would have a hole.
-        """
-        steps = self.journal.steps
-        steps = steps if below is None else range(steps.start, min(steps.stop, max(below, steps.start)))
-        is_enough = bool(steps) and (below is None or steps.stop == below)
-        await self._check_for_hole(steps.start if is_enough else below or 0)
-        lost = await append_missing(self.broker, self.keys.commits, steps, self.journal.read)
-        if lost:
-            log.warning("appended commits again that Redis has lost", first=lost[0], count=len(lost))
-
-    async def _check_for_hole(self, first: int) -> None:
-        """The stream must reach up to step `first`: below it, nobody has what Redis may have lost."""
-        last = id_order(await last_id(self.broker, self.keys.commits))
-        if last >= id_order(entry_id_of(first - 1)):
-            return
-        raise TidemillError(
-            f"Redis has lost the commits of steps {last[0]} to {first - 1} of run {self.keys.run_id}, and "
-            f"{self.journal.path} does not hold them: going on would leave a hole in the run's history. "
-            "Restore Redis or that file from a backup, or start a new run from the last version's weights."
-        )
 
     async def has_restarted(self) -> bool:
         """Whether another server process answers than when this was last asked, or an emptied one."""
@@ -119,8 +161,8 @@ class Reconciler:
     async def announce(self) -> bool:
         """Announce the newest version; False where the stream has it already.
 
-        A version that an earlier trainer has announced is announced once more, behind that: workers that hold
-        a newer one of a history that is lost learn in this way that the run is here again.
+        A version that an earlier trainer has announced is announced once more: so workers that hold a newer
+        one of a lost history learn that the run is here again.
         """
         if self.manifest is None:
             return False
@@ -151,10 +193,10 @@ class Reconciler:
             )
 
     async def take_back_versions(self, version: int) -> None:
-        """Take back what is announced above `version`, where a trainer starts that stands there.
+        """Take back what is announced above `version`, where a trainer starts that is there.
 
-        An emptied Redis was given its newest version back, and its trainer died before the commits that led
-        there had a checkpoint to stand on. Workers would go on with weights that no history has.
+        An emptied Redis was given its newest version back, and its trainer died before a checkpoint covered
+        the commits that led there. Workers would go on with weights that no history has.
         """
         key = self.keys.weights
         entries = await read_range(self.broker, key, WeightManifest, entry_id_of(version + 1))
@@ -214,6 +256,15 @@ class Reconciler:
             if await pending_ids(self.broker, key, REWARD_GROUP, first, first, 1):
                 return True
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class RunStreams:
+    """The trainer's side of the run's streams: tickets out, groups in, and what repairs them."""
+
+    scheduler: Scheduler
+    join: StreamJoin
+    reconciler: Reconciler
 
 
 async def delete_results(broker: Broker, keys: Keys, lane: Lane, outstanding: Container[int]) -> int:

@@ -1,11 +1,11 @@
 """The admission gate: the only throttle of a run.
 
-With v committed versions, B groups per step and staleness bound k, at most (v + 1 + k) * B tickets have
-been issued, plus one for each group that had to be replaced. A commit frees B slots. That bounds
-staleness, Redis memory and wasted work at once.
+With v committed versions, B groups per step and staleness bound k, at most (v + 1 + k) * B tickets have been
+issued, plus one for each replaced group. A commit frees B slots. That bounds staleness, Redis memory and
+wasted work.
 
-A ticket's number is also its position in the prompt order and (plus one) its entry id, so that issuing
-is idempotent: after a crash, tickets that the stream holds are adopted, the others issued again alike.
+A ticket's number is also its position in the prompt order and (plus one) its entry id. So issuing is
+idempotent: after a crash, tickets in the stream are adopted, and the others are issued again unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +41,8 @@ class Outstanding:
 
 
 class Scheduler:
-    """Issues tickets in order, and remembers which are outstanding.
-
-    `expect` is told of tickets before the stream has them: a worker may answer sooner than Redis does.
-    """
+    """Issues tickets in order, and remembers which are outstanding. `expect` is told of tickets before the
+    stream has them: a worker may answer sooner than Redis does."""
 
     def __init__(
         self,
@@ -56,13 +54,8 @@ class Scheduler:
     ) -> None:
         self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
         self.trainer = config.trainer
-        sampling = config.rollout.sampling
-        self.sampling = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
+        names = {"max_tokens", "temperature", "top_p", "top_k"}
+        self.sampling = SamplingParams(**config.rollout.sampling.model_dump(include=names))
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Outstanding] = {}
@@ -78,10 +71,10 @@ class Scheduler:
         return await self._issue([self._regular(self.next_ticket + i) for i in range(num_new)])
 
     async def replace(self, ticket: int, step: int) -> list[Outstanding]:
-        """Issue a fresh ticket for the same step in place of one whose group cannot be trained.
+        """Issue a fresh ticket in place of one whose group cannot be trained, while `step` is in progress.
 
-        `step` is the one in progress. With `as_ready` the old ticket may have been meant for an earlier
-        one; a group that starts only now must not be older than the step in progress allows.
+        With `as_ready` the old ticket may have been for an earlier step; a group that starts only now must
+        not be older than the step in progress allows.
         """
         old = self.outstanding.pop(ticket)
         self.num_replacements += 1
@@ -109,14 +102,10 @@ class Scheduler:
         return adopted
 
     async def _withdraw(self, orphans: list[Entry[Ticket]]) -> None:
-        """Take tickets back that follow no other: an emptied Redis was given them by an earlier trainer.
-
-        What they were part of is lost with it. This trainer will issue their numbers once more.
-        """
+        """Take tickets back that follow no other: an earlier trainer gave them to a Redis that was emptied.
+        This trainer will issue their numbers once more."""
         log.warning(
-            "taking back tickets of a lost history",
-            first=orphans[0].message.ticket,
-            count=len(orphans),
+            "taking back tickets of a lost history", first=orphans[0].message.ticket, count=len(orphans)
         )
         key, keep = self.keys.prompts(), min([*self.outstanding, self.next_ticket])
         pairs = [part for entry in orphans for part in (entry.entry_id, "")]
@@ -129,7 +118,7 @@ class Scheduler:
         return len(await self._append_missing())
 
     async def move_strays_aside(self) -> int:
-        """Rid the stream of what others have written into it; returns how many entries went."""
+        """Remove what others have written into the stream; returns how many entries."""
         key, first = self.keys.prompts(), min(self.outstanding, default=self.next_ticket)
         floor = entry_id_of(first - 1) if first else START
         return await move_strays_aside(self.broker, self.keys, key, Ticket, floor)
@@ -202,21 +191,14 @@ class Scheduler:
         return self._ticket(number, (number - self.num_replacements) // self.trainer.groups_per_step)
 
     def _ticket(self, number: int, step: int, replaces: int = -1) -> Ticket:
-        prompt = self.prompts.prompt_at(number)
         return Ticket(
             ticket=number,
             step=step,
             min_version=self._min_version(step),
             group_size=self.trainer.group_size,
             sampling=self.sampling,
-            row=prompt.row,
             replaces=replaces,
-            prompt_ids=prompt.ids,
-            prompt_text=prompt.text,
-            own_text=prompt.own_text,
-            data_source=prompt.data_source,
-            ground_truth=prompt.ground_truth,
-            extra=prompt.extra,
+            **self.prompts.prompt_at(number).ticket_fields(),
         )
 
     def _min_version(self, step: int) -> int:

@@ -1,9 +1,9 @@
-"""Finds entries of numbered streams that no service of the run wrote, and moves them to the dead letters.
+"""Finds strays in the streams that the trainer numbers, and moves them to the dead letters.
 
 The trainer gives tickets, versions and commits the ids of their numbers. One `XADD ... *` by hand leaves such
 a stream at an id far beyond, where it refuses every number that follows. So the trainer takes the stream back
-to its own last entry; bytes and id of the other are in its letter. What has the envelope of our messages, and
-an id of ours, is never touched: it may come from a newer release.
+to its own last entry; bytes and id of the stray are in its letter. What has the envelope of our messages and
+an id of ours is never touched: it may come from a newer release.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from common.telemetry import metrics
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.keys import Keys
-from common.wire.messages import Commit, DeadLetter, Message, Ticket, WeightManifest
+from common.wire.messages import Commit, Message, Ticket, WeightManifest
 
 log = structlog.get_logger(__name__)
 
@@ -49,10 +49,8 @@ Record = Entry[Any] | Garbled
 async def move_strays_aside(
     broker: Broker, keys: Keys, key: str, message_type: type[Message], floor: str = START
 ) -> int:
-    """Move what is foreign at the end of a numbered stream to the dead letters; returns how many entries.
-
-    Where the stream has no entry of its own left, its last id becomes `floor`: what lies below was trimmed.
-    """
+    """Move strays at the end of a numbered stream to the dead letters; returns how many entries. Where the
+    stream has no entry of its own left, its last id becomes `floor`: what lies below was trimmed."""
     newest = await last_id(broker, key)
     own = await read_back(broker, key, message_type, count=1)
     if not own and newest in (START, floor):
@@ -62,13 +60,17 @@ async def move_strays_aside(
     strays = await _strays_at_end(broker, key, message_type)
     if not strays and not own and not _is_beyond(newest):
         return 0
+    name = keys.name_of(key)
     pairs: list[str | bytes] = []
     for stray in strays:
-        letter = await _letter(broker, keys, key, stray)
-        pairs += [stray.entry_id, codec.encode_payload(letter) if letter else b""]
+        # A worker may have added its letter already.
+        is_known = await is_buried(broker, keys, name, stray.entry_id)
+        fields = stray.fields if isinstance(stray, Garbled) else codec.encode(stray.message)
+        letter = dead_letter(name, stray.entry_id, fields, STRAY, "trainer")
+        payload = b"" if is_known else codec.encode_payload(letter)
+        pairs += [stray.entry_id, payload]
     # Without a stray: someone has removed it by hand, and only the last id is left to be taken back.
     moved = int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
-    name = keys.name_of(key)
     log.error(
         "foreign entries moved to the dead letters, and the stream taken back to its own last entry",
         stream=name,
@@ -80,7 +82,7 @@ async def move_strays_aside(
 
 
 async def _strays_at_end(broker: Broker, key: str, message_type: type[Message]) -> list[Record]:
-    """The foreign entries behind the stream's own last one, oldest first."""
+    """The strays behind the stream's own last entry, oldest first."""
     found: list[Record] = []
     last = "+"
     while records := await read_back(broker, key, message_type, last=last, count=SCAN_COUNT):
@@ -106,12 +108,3 @@ def _is_beyond(entry_id: str) -> bool:
     """Whether no entry of our own can have this id."""
     number, sequence = id_order(entry_id)
     return sequence != 0 or number > GREATEST_NUMBER
-
-
-async def _letter(broker: Broker, keys: Keys, key: str, stray: Record) -> DeadLetter | None:
-    """What tells of a stray entry; None where a worker has buried it already."""
-    origin = keys.name_of(key)
-    if await is_buried(broker, keys, origin, stray.entry_id):
-        return None
-    fields = stray.fields if isinstance(stray, Garbled) else codec.encode(stray.message)
-    return dead_letter(origin, stray.entry_id, fields, STRAY, "trainer")

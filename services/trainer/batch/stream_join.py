@@ -1,17 +1,17 @@
 """Reads trajectories and scores by offset, joins them on `(ticket, index)`, and completes groups.
 
-Guarantees: the first entry of a key wins, later ones are counted as duplicates and dropped; entries of
-tickets that are not outstanding are never kept, so memory is bounded by the admission gate; what a
-checkpoint remembers as its position lies below every entry that is still needed.
+The first entry of a key wins; later ones are counted as duplicates and dropped. Entries of tickets that are
+not outstanding are never kept, so the admission gate bounds memory. A checkpoint's positions lie below every
+entry that is still needed.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -33,7 +33,7 @@ from common.wire.keys import Keys
 from common.wire.messages import DeadLetter, Message, Score, Trajectory
 from services.trainer.batch.scheduler import Outstanding
 from services.trainer.groups.group_filter import CompleteGroup
-from services.trainer.groups.samples import Prepared
+from services.trainer.groups.samples import Precomputed
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +43,7 @@ UNKNOWN_VERSION = 2**63
 
 M = TypeVar("M", bound=Message)
 
-TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
+STREAMS = TRAJECTORIES, SCORES, DEAD = "trajectories", "scores", "dead"
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ class PendingGroup:
     """Whether a trajectory came that names a version which was not committed then."""
     is_taken: bool = False
     """Whether the step in progress trains on it."""
-    prepared: Prepared | None = None
-    """What has been computed of the trajectories while they waited for their scores."""
+    precomputed: Precomputed | None = None
+    """What was computed of the trajectories while they waited for their scores."""
 
     @property
     def is_complete(self) -> bool:
@@ -83,17 +83,23 @@ class PendingGroup:
             self.step,
             {index: entry.message for index, entry in self.trajectories.items()},
             {index: entry.message for index, entry in self.scores.items()},
-            self.prepared,
+            self.precomputed,
             {
-                i: _queued_s(self.trajectories[i], self.scores[i])
-                for i in self.trajectories
+                i: _queued_s(entry, self.scores[i])
+                for i, entry in self.trajectories.items()
                 if i in self.scores
             },
             self.is_ahead,
         )
 
+    def forget(self) -> None:
+        """Everything that has arrived, to read it again."""
+        self.trajectories.clear()
+        self.scores.clear()
+        self.started_version, self.precomputed, self.is_ahead = -1, None, False
 
-class Intake:
+
+class StreamJoin:
     """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
 
     def __init__(self, broker: Broker, keys: Keys, group_size: int) -> None:
@@ -109,21 +115,21 @@ class Intake:
         self.version = UNKNOWN_VERSION
         """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
-        self.num_completion_tokens = 0
         self._seen_up_to: dict[str, str] = {}
-        self._trajectories = OffsetReader(broker, keys.trajectories(), Trajectory)
-        self._scores = OffsetReader(broker, keys.scores(), Score)
-        self._dead = OffsetReader(broker, keys.dead, DeadLetter)
+        self._readers: dict[str, OffsetReader[Any]] = {
+            TRAJECTORIES: OffsetReader(broker, keys.trajectories(), Trajectory),
+            SCORES: OffsetReader(broker, keys.scores(), Score),
+            DEAD: OffsetReader(broker, keys.dead, DeadLetter),
+        }
 
     def expect(self, tickets: list[Outstanding]) -> None:
         """Open groups for tickets that have been issued."""
         for item in tickets:
-            self.groups.setdefault(
-                item.ticket, PendingGroup(item.ticket, item.step, item.min_version, self.group_size)
-            )
+            group = PendingGroup(item.ticket, item.step, item.min_version, self.group_size)
+            self.groups.setdefault(item.ticket, group)
 
     def observe(self) -> None:
-        """Tell how many groups are how far."""
+        """Tell Prometheus how many groups are how far."""
         num_generated = sum(len(g.trajectories) == g.group_size for g in self.groups.values())
         num_ready = len(self.complete)
         metrics.TRAINER_GROUPS.labels("ready").set(num_ready)
@@ -146,82 +152,59 @@ class Intake:
         self.changed.clear()
         return True
 
-    async def read_trajectories(self) -> None:
-        """Follow the trajectories stream for ever."""
+    async def read(self, stream: str) -> None:
+        """Follow one of the streams for ever; a ticket in the dead letters never completes by itself."""
+        takers: dict[str, Callable[[Any], None]] = {
+            TRAJECTORIES: self._take_trajectory,
+            SCORES: self._take_score,
+            DEAD: self._take_dead,
+        }
         while True:
-            reader = self._trajectories
+            reader = self._readers[stream]
             entries = await reader.read(READ_COUNT, BLOCK_S)
-            if reader is self._trajectories:  # or `reread` has put another in its place meanwhile
-                for entry in entries:
-                    self._take_trajectory(entry)
-
-    async def read_scores(self) -> None:
-        """Follow the scores stream for ever."""
-        while True:
-            reader = self._scores
-            entries = await reader.read(READ_COUNT, BLOCK_S)
-            if reader is self._scores:
+            if reader is self._readers[stream]:  # or `reread` has put another in its place meanwhile
                 for entry in entries:
                     if isinstance(entry, Garbled):
-                        await self._bury(entry)
+                        await self._take_garbled(stream, entry)
                     else:
-                        self._take_score(entry)
-
-    async def read_dead(self) -> None:
-        """Follow the dead letters for ever: a dead ticket will never complete by itself."""
-        while True:
-            reader = self._dead
-            entries = await reader.read(READ_COUNT, BLOCK_S)
-            if reader is self._dead:
-                for entry in entries:
-                    self._take_dead(entry)
+                        takers[stream](entry)
 
     def reread(self) -> None:
         """Forget what has arrived of groups that no step has taken, and read it again.
 
-        After Redis has lost its tail, a trajectory that was read may be gone, and another one of the same
-        key on its way with a score of its own: joining the two would train on a reward of other tokens.
+        After Redis has lost its tail, a trajectory that was read may be gone, and another one of the same key
+        on its way with a score of its own: joining the two would train on a reward of other tokens.
         """
         untaken = [group for group in self.groups.values() if not group.is_taken]
         self._seen_up_to = {
             stream: max(position, self._seen_up_to.get(stream, START), key=id_order)
             for stream, position in self.high_water().items()
         }
-        low = self._low_water(untaken)
-        self._trajectories = self._trajectories.reread(low[TRAJECTORIES])
-        self._scores = self._scores.reread(low[SCORES])
-        self._dead = self._dead.reread(self._dead.position)
+        low = self._low_water(untaken) | {DEAD: self._readers[DEAD].position}
+        self._readers = {stream: reader.reread(low[stream]) for stream, reader in self._readers.items()}
         for group in untaken:
-            group.trajectories.clear()
-            group.scores.clear()
-            group.started_version = -1
-            group.prepared = None
-            group.is_ahead = False
+            group.forget()
         self.complete.clear()
 
     def positions(self) -> dict[str, str]:
         """Per stream, a position below every entry that an outstanding group has taken in."""
         # A dead letter that has not been acted on is read again.
         dead = [entry_id for entry_id, _ in self.dead.values()]
-        return self._low_water(self.groups.values()) | {DEAD: _low_water(dead, self._dead.safe_position)}
+        return self._low_water(self.groups.values()) | {DEAD: self._below(DEAD, dead)}
 
     def high_water(self) -> dict[str, str]:
         """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
-        return {TRAJECTORIES: self._trajectories.position, SCORES: self._scores.position}
+        return {stream: self._readers[stream].position for stream in (TRAJECTORIES, SCORES)}
 
     async def has_read_all(self) -> bool:
         """Whether the streams hold nothing that the readers have not been given."""
-        ends = {self._trajectories.key: self._trajectories.position, self._scores.key: self._scores.position}
+        ends = {self._readers[stream].key: position for stream, position in self.high_water().items()}
         unread = [await read_raw(self._broker, key, f"({end}", count=1) for key, end in ends.items()]
         return not any(unread)
 
     def trails(self) -> dict[str, list[Rung]]:
         """Per stream, some of what was read: tells whether a position can still be relied on."""
-        return {
-            TRAJECTORIES: self._trajectories.trail.rungs,
-            SCORES: self._scores.trail.rungs,
-            DEAD: self._dead.trail.rungs,
-        }
+        return {stream: reader.trail.rungs for stream, reader in self._readers.items()}
 
     def restore(
         self,
@@ -230,49 +213,46 @@ class Intake:
         trails: Mapping[str, list[Rung]] = MappingProxyType({}),
     ) -> None:
         """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
-        self._trajectories = _restored(self._trajectories, positions, trails, TRAJECTORIES)
-        self._scores = _restored(self._scores, positions, trails, SCORES)
-        self._dead = _restored(self._dead, positions, trails, DEAD)
+        for stream, old in self._readers.items():
+            first, trail = positions.get(stream, START), Trail(trails.get(stream))
+            self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
         self._seen_up_to = dict(high_water)
 
     def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
         groups = list(groups)
         trajectories = [entry.entry_id for group in groups for entry in group.trajectories.values()]
         scores = [entry.entry_id for group in groups for entry in group.scores.values()]
-        return {
-            TRAJECTORIES: _low_water(trajectories, self._trajectories.safe_position),
-            SCORES: _low_water(scores, self._scores.safe_position),
-        }
+        return {TRAJECTORIES: self._below(TRAJECTORIES, trajectories), SCORES: self._below(SCORES, scores)}
 
-    def _take_trajectory(self, entry: Entry[Trajectory] | Garbled) -> None:
-        if isinstance(entry, Garbled):
-            log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
-            self.unread_at = time.monotonic()
+    def _below(self, stream: str, entry_ids: list[str]) -> str:
+        """The position from which all of `entry_ids` would be read again."""
+        return id_before(min(entry_ids, key=id_order)) if entry_ids else self._readers[stream].safe_position
+
+    async def _take_garbled(self, stream: str, entry: Garbled) -> None:
+        if stream == DEAD:
+            log.error("a dead letter cannot be decoded", entry=entry.entry_id, error=entry.error)
             return
+        self.unread_at = time.monotonic()
+        if stream == TRAJECTORIES:
+            log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
+        elif self._is_new(SCORES, entry.entry_id):  # no worker reads scores, so the trainer adds the letter
+            await bury_unread(self._broker, self._keys, self._keys.scores(), entry, "trainer")
+
+    def _take_trajectory(self, entry: Entry[Trajectory]) -> None:
         sample = entry.message
         if self._is_new(TRAJECTORIES, entry.entry_id):
             self.num_trajectories += 1
-            self.num_completion_tokens += sample.num_tokens
         group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
         if group is not None:
             group.is_ahead |= sample.max_version > self.version
             self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES)
-
-    async def _bury(self, entry: Garbled) -> None:
-        """No reward worker reads scores, so this one is for the trainer to bury."""
-        self.unread_at = time.monotonic()
-        if self._is_new(SCORES, entry.entry_id):
-            await bury_unread(self._broker, self._keys, self._keys.scores(), entry, "trainer")
 
     def _take_score(self, entry: Entry[Score]) -> None:
         group = self._group_of(entry.message.ticket, SCORES, entry.entry_id)
         if group is not None:
             self._join(group, group.scores, entry.message.index, entry, SCORES)
 
-    def _take_dead(self, entry: Entry[DeadLetter] | Garbled) -> None:
-        if isinstance(entry, Garbled):
-            log.error("a dead letter cannot be decoded", entry=entry.entry_id, error=entry.error)
-            return
+    def _take_dead(self, entry: Entry[DeadLetter]) -> None:
         if entry.message.origin not in ("prompts", "trajectories"):
             return
         group = self.groups.get(entry.message.ticket)
@@ -311,15 +291,3 @@ def _queued_s(trajectory: Entry[Trajectory], score: Entry[Score]) -> float:
     """Seconds from trajectory to reward: ids are times of one server, workers' clocks need not agree."""
     between_ms = id_order(score.entry_id)[0] - id_order(trajectory.entry_id)[0]
     return max(0.0, between_ms / 1000 - score.message.latency_s)
-
-
-def _restored(
-    reader: OffsetReader[M], positions: Mapping[str, str], trails: Mapping[str, list[Rung]], stream: str
-) -> OffsetReader[M]:
-    trail = Trail(trails.get(stream))
-    return OffsetReader(reader.broker, reader.key, reader.message_type, positions.get(stream, START), trail)
-
-
-def _low_water(entry_ids: list[str], position: str) -> str:
-    """The position from which all of `entry_ids` would be read again."""
-    return id_before(min(entry_ids, key=id_order)) if entry_ids else position

@@ -4,10 +4,10 @@ Layout: `checkpoints/v00000012/{checkpoint.json, ...}` below the run's folder. `
 state as JSON, and size and checksum of every other file; those are written by the policy (model, optimizer,
 torch's generators) as safetensors. Nothing is pickled.
 
-Invariants: a folder named after a version was complete when it got its name. What the disk did to it since
-is found by checksum, and `load_latest` then takes the one before. Older checkpoints are removed only after
-the new one is durable, and only where `keep` whole ones remain: each save reads back what it keeps. So one
-more damage never leaves a run without any, and the disk holds `keep + 1` of them, more only beside torn ones.
+Invariants: a folder named after a version was complete when it got its name. What the disk did to it since is
+found by checksum, and `load_latest` then takes the one before. Older checkpoints are removed only after the
+new one is durable, and only where `keep` whole ones remain: each save reads back what it keeps. So one more
+damage never leaves a run without any, and the disk holds `keep + 1` of them, more only beside torn ones.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ class NoneWholeError(CheckpointError):
 class TrainerState(BaseModel):
     """What the trainer needs besides tensors to continue as if it had not stopped.
 
-    Every value is plain JSON (text keys, lists instead of tuples, finite numbers): `save` refuses what
-    would come back different. Each owner fills and reads its own mapping.
+    Every value is plain JSON (text keys, lists instead of tuples, finite numbers): `save` refuses what would
+    come back different. Each owner fills and reads its own mapping.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -201,10 +201,7 @@ class CheckpointStore:
 
 def read_checkpoint(run_dir: Path, at_most: int) -> Checkpoint | None:
     """The newest whole checkpoint of a version up to `at_most`; None where there is none. Changes nothing.
-
-    Raises:
-        CheckpointError: as `CheckpointStore.load_latest`.
-    """
+    Raises CheckpointError: as `CheckpointStore.load_latest`."""
     folder = run_dir / CHECKPOINTS_FOLDER
     return _newest_whole(folder, [version for version in folder_versions(folder) if version <= at_most])
 
@@ -234,8 +231,8 @@ def _newest_whole(folder: Path, versions: list[int]) -> Checkpoint | None:
 def _plain_json(state: TrainerState) -> dict[str, Any]:
     """The state as JSON values, after checking that reading it gives the same state.
 
-    JSON turns integer keys into text and tuples into lists without a word; found on the first save, that is
-    a bug report, found on a resume it is a lost run.
+    JSON turns integer keys into text and tuples into lists without a word; found on the first save, that is a
+    bug report, found on a resume it is a lost run.
     """
     body = state.model_dump()
     try:

@@ -1,7 +1,7 @@
 """Saves checkpoints, and trims the streams below what the oldest kept one needs.
 
-Guarantees: an entry goes only when every whole checkpoint on the disk can do without it, and not before there
-are `keep_checkpoints` of them; checkpoints of earlier processes count too.
+An entry goes only when every whole checkpoint on the disk can do without it, and not before there are
+`keep_checkpoints` of them; checkpoints of earlier processes count too.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from common.streams import START, entry_id_of, id_after, id_before, id_order, re
 from common.streams.selection import StreamName
 from common.telemetry import metrics
 from services.trainer.batch.batch_assembler import Dropped
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import SCORES, TRAJECTORIES, Intake
+from services.trainer.batch.reconciler import RunStreams
+from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from services.trainer.durable.archive_requests import ArchiveJobs
 from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
-from services.trainer.durable.disk_retry import until_stored
+from services.trainer.durable.disk_retry import on_disk, until_stored
 from services.trainer.metrics.recorder import Recorder
-from services.trainer.policy.policy import Policy, PolicyThread
+from services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 
 
 class Trimmer:
-    """Knows what may go, and how far the archive is."""
+    """Trims unneeded entries; archived ones only, if archiving is on."""
 
     def __init__(self, context: ServiceContext) -> None:
         self.context = context
@@ -59,8 +59,7 @@ class Trimmer:
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)
                 if allowed is not None and first != START:
-                    note = partial(note_trim, stream_folder(self.context.run_dir, stream), first)
-                    await until_stored(self.context, partial(asyncio.to_thread, note))
+                    await on_disk(self.context, note_trim, stream_folder(self.context.run_dir, stream), first)
                 removed += await trim_before(broker, key, first)
                 if first == wanted or not await read_raw(broker, key, last=id_before(wanted), count=1):
                     del self._below[stream]
@@ -96,48 +95,42 @@ class Checkpointer:
         self,
         context: ServiceContext,
         store: CheckpointStore,
-        policy: Policy,
-        thread: PolicyThread,
-        scheduler: Scheduler,
-        intake: Intake,
+        runner: StepRunner,
+        streams: RunStreams,
         recorder: Recorder,
-        version: int,
         trimmer: Trimmer,
+        version: int,
     ) -> None:
         """`version` is that of the checkpoint which was restored, 0 where there was none."""
-        self.context, self.store = context, store
-        self.policy, self.thread = policy, thread
-        self.scheduler, self.intake, self.recorder = scheduler, intake, recorder
-        self.trimmer = trimmer
+        self.context, self.store, self.runner = context, store, runner
+        self.streams, self.recorder, self.trimmer = streams, recorder, trimmer
         # Those above the restored one are not whole; the store removes them when it saves.
         known = [state for state in store.states() if state.version <= version]
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
         self._changing = asyncio.Lock()
 
     async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
-        """Write the checkpoint of `version`, then let go of what no kept checkpoint needs.
-
-        `dropped` is what the next commit will have to tell.
-        """
+        """Write the checkpoint of `version`, then trim what no kept checkpoint needs. `dropped` is what the
+        next commit will have to tell."""
+        scheduler, join = self.streams.scheduler, self.streams.join
+        trails = {stream: [list(rung) for rung in rungs] for stream, rungs in join.trails().items()}
         state = TrainerState(
             version=version,
-            positions=self.intake.positions(),
-            scheduler=self.scheduler.state(),
+            positions=join.positions(),
+            scheduler=scheduler.state(),
             intake={
-                "high_water": self.intake.high_water(),
-                "trails": {
-                    stream: [list(rung) for rung in rungs] for stream, rungs in self.intake.trails().items()
-                },
+                "high_water": join.high_water(),
+                "trails": trails,
                 "dropped": [list(item) for item in dropped],
             },
-            data={"fingerprint": self.scheduler.prompts.fingerprint},
-            counters={"trajectories": self.intake.num_trajectories},
+            data={"fingerprint": scheduler.prompts.fingerprint},
+            counters={"trajectories": join.num_trajectories},
         )
         async with self._changing:
             await self._save(state)
 
     async def keep_newest_only(self) -> None:
-        """Give up all checkpoints but the newest whole one, and let go of what only they needed."""
+        """Give up all checkpoints but the newest whole one, and trim what only they needed."""
         async with self._changing:
             if not self._kept:
                 return
@@ -151,8 +144,9 @@ class Checkpointer:
 
     async def _save(self, state: TrainerState) -> None:
         with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
-            await until_stored(self.context, partial(asyncio.to_thread, self.recorder.sync))
-            write = partial(self.thread.call, self.store.save, state, self.policy.save_state)
+            await on_disk(self.context, self.recorder.sync)
+            save_state = self.runner.policy.save_state
+            write = partial(self.runner.thread.call, self.store.save, state, save_state)
             await until_stored(self.context, write)
         self._kept.clear()
         self._kept.extend(self.store.kept)

@@ -1,24 +1,173 @@
-"""Commits: the write-ahead record of a step, appended before its version is announced.
+"""Commits: the write-ahead record of a step, in Redis and in a journal on the trainer's own disk.
 
-A commit's entry id is its step's, so it can be appended once only: a second trainer on the same run
-finds the place taken and ends, instead of training anything twice.
+A commit's entry id is its step's, so it is appended once only: a second trainer on the same run finds the
+place taken and ends. Redis may come back without its last second, a backup without a day; the stream takes no
+step below its last, so the journal gives back what is missing before the next commit. The journal holds
+consecutive steps, each whole (a checksum proves it). It is no second truth: above the newest checkpoint,
+history is what Redis holds.
 """
 
-import time
+import json
+import os
+from base64 import b64decode, b64encode
+from pathlib import Path
+from typing import Any
 
 import structlog
+import xxhash
 
 from common.errors import TidemillError
+from common.files import storage_errors
 from common.redis.broker import Broker
-from common.streams import Entry, Garbled, append_after, entry_id_of, id_order, last_id, read_range
+from common.streams import (
+    Entry,
+    Garbled,
+    append_after,
+    append_missing,
+    entry_id_of,
+    id_order,
+    last_id,
+    read_range,
+)
 from common.wire import codec
 from common.wire.keys import Keys
 from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import Dropped
 from services.trainer.batch.strays import is_stray, move_strays_aside
-from services.trainer.step import StepResult
 
 log = structlog.get_logger(__name__)
+
+JOURNAL_FILE = "commits.jsonl"
+"""Below the run's folder: a line for each step."""
+
+
+class CommitJournal:
+    """The journal. One trainer writes it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / JOURNAL_FILE
+        self._first = 0
+        self._ends: list[int] = []
+        """Where in the file the line of each step ends, from step `_first` on."""
+        self._open()
+
+    @property
+    def first_step(self) -> int:
+        """The oldest step it holds; meaningless while it is empty."""
+        return self._first
+
+    @property
+    def next_step(self) -> int:
+        """The step after the newest; `first_step` while it is empty."""
+        return self._first + len(self._ends)
+
+    @property
+    def steps(self) -> range:
+        """The steps it holds."""
+        return range(self._first, self.next_step)
+
+    def append(self, commit: Commit) -> None:
+        """Make a commit durable; replaces one of the same step, and forgets all above it. Raises
+        StorageError: the disk is full or read-only. Nothing of it is there; call again."""
+        if commit.step not in range(self._first, self.next_step + 1):
+            self._cut_to(0)  # what lies before a gap could not be given back either
+        elif commit.step < self.next_step:
+            self.cut(commit.step)
+        if not self._ends:
+            self._first = commit.step
+        end = self._ends[-1] if self._ends else 0
+        text = b64encode(codec.encode_payload(commit)).decode()
+        document = {"step": commit.step, "commit": text, "checksum": xxhash.xxh3_128_hexdigest(text.encode())}
+        line = json.dumps(document).encode() + b"\n"
+        with storage_errors("the journal of commits", self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab") as file:
+                try:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.ftruncate(file.fileno(), end)
+                    raise
+        self._ends.append(end + len(line))
+
+    def read(self, step: int) -> Commit:
+        """The commit of a step in `steps`."""
+        place = step - self._first
+        start = self._ends[place - 1] if place else 0
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            line = file.read(self._ends[place] - start)
+        return codec.decode_payload(b64decode(_document_of(line)["commit"]), Commit)
+
+    def cut(self, below: int) -> None:
+        """Forget all steps from `below` on."""
+        self._cut_to(min(max(0, below - self._first), len(self._ends)))
+
+    def _cut_to(self, keep: int) -> None:
+        """Keep so many lines."""
+        if keep == len(self._ends):
+            return
+        with storage_errors("the journal of commits", self.path):
+            os.truncate(self.path, self._ends[keep - 1] if keep else 0)
+        del self._ends[keep:]
+
+    def _open(self) -> None:
+        """Find the lines, and cut off what is not whole."""
+        if not self.path.exists():
+            return
+        end, problem = 0, ""
+        with open(self.path, "rb") as file:
+            for line in file:
+                try:
+                    step = int(_document_of(line)["step"])
+                    if self._ends and step != self.next_step:
+                        raise ValueError(f"step {step} follows step {self.next_step - 1}")
+                except (ValueError, KeyError, TypeError) as error:
+                    problem = str(error)
+                    break
+                if not self._ends:
+                    self._first = step
+                end += len(line)
+                self._ends.append(end)
+        if problem:
+            log.warning("the journal of commits is cut off where it is not whole", problem=problem, left=end)
+            with storage_errors("the journal of commits", self.path):
+                os.truncate(self.path, end)
+
+
+def _document_of(line: bytes) -> dict[str, Any]:
+    """Raises ValueError, KeyError or TypeError where the line is not whole."""
+    document: dict[str, Any] = json.loads(line)
+    if not line.endswith(b"\n") or document["checksum"] != xxhash.xxh3_128_hexdigest(
+        document["commit"].encode()
+    ):
+        raise ValueError("a line does not match its checksum")
+    return document
+
+
+async def restore_commits(
+    broker: Broker, keys: Keys, journal: CommitJournal, below: int | None = None
+) -> None:
+    """Append again what is missing at the end of the commits, of steps below `below`.
+
+    Only for steps that a checkpoint covers: of others, the records they were trained on may be gone.
+
+    Raises:
+        TidemillError: some are missing that the journal does not hold: history would have a hole.
+    """
+    steps = journal.steps
+    steps = steps if below is None else range(steps.start, min(steps.stop, max(below, steps.start)))
+    is_enough = bool(steps) and (below is None or steps.stop == below)
+    first = steps.start if is_enough else below or 0
+    last = id_order(await last_id(broker, keys.commits))
+    if last < id_order(entry_id_of(first - 1)):
+        raise TidemillError(
+            f"Redis has lost the commits of steps {last[0]} to {first - 1} of run {keys.run_id}, and "
+            f"{journal.path} does not hold them: going on would leave a hole in the run's history. "
+            "Restore Redis or that file from a backup, or start a new run from the last version's weights."
+        )
+    if lost := await append_missing(broker, keys.commits, steps, journal.read):
+        log.warning("appended commits again that Redis has lost", first=lost[0], count=len(lost))
 
 
 class LostTailError(TidemillError):
@@ -27,31 +176,6 @@ class LostTailError(TidemillError):
 
 class SecondTrainerError(TidemillError):
     """Another trainer has committed this step."""
-
-
-def make_commit(
-    step: int,
-    result: StepResult,
-    dropped: list[Dropped],
-    metrics: dict[str, float],
-    digest: str,
-    started_at: float,
-) -> Commit:
-    """The record of a step that has just updated the weights."""
-    left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
-    advantages = {str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups}
-    return Commit(
-        step=step,
-        version=step + 1,
-        mini_batches=tuple(tuple(batch.keys for batch in mini.micro_batches) for mini in result.mini_batches),
-        groups=tuple(group.ticket for group in result.groups),
-        dropped=(*dropped, *left_out),
-        advantages=advantages,
-        metrics=metrics,
-        digest=digest,
-        started_at=started_at,
-        finished_at=time.time(),
-    )
 
 
 async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
@@ -88,11 +212,8 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
 
 
 async def read_commits(broker: Broker, keys: Keys, first_step: int) -> list[Commit]:
-    """Commits from `first_step` on, in order.
-
-    Raises:
-        TidemillError: a commit cannot be decoded, or one is missing in between.
-    """
+    """Commits from `first_step` on, in order. Raises TidemillError: a commit cannot be decoded, or one is
+    missing in between."""
     entries = await read_range(broker, keys.commits, Commit, entry_id_of(first_step))
     commits: list[Commit] = []
     for entry in entries:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -15,6 +15,11 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 T = TypeVar("T")
+
+
+async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
+    """`until_stored`, for a function that blocks: it runs in a thread."""
+    return await until_stored(context, lambda: asyncio.to_thread(write, *args))
 
 
 async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]]) -> T:

@@ -1,9 +1,9 @@
 """Makes room in Redis before it is full, so that nobody waits for memory that trimming could free.
 
-Guarantees: between two steps, beyond `CHECKPOINT_SHARE` of maxmemory, a checkpoint is taken and the streams
-are trimmed to it. Beyond `FULL_SHARE`, at any time, older checkpoints are given up and the streams trimmed to
-the newest one. What remains is needed; if that is too much, the log says what to change. Nothing is dropped,
-unless someone lets Redis evict keys: that is said within seconds.
+Between two steps, beyond `CHECKPOINT_SHARE` of maxmemory, a checkpoint is taken and the streams are trimmed
+to it. Beyond `FULL_SHARE`, at any time, older checkpoints are given up and the streams trimmed to the newest
+one. What remains is needed; if that is too much, the log says what to change. It also says within seconds if
+Redis may evict keys.
 """
 
 import asyncio
@@ -36,8 +36,6 @@ WAITS_FOR_ARCHIVE = (
     "does not pass by itself, look into the log of the jobs worker, free some room on the disk of the run's "
     "folder, or resume with streams.archive.enabled: false"
 )
-
-
 EVICTS = (
     "Redis may delete entries that this run needs: its maxmemory-policy was changed. Set it back now (CONFIG "
     "SET maxmemory-policy noeviction, and in redis.conf)"

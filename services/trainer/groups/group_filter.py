@@ -1,17 +1,18 @@
-"""From a complete group to training samples, or to the reason why it is replaced.
+"""The filter for staleness and validity: a complete group becomes training samples, or a reason to replace
+it.
 
 Every group has exactly one outcome: trained, with the samples that were left out named one by one, or
-replaced. Nothing is left out silently, and nothing too old is ever trained on.
+replaced. Records, samples and what was precomputed stay together in one object on the way to the optimizer.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from common.config import RunConfig
 from common.wire.messages import Score, ScoreStatus, Trajectory
-from services.trainer.groups.samples import Prepared, PreparedTokens, Sample
+from services.trainer.groups.samples import Precomputed, PrecomputedTokens, Sample
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS = "bad_numbers"
@@ -28,11 +29,11 @@ class CompleteGroup:
     step: int
     trajectories: dict[int, Trajectory]
     scores: dict[int, Score]
-    prepared: Prepared | None = None
+    precomputed: Precomputed | None = None
     queued_s: Mapping[int, float] = field(default_factory=dict)
     """How long each trajectory waited for its reward, by the clock of Redis; empty where not known."""
     is_ahead: bool = False
-    """Whether a token had come before the version that it names was committed: it is of a lost history."""
+    """Whether a token came before the version that it names was committed: it is of a lost history."""
 
     @property
     def min_version(self) -> int:
@@ -47,13 +48,30 @@ class CompleteGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainableGroup:
-    """A group with its samples, and what was left out of it: (index, reason)."""
+    """A group that passed the filter: its records, its samples, and what was left out: (index, reason)."""
 
-    ticket: int
+    source: CompleteGroup
     samples: list[Sample]
     rewards: list[float]
     left_out: list[tuple[int, str]] = field(default_factory=list)
-    source: CompleteGroup | None = None
+
+    @property
+    def ticket(self) -> int:
+        """Number of the ticket."""
+        return self.source.ticket
+
+    def with_precomputed(self) -> "TrainableGroup":
+        """The group whose samples have what was precomputed of its records."""
+        if self.source.precomputed is None:
+            return self
+        tokens, nothing = self.source.precomputed.tokens, PrecomputedTokens()
+        names = [item.name for item in fields(PrecomputedTokens)]
+        found = [tokens.get(sample.key[1], nothing) for sample in self.samples]
+        samples = [
+            replace(sample, **{name: getattr(item, name) for name in names})
+            for sample, item in zip(self.samples, found, strict=True)
+        ]
+        return replace(self, samples=samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +83,16 @@ class Refusal:
     detail: str = ""
 
 
-class Judge:
+class GroupFilter:
     """Decides what becomes of complete groups; the same group always has the same outcome."""
 
     def __init__(self, config: RunConfig) -> None:
         self.reward, self.trainer = config.reward, config.trainer
         self.algorithm = config.trainer.algorithm
 
-    def judge(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
-        """Prove the staleness bound for `step`, apply the failure policy, make samples.
-
-        Their advantages come later, from all of them together (`Advantages.assign`).
-        """
+    def apply(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
+        """Check the staleness bound for `step`, apply the failure policy, make samples. Their advantages come
+        later (`Advantages.assign`)."""
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
             return Refusal(group.ticket, STALE, detail)
@@ -84,8 +100,7 @@ class Judge:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(group.ticket, STALE, detail)
         rewards, left_out = self._rewards(group.scores)
-        failed = [index for index, reason in left_out if reason == FAILED_SCORE]
-        for index in failed:
+        for index, _ in left_out:
             # A reward of its own policy says so in the score; the others leave it to the run's.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
                 return Refusal(group.ticket, FAILED_SCORE, group.scores[index].error)
@@ -96,10 +111,10 @@ class Judge:
         if self.algorithm.filter_zero_variance and len(set(rewards.values())) == 1:
             return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {next(iter(rewards.values()))}")
         try:
-            samples = [self._sample(group, index, reward) for index, reward in rewards.items()]
+            samples = [self._sample(group.trajectories[index], reward) for index, reward in rewards.items()]
         except ValueError as error:
             return Refusal(group.ticket, BAD_NUMBERS, str(error))
-        return TrainableGroup(group.ticket, samples, list(rewards.values()), left_out, group)
+        return TrainableGroup(group, samples, list(rewards.values()), left_out).with_precomputed()
 
     def _rewards(self, scores: Mapping[int, Score]) -> tuple[dict[int, float], list[tuple[int, str]]]:
         """Reward of each usable sample by index, and the indices left out, with the reason."""
@@ -115,35 +130,20 @@ class Judge:
                 left_out.append((index, FAILED_SCORE))
         return rewards, left_out
 
-    def _sample(self, group: CompleteGroup, index: int, reward: float) -> Sample:
-        """One sample with what was prepared of it.
-
-        Raises:
-            ValueError: a logprob is not finite, the reward is out of range, or the prompt is empty.
-        """
-        trajectory = group.trajectories[index]
+    def _sample(self, trajectory: Trajectory, reward: float) -> Sample:
+        """Raises ValueError where a logprob is not finite, the reward is out of range, or the prompt is
+        empty."""
         if not abs(reward) <= MAX_REWARD:
             raise ValueError(f"trajectory {trajectory.key}: reward {reward} is beyond {MAX_REWARD:g}")
-        mask = trajectory.mask
+        sample = unscored_sample(trajectory)
         if self.algorithm.mask_truncated and trajectory.finish == "length":
-            mask = np.zeros_like(mask)
-        tokens = group.prepared.tokens.get(index, PreparedTokens()) if group.prepared else PreparedTokens()
-        return replace(
-            unscored_sample(trajectory),
-            mask=mask,
-            reward=reward,
-            proximal_logprobs=tokens.proximal_logprobs,
-            reference_logprobs=tokens.reference_logprobs,
-            values=tokens.values,
-        )
+            return replace(sample, mask=np.zeros_like(sample.mask), reward=reward)
+        return replace(sample, reward=reward)
 
 
 def unscored_sample(trajectory: Trajectory) -> Sample:
-    """The tokens of a trajectory, for what does not depend on its reward.
-
-    Raises:
-        ValueError: a logprob is not finite, or the prompt is empty.
-    """
+    """The tokens of a trajectory, for what does not depend on its reward. Raises ValueError: a logprob is not
+    finite, or the prompt is empty."""
     return Sample(
         key=trajectory.key,
         prompt_ids=trajectory.prompt_ids,

@@ -1,8 +1,7 @@
 """Micro-batches: which samples share one accumulation of gradients.
 
-Guarantees: every sample given is in exactly one micro-batch; the result depends on the samples alone,
-not on the order they arrive in; a composition (the keys, in order) that a commit recorded is rebuilt
-exactly, because sums of floats, and so the weights, depend on it bit by bit.
+Every sample is in exactly one micro-batch, whatever the order of arrival. A composition (keys in order) that
+a commit recorded is rebuilt exactly: sums of floats, and so the weights, depend on it bit by bit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,10 +37,11 @@ class MicroBatch:
         return sum(sample.num_trained for sample in self.samples)
 
 
-def unprepared(batch: MicroBatch) -> MicroBatch:
-    """The batch as it is trained before the weights of the step have moved.
+def without_proximal(batch: MicroBatch) -> MicroBatch:
+    """The batch as it is trained before the weights of the step have moved: the proximal policy is the
+    current one.
 
-    Its proximal policy is the current one whether it was prepared or not: the bits must not depend on that.
+    Also where its logprobs were precomputed: the bits must not depend on whether there was time for that.
     """
     return MicroBatch(tuple(replace(sample, proximal_logprobs=None) for sample in batch.samples))
 
@@ -49,9 +49,8 @@ def unprepared(batch: MicroBatch) -> MicroBatch:
 def form_micro_batches(samples: Iterable[Sample], max_tokens: int) -> list[MicroBatch]:
     """Distribute samples over micro-batches of at most `max_tokens` (prompt plus completion) tokens.
 
-    First-fit decreasing: longest first, each into the first micro-batch with room, ties by key. A
-    sample longer than the budget has a micro-batch of its own. Lengths 5, 4, 3, 2 under a budget of 7
-    give [5, 2] and [4, 3].
+    First-fit decreasing, ties by key; a sample longer than the budget has a micro-batch of its own. Lengths
+    5, 4, 3, 2 under a budget of 7 give [5, 2] and [4, 3].
     """
     bins: list[list[Sample]] = []
     room: list[int] = []
@@ -69,11 +68,8 @@ def form_micro_batches(samples: Iterable[Sample], max_tokens: int) -> list[Micro
 def rebuild(
     composition: Sequence[Sequence[TrajectoryKey]], samples_by_key: Mapping[TrajectoryKey, Sample]
 ) -> list[MicroBatch]:
-    """Make the micro-batches that a commit recorded.
-
-    Raises:
-        TidemillError: a trajectory of the composition is not among the samples.
-    """
+    """Make the micro-batches that a commit recorded. Raises TidemillError: a trajectory of the composition is
+    not among the samples."""
     keys = [[(ticket, index) for ticket, index in members] for members in composition]
     missing = sorted({key for members in keys for key in members if key not in samples_by_key})
     if missing:

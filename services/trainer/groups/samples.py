@@ -1,8 +1,8 @@
 """One trajectory as the trainer sees it: token ids, rollout logprobs, loss mask, and its advantage.
 
-Guarantees: the arrays of a sample fit each other, its numbers are finite, and its prompt is not empty
-(the first completion token is predicted from the last prompt token). A sample that breaks this is
-never built, so nothing after this point has to look for NaN in its inputs.
+The arrays of a sample fit each other, its numbers are finite, and its prompt is not empty (the last prompt
+token predicts the first completion token). A sample that breaks this is never built, so later code need not
+look for NaN.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,7 @@ PER_TOKEN = ("advantage", "returns", "proximal_logprobs", "reference_logprobs", 
 class Sample:
     """T completion tokens, of which those with `mask` are trained.
 
-    A completion may be empty (T = 0) or masked entirely: it adds nothing to the gradient and still
-    counts as a sequence (see `losses.denominator`).
+    A completion may be empty (T = 0) or masked entirely: it has no gradient, but counts as a sequence.
 
     Raises:
         ValueError: lengths differ, the prompt is empty, or a number is not finite.
@@ -83,11 +82,9 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PreparedTokens:
-    """What a policy computes of one trajectory before it is trained, [T] each: fields of `Sample`.
-
-    None where the algorithm has no use for it.
-    """
+class PrecomputedTokens:
+    """What a policy computes of one trajectory before training, [T] each: fields of `Sample`. None where the
+    algorithm has no use for it."""
 
     proximal_logprobs: Float32 | None = None
     reference_logprobs: Float32 | None = None
@@ -95,8 +92,8 @@ class PreparedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What was computed of a group's trajectories before they were judged, by index, for one step."""
+class Precomputed:
+    """What was computed of a group's trajectories for one step, by index."""
 
     step: int
-    tokens: dict[int, PreparedTokens]
+    tokens: dict[int, PrecomputedTokens]

@@ -69,7 +69,7 @@ class Diagnostics:
         return diagnostics
 
     def observe(self, step: int, numbers: Mapping[str, Any]) -> list[Warned]:
-        """Judge one step; returns the warnings that began or ended with it, after logging them."""
+        """GroupFilter one step; returns the warnings that began or ended with it, after logging them."""
         changed = self._judge(step, numbers)
         for warning in changed:
             if warning.until_step is None:

@@ -1,8 +1,8 @@
 """Keeps what a run measured: `metrics.jsonl` for programs, TensorBoard and trackers for people.
 
 Invariant: each step, and each evaluation of a version on a set, is recorded once. A trainer that resumes at
-version v trains the steps from v on again, so opening the recorder cuts those lines off first, in one
-atomic replacement, together with a last line that a crash left half-written.
+version v trains the steps from v on again, so opening the recorder cuts those lines off first, in one atomic
+replacement, together with a last line that a crash left half-written.
 """
 
 import json
@@ -19,7 +19,7 @@ import structlog
 from common.files import storage_errors, write_atomically
 from common.run.records import EVALUATION, METRICS_FILE, STEP, Record, read_records
 from common.wire.messages import Commit
-from services.trainer.metrics.loggers.sender import Sender
+from services.trainer.metrics.trackers import Sender
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -59,11 +59,8 @@ class Recorder:
         self._senders.append(sender)
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Record one step's metrics; a repeat of a step on record is ignored.
-
-        Raises:
-            StorageError: the disk is full or read-only. The line is not there, not even in part.
-        """
+        """Record one step's metrics; a repeat of a step on record is ignored. Raises StorageError: the disk
+        is full or read-only. The line is not there, not even in part."""
         if step < self._next_step:
             log.debug("step is on record already", step=step)
             return
@@ -163,7 +160,7 @@ def _number(value: Any) -> float | int | None:
 def _cut_off(path: Path, resume_at: int) -> list[Record]:
     """Leave what version `resume_at` knows, steps below it and evaluations up to it, and return that."""
     records = read_records(path)
-    kept = [record for record in records if _is_before(record, resume_at)]
+    kept = [r for r in records if (r["step"] < resume_at if r["kind"] == STEP else r["version"] <= resume_at)]
     content = b"".join(json.dumps(record).encode() + b"\n" for record in kept)
     if path.exists() and path.read_bytes() != content:
         write_atomically(path, content)
@@ -172,12 +169,6 @@ def _cut_off(path: Path, resume_at: int) -> list[Record]:
                 "metrics cut back to the checkpoint", version=resume_at, num_cut=len(records) - len(kept)
             )
     return kept
-
-
-def _is_before(record: Record, resume_at: int) -> bool:
-    if record["kind"] == STEP:
-        return bool(record["step"] < resume_at)
-    return bool(record["version"] <= resume_at)
 
 
 def _open_board(folder: Path, resume_at: int) -> "SummaryWriter | None":
@@ -209,7 +200,11 @@ def rebuild(
     records = read_records(run_dir / METRICS_FILE)
     there = {record["step"] for record in records if record["kind"] == STEP}
     commits = [commit_of(step) for step in range(version) if step not in there]
-    missing = [_step_of(commit) for commit in commits if commit is not None]
+    missing = [
+        record_of({"kind": STEP, "step": commit.step}, commit.metrics, commit.finished_at)
+        for commit in commits
+        if commit is not None
+    ]
     seen = {(record["version"], record["set"]) for record in records if record["kind"] == EVALUATION}
     missing += [
         _evaluation_of(item) for item in evaluations if (item["version"], item["dataset"]) not in seen
@@ -219,18 +214,12 @@ def rebuild(
     if missing:
         say = log.warning if any(record.get("step", -1) < saved for record in missing) else log.debug
         say("metrics.jsonl was not whole; restored it from commits", lines=len(missing))
-        content = b"".join(json.dumps(record).encode() + b"\n" for record in _in_order([*records, *missing]))
+        # An evaluation of version v comes before step v, as it is run.
+        records = [*records, *missing]
+        records.sort(key=lambda r: (r["step"], 1) if r["kind"] == STEP else (r["version"], 0))
+        content = b"".join(json.dumps(record).encode() + b"\n" for record in records)
         write_atomically(run_dir / METRICS_FILE, content)
     return len(missing)
-
-
-def _in_order(records: list[Record]) -> list[Record]:
-    """By version: an evaluation of version v comes before step v, as it is run."""
-    return sorted(records, key=lambda r: (r["step"], 1) if r["kind"] == STEP else (r["version"], 0))
-
-
-def _step_of(commit: Commit) -> Record:
-    return record_of({"kind": STEP, "step": commit.step}, commit.metrics, commit.finished_at)
 
 
 def _evaluation_of(item: Mapping[str, Any]) -> Record:

@@ -3,13 +3,14 @@
 Means over tokens are means over the whole step, never means of means.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.wire.messages import Score, Trajectory
+from common.telemetry import metrics
+from common.wire.messages import Commit, Score, Trajectory
 from services.trainer.algorithm.losses.totals import loss_metrics
 from services.trainer.groups.group_filter import TrainableGroup
 from services.trainer.step import StepResult
@@ -74,9 +75,9 @@ OLDEST_BUCKET = 8
 
 def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: float) -> dict[str, float]:
     """All metrics of a step; every value is a finite number except where the policy's own is not."""
-    trajectories = [t for group in result.groups if group.source for t in group.source.trajectories.values()]
-    scores = [s for group in result.groups if group.source for s in group.source.scores.values()]
-    queued = [s for group in result.groups if group.source for s in group.source.queued_s.values()]
+    trajectories = [t for group in result.groups for t in group.source.trajectories.values()]
+    scores = [s for group in result.groups for s in group.source.scores.values()]
+    queued = [s for group in result.groups for s in group.source.queued_s.values()]
     lengths = np.array([t.num_tokens for t in trajectories])
     staleness = np.concatenate([step - t.token_versions() for t in trajectories])
     metrics = {
@@ -109,7 +110,7 @@ def staleness_shares(staleness: NDArray[np.int64]) -> dict[str, float]:
 def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
     rewards = np.concatenate([group.rewards for group in groups])
     stds = np.array([np.std(group.rewards, ddof=1) if len(group.rewards) > 1 else 0.0 for group in groups])
-    scores = [score for group in groups if group.source for score in group.source.scores.values()]
+    scores = [score for group in groups for score in group.source.scores.values()]
     return {
         "reward": float(rewards.mean()),
         "reward_std": _std(rewards),
@@ -146,3 +147,41 @@ def _policy_metrics(result: StepResult) -> dict[str, float]:
 def _std(values: Sequence[float] | NDArray[np.float64]) -> float:
     """Unbiased standard deviation, as TRL logs it; 0 of fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def observe_step(commit: Commit, result: StepResult) -> None:
+    """Once for each step, after its commit."""
+    metrics.COMMITTED_VERSION.set(commit.version)
+    metrics.STEP_SECONDS.observe(commit.metrics["step_time_s"])
+    for name, number in commit.metrics.items():
+        metrics.STEP_METRIC.labels(name).set(number)
+    tokens: Counter[int] = Counter()
+    for group in result.groups:
+        for index, trajectory in group.source.trajectories.items():
+            _observe_staleness(trajectory, commit.step, tokens)
+            if score := group.source.scores.get(index):
+                _observe_stages(trajectory, score, commit.finished_at)
+                if (queued_s := group.source.queued_s.get(index)) is not None:
+                    metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s)
+    for staleness, count in tokens.items():
+        metrics.TRAINED_TOKENS.labels(staleness).inc(count)
+
+
+def _observe_staleness(trajectory: Trajectory, step: int, tokens: "Counter[int]") -> None:
+    """Count the tokens of each span by their staleness; what is older than the last bucket is in that."""
+    metrics.TRAINED_STALENESS.observe(step - trajectory.min_version)
+    metrics.TRAINED_SPANS.observe(len(trajectory.spans))
+    ends = [first for _, first in trajectory.spans[1:]] + [trajectory.num_tokens]
+    for (version, first), end in zip(trajectory.spans, ends, strict=True):
+        tokens[min(step - version, OLDEST_BUCKET)] += end - first
+
+
+def _observe_stages(trajectory: Trajectory, score: Score, committed_at: float) -> None:
+    """The clocks of several machines may differ a little: no stage is shorter than nothing."""
+    stages = {
+        "generate": trajectory.finished_at - trajectory.started_at,
+        "reward": score.latency_s,
+        "trainer": committed_at - score.scored_at,
+    }
+    for stage, seconds in stages.items():
+        metrics.STAGE_SECONDS.labels(stage).observe(max(0.0, seconds))

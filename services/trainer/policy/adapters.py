@@ -48,10 +48,8 @@ class Adapters:
         self._halve_base(compute_dtype)
 
     def _halve_base(self, compute_dtype: torch.dtype) -> None:
-        """Keep frozen matrices in the dtype that autocast would bring them to in every forward pass.
-
-        The result is the same, with half the memory. An output head that is also the embedding stays.
-        """
+        """Keep frozen matrices in the dtype that autocast would bring them to in every forward pass. The
+        result is the same, with half the memory. An output head that is also the embedding stays."""
         if compute_dtype != torch.bfloat16:
             return
         embedding = self._model.get_input_embeddings().weight
@@ -147,11 +145,8 @@ def _is_adapter_weight(name: str) -> bool:
 
 
 def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Last parts of the names of the layers that get an adapter.
-
-    Raises:
-        ConfigError: a name fits no linear layer, or the layer shares its weights with the embedding.
-    """
+    """Last parts of the names of the layers that get an adapter. Raises ConfigError: a name fits no linear
+    layer, or the layer shares its weights with the embedding."""
     head = output_head(model)
     linears = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)

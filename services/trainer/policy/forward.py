@@ -1,27 +1,34 @@
 """Logprobs and entropies of tokens under a causal language model, without whole logits in memory.
 
 Guarantees: logprobs are those of softmax(logits / temperature), computed in at least float32, the same
-distribution the engine samples from; at most `LOGITS_ELEMENTS` logits of a forward pass exist at once,
-also in the backward pass (each chunk is recomputed there), as long as the model ends in a plain
-`base -> lm_head`. Models that do more (scaled or soft-capped logits) are found by a probe and go through
-their own forward, with whole logits.
+distribution the engine samples from; at most `LOGITS_ELEMENTS` logits of a forward pass exist at once, also
+in the backward pass (each chunk is recomputed there), as long as the model ends in a plain `base -> lm_head`.
+Models that do more (scaled or soft-capped logits) are found by a probe and go through their own forward, with
+whole logits.
 
 Shape legend: B rows, T columns, N scored tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from services.trainer.policy.packing import Tile
+from services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
+from services.trainer.groups.samples import Sample
+from services.trainer.policy.packing import Layout, Tile, TokenRow, choose_layout, make_tiles
+
+log = structlog.get_logger(__name__)
 
 LOGITS_ELEMENTS = 1 << 26
 """Logits in one chunk: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
@@ -36,9 +43,9 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
 def has_plain_head(model: PreTrainedModel) -> bool:
     """Whether the model's logits are exactly `lm_head(base_model(...).last_hidden_state)`.
 
-    Replaces the head's output by marked values for one pass: a model that scales or caps its logits
-    gives them back changed, whatever its configuration calls that; a model that scales hidden states
-    hands the head something else than its base returns.
+    Replaces the head's output by marked values for one pass: a model that scales or caps its logits gives
+    them back changed, whatever its configuration calls that; a model that scales hidden states hands the head
+    something else than its base returns.
     """
     head, base = output_head(model), model.base_model
     if head is None or base is model:
@@ -101,8 +108,8 @@ def score_hidden(
 ) -> tuple[Tensor, Tensor]:
     """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once.
 
-    Up to that size there is one chunk and nothing is recomputed. Beyond it the backward pass computes
-    every chunk's logits again, which costs one more product with the head.
+    Up to that size there is one chunk and nothing is recomputed. Beyond it the backward pass computes every
+    chunk's logits again, which costs one more product with the head.
     """
 
     def score_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,3 +182,109 @@ class TokenScorer:
         if self._compute_dtype in (torch.float32, torch.float64):
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._compute_dtype)
+
+
+_OPTIONAL = {
+    "proximal_logprobs": "proximal_logprobs_N",
+    "reference_logprobs": "reference_logprobs_N",
+    "values": "old_values_N",
+    "returns": "returns_N",
+}
+"""Fields of a sample, and what they are called as a tensor."""
+
+
+def tile_tokens(
+    tile: Tile,
+    samples: Sequence[Sample],
+    scores: TileScores,
+    values_N: Tensor | None,
+    normalisation: Normalisation,
+) -> Tokens:
+    """The trained tokens of a tile; `samples` are those of its micro-batch, which the tile's rows refer to.
+
+    Divisions happen in float64 on the host, products with the loss in the dtype of the logprobs; everything
+    crosses to the device in one copy.
+    """
+    chosen = [samples[i] for i in tile.samples]
+    counts = [len(row.targets) for row in tile.rows]
+    columns = {
+        "rollout_logprobs_N": _joined(chosen, "rollout_logprobs"),
+        "advantages_N": np.concatenate(
+            [np.broadcast_to(sample.advantage, sample.mask.shape)[sample.mask] for sample in chosen]
+        ),
+        "weights_N": np.repeat([token_weight(normalisation, count) for count in counts], counts),
+    }
+    for field, name in _OPTIONAL.items():
+        if (values := _joined(chosen, field)) is not None:
+            columns[name] = values
+    stacked = torch.from_numpy(np.stack([np.asarray(column, np.float64) for column in columns.values()]))
+    tensors = stacked.to(scores.logprobs_N.device, scores.logprobs_N.dtype)
+    sequence = np.repeat(np.arange(len(chosen)), counts)
+    return Tokens(
+        logprobs_N=scores.logprobs_N,
+        entropies_N=scores.entropies_N,
+        values_N=values_N,
+        sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
+        num_sequences=len(chosen),
+        **dict(zip(columns, tensors, strict=True)),
+    )
+
+
+def _joined(samples: Sequence[Sample], field: str) -> NDArray[np.floating] | None:
+    """One field of all samples at their trained tokens. Shape [N]; None where they have none."""
+    given = [getattr(sample, field) for sample in samples]
+    if all(value is None for value in given):
+        return None
+    assert not any(value is None for value in given), f"a micro-batch has {field} as a whole or not at all"
+    joined: NDArray[np.floating] = np.concatenate(
+        [value[s.mask] for value, s in zip(given, samples, strict=True)]
+    )
+    return joined
+
+
+MAX_DIFFERENCE = 0.1
+"""Of a token's last hidden state, relative to its norm. Rounding in bfloat16 makes 0.01 to 0.03; the first
+token of a sequence that sees its neighbour differs by about 1."""
+
+
+def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, device: torch.device) -> Layout:
+    """The layout of this model's tiles on this device: that of `choose_layout`, if it holds."""
+    config = model.config.get_text_config()
+    layout = choose_layout(packing, device, config, bool(getattr(model, "_is_stateful", False)))
+    if layout == "padded":
+        return layout
+    problem = _find_leak(scorer, layout, config.vocab_size)
+    if not problem:
+        return layout
+    log.warning(
+        "sequences are padded instead of packed, this model does not keep packed ones apart",
+        model=str(model.config.model_type),
+        reason=problem,
+    )
+    return "padded"
+
+
+@torch.no_grad()
+def _find_leak(scorer: TokenScorer, layout: Layout, vocab_size: int) -> str:
+    """What is wrong with two packed sequences; empty where they come out as they do alone."""
+    rows = [_made_up_row(i, length, vocab_size) for i, length in enumerate((9, 7))]
+    try:
+        packed, alone = _hidden(scorer, rows, layout), _hidden(scorer, rows, "padded")
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        return " ".join(str(error).split())[:200]
+    difference = float(((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
+    return "" if difference < MAX_DIFFERENCE else f"its hidden states differ by {difference:.0%}"
+
+
+def _hidden(scorer: TokenScorer, rows: list[TokenRow], layout: Layout) -> Tensor:
+    (tile,) = make_tiles(rows, layout, max_tokens=64)
+    hidden_NH = scorer.score(tile, 1.0, keep_hidden=True).hidden_NH
+    assert hidden_NH is not None, "they were asked for"
+    return hidden_NH.float()
+
+
+def _made_up_row(sample: int, length: int, vocab_size: int) -> TokenRow:
+    """No token twice, none of them 0, and other ones in each row."""
+    ids = (np.arange(1, length + 1) + 10 * sample) % vocab_size
+    places = np.arange(length, dtype=np.int32)
+    return TokenRow(sample, ids.astype(np.int32), places, ids.astype(np.int32))

@@ -7,11 +7,8 @@ from services.trainer.policy.policy import Policy
 
 
 def open_policy(config: RunConfig) -> Policy:
-    """The policy as it is at version 0. A `ShardedPolicy` has to be closed; the others need nothing.
-
-    Raises:
-        ConfigError: the model or the device cannot be used.
-    """
+    """The policy as it is at version 0. A `ShardedPolicy` has to be closed; the others need nothing. Raises
+    ConfigError: the model or the device cannot be used."""
     if config.trainer.policy == "simulated":
         from services.trainer.policy.simulated_policy import SimulatedPolicy
 

@@ -1,13 +1,20 @@
 """Loads the model that is trained: float32 master weights, in eval mode, on the configured device.
 
-Guarantee: every weight comes from the files. A folder that lacks some, a model that is too short for
-the run, or a device that is not there is a ConfigError in plain words before anything is trained.
+Every weight comes from the files: a folder that lacks some, a model that is too short for the run, or a
+device that is not there is a ConfigError. Then torch.compile and Liger's fused kernels, where they are
+wanted: what was asked for and is missing ends the start; `auto`, and a compiler that fails, leave the model
+as it was.
 """
 
+import importlib.util
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import structlog
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -15,9 +22,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from common.config.run import ModelConfig
+from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.run.chat_template import exact_attention
 
@@ -79,11 +88,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
-    """Load `model.path` in float32 onto the device, with every dropout at 0.
-
-    Raises:
-        ConfigError: no model there, weights missing, or a context shorter than `model.max_model_len`.
-    """
+    """Load `model.path` in float32 onto the device, with every dropout at 0. Raises ConfigError: no model
+    there, weights missing, or a context shorter than `model.max_model_len`."""
     try:
         model_config = AutoConfig.from_pretrained(config.path)
         _disable_dropout(model_config)
@@ -135,3 +141,91 @@ def _check_context(config: ModelConfig, model: PreTrainedModel) -> None:
         raise ConfigError(
             f"model.max_model_len: {config.max_model_len} exceeds the model's context of {context}; lower it"
         )
+
+
+def accelerate_model(model: PreTrainedModel, config: TrainerConfig) -> None:
+    """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place. Raises ConfigError: `liger:
+    on` where Liger cannot run."""
+    if wants_liger(config.liger, model.device):
+        _apply_liger(model)
+    if config.compile:
+        compile_model(model)
+
+
+def wants_liger(choice: str, device: torch.device) -> bool:
+    """Whether to use Liger's kernels: `auto` where they are installed and the model is on a GPU. Raises
+    ConfigError: `on`, and one of the two is missing."""
+    if choice == "off":
+        return False
+    missing = ""
+    if device.type != "cuda":
+        missing = f"its kernels run on CUDA GPUs, and the model is on {device.type}"
+    elif importlib.util.find_spec("liger_kernel") is None:
+        missing = "the package liger-kernel is not installed: pip install 'tidemill[liger]'"
+    if missing and choice == "on":
+        raise ConfigError(
+            f"trainer.liger: on is not possible, {missing}. Or set trainer.liger to auto or off"
+        )
+    return not missing
+
+
+def _apply_liger(model: PreTrainedModel) -> None:
+    """Fused norms, rotary embeddings and gated units; logprobs stay with `forward.score_hidden`."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    log.info("using Liger's kernels", model=str(model.config.model_type))
+
+
+def compile_model(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> bool:
+    """Compile the model's body for any shape; the head works by chunks and stays as it is.
+
+    A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
+    for instance, the model stays as it was, a warning says why, and the result is False.
+    """
+    body = model.base_model
+    body.compile(backend=backend, dynamic=True)
+    vocab_size = model.config.get_text_config().vocab_size
+    ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % vocab_size
+    try:
+        body(input_ids=ids_BT, use_cache=False).last_hidden_state.sum().backward()
+    except RuntimeError as error:  # what the compiler and its backends raise derives from it
+        body._compiled_call_impl = None
+        reason = " ".join(str(error).split())[:300]
+        log.warning("torch.compile does not work here, training without it", reason=reason)
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+    return True
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Wrap the layers that transformers would checkpoint, in place. Raises ConfigError: the model has no such
+    layers."""
+    layers = _outermost(model)
+    if not layers:
+        raise ConfigError(
+            f"trainer.gradient_checkpointing: transformers marks no layers of {type(model).__name__} for it; "
+            "leave it out, and lower trainer.micro_batch_tokens if memory is short"
+        )
+    for layer in layers:
+        # On the instance, inside the hooks of `__call__`: a sharded layer is gathered once for both passes.
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Nothing is random in eval mode, so there is no state of a generator to bring back.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputed
+
+
+def _outermost(module: nn.Module) -> list[nn.Module]:
+    """Layers made for it that are in no other such layer."""
+    if isinstance(module, GradientCheckpointingLayer):
+        return [module]
+    return [layer for child in module.children() for layer in _outermost(child)]

@@ -1,8 +1,8 @@
 """AdamW on float32 master weights: parameter groups, learning rate, clipping, and state without pickle.
 
-Guarantees: the learning rate is a function of the number of updates alone, so a restart needs no
-scheduler state but that number; a gradient that is not finite never reaches a weight or a moment;
-`optimizer_tensors` and `load_optimizer_tensors` are inverse to each other, bit by bit.
+Guarantees: the learning rate is a function of the number of updates alone, so a restart needs no scheduler
+state but that number; a gradient that is not finite never reaches a weight or a moment; `optimizer_tensors`
+and `load_optimizer_tensors` are inverse to each other, bit by bit.
 """
 
 import math
@@ -60,8 +60,8 @@ def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_
     """The rate of update number `update` (from 0) of a run; it moves with every update.
 
     With W updates in the warm-up steps, warm-up is lr * (n + 1) / (W + 1), never 0, so that no update is
-    wasted. Then `constant`, or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine`
-    lr * (1 + cos(pi x)) / 2. Past the end x stays 1.
+    wasted. Then `constant`, or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine` lr * (1
+    + cos(pi x)) / 2. Past the end x stays 1.
     """
     warmup, num_updates = config.warmup_steps * updates_per_step, num_steps * updates_per_step
     if update < warmup:
@@ -77,8 +77,8 @@ def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_
 def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: float) -> float:
     """Divide accumulated gradients by D and scale them down to `max_norm`; return the norm before that.
 
-    Division and clipping are one multiplication. A norm that is not finite is returned as it is, and
-    the gradients are left alone: the caller must discard them.
+    Division and clipping are one multiplication. A norm that is not finite is returned as it is, and the
+    gradients are left alone: the caller must discard them.
     """
     gradients = [parameter.grad for _, parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -104,11 +104,8 @@ def optimizer_tensors(optimizer: AdamW, parameters: NamedParameters) -> dict[str
 def load_optimizer_tensors(
     optimizer: AdamW, parameters: NamedParameters, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Replace the optimizer's state by copies of what `optimizer_tensors` gave.
-
-    Raises:
-        ConfigError: a tensor belongs to no parameter, or has another shape.
-    """
+    """Replace the optimizer's state by copies of what `optimizer_tensors` gave. Raises ConfigError: a tensor
+    belongs to no parameter, or has another shape."""
     by_name = dict(parameters)
     optimizer.state.clear()
     for key, value in tensors.items():

@@ -1,7 +1,7 @@
 """Lays the samples of a micro-batch out as rectangles of token ids ("tiles"), one forward pass each.
 
-Guarantee: in every layout a token attends to the tokens before it in its own sequence and to no other
-(no leakage), so that packed, padded and row-by-row logprobs are equal up to rounding.
+Guarantee: in every layout a token attends to the tokens before it in its own sequence and to no other (no
+leakage), so that packed, padded and row-by-row logprobs are equal up to rounding.
 
 * `padded`: rows of like length, padded on the right, *no* attention mask. A causal model's real tokens
   never see what comes after them, so the mask would change nothing; without it attention takes its
@@ -10,8 +10,8 @@ Guarantee: in every layout a token attends to the tokens before it in its own se
 * `block`: sequences end to end in a few rows, with an explicit block-diagonal causal mask for sdpa. A
   row is as wide as the longest sequence or `BLOCK_WIDTH`, because the mask is quadratic in the width.
 
-Position ids that restart at 0 do not isolate by themselves: transformers infers boundaries from them
-only where neither a mask nor a KV cache is present, and a cache is made by default (`use_cache`).
+Position ids that restart at 0 do not isolate by themselves: transformers infers boundaries from them only
+where neither a mask nor a KV cache is present, and a cache is made by default (`use_cache`).
 
 Shape legend: B rows, T columns, N scored tokens.
 """
@@ -43,7 +43,7 @@ block-diagonal rows 0.87 s (128 wide) to 6.9 s (4,096 wide); row by row 1.5 s.""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """The part of one sequence that has to pass through the model to score its tokens."""
 
     sample: int
@@ -57,12 +57,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One forward pass. `rows` says which rows the N scored tokens come from, in their order.
+    """One forward pass. `rows` says which rows the N scored tokens come from, in their order. `sources_N`
+    indexes the flattened [B * T] positions whose hidden state predicts `targets_N`."""
 
-    `sources_N` indexes the flattened [B * T] positions whose hidden state predicts `targets_N`.
-    """
-
-    rows: tuple[Row, ...]
+    rows: tuple[TokenRow, ...]
     ids_BT: Tensor
     sources_N: Tensor
     targets_N: Tensor
@@ -74,11 +72,9 @@ class Tile:
         return [row.sample for row in self.rows]
 
 
-def make_rows(samples: Sequence[Sample], scored: Sequence[Bits]) -> list[Row]:
-    """One row for each sample with a scored token; `scored` marks completion tokens, [T] each.
-
-    Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off.
-    """
+def make_rows(samples: Sequence[Sample], scored: Sequence[Bits]) -> list[TokenRow]:
+    """One row for each sample with a scored token; `scored` marks completion tokens, [T] each. Tokens after
+    the last scored one, and that one itself, predict nothing that is needed: cut off."""
     rows = []
     for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True)):
         chosen = np.flatnonzero(scored_T)
@@ -86,7 +82,7 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits]) -> list[Row]:
             continue
         sources = (len(sample.prompt_ids) - 1 + chosen).astype(np.int32)
         ids = np.concatenate([sample.prompt_ids, sample.completion_ids])[: sources[-1] + 1]
-        rows.append(Row(i, ids, sources, sample.completion_ids[chosen]))
+        rows.append(TokenRow(i, ids, sources, sample.completion_ids[chosen]))
     return rows
 
 
@@ -97,8 +93,8 @@ def choose_layout(
     several) on this device, as far as a configuration tells: see `isolation.py`.
 
     On CPUs padding is faster (see `CPU_TILE_TOKENS`: sorted tiles of 512 tokens hold 2% padding). A model
-    with recurrent layers (state space, linear attention, convolution) is padded: no mask stops their state
-    at a boundary. Flash attention keeps sequences apart in every kind of softmax attention; the block mask
+    with recurrent layers (state space, linear attention, convolution) is padded: no mask stops their state at
+    a boundary. Flash attention keeps sequences apart in every kind of softmax attention; the block mask
     replaces each layer's own, so it serves only models whose layers all attend to everything.
     """
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
@@ -111,11 +107,9 @@ def choose_layout(
     return "block" if attention == "sdpa" and kinds == {"full_attention"} else "padded"
 
 
-def make_tiles(rows: Sequence[Row], layout: Layout, max_tokens: int) -> list[Tile]:
-    """Distribute rows over tiles of at most `max_tokens` positions, padding included.
-
-    A row longer than that has a tile of its own. Deterministic: longest first, ties in the given order.
-    """
+def make_tiles(rows: Sequence[TokenRow], layout: Layout, max_tokens: int) -> list[Tile]:
+    """Distribute rows over tiles of at most `max_tokens` positions, padding included. A row longer than that
+    has a tile of its own. Deterministic: longest first, ties in the given order."""
     ordered = sorted(rows, key=len, reverse=True)
     if layout == "padded":
         return [_rectangle(group) for group in _rectangles([[row] for row in ordered], max_tokens)]
@@ -127,9 +121,9 @@ def make_tiles(rows: Sequence[Row], layout: Layout, max_tokens: int) -> list[Til
     return [_block_tile(group) for group in _rectangles(lines, max_tokens)]
 
 
-def _fill(rows: Sequence[Row], width: int) -> list[list[Row]]:
+def _fill(rows: Sequence[TokenRow], width: int) -> list[list[TokenRow]]:
     """First-fit: rows end to end in lines of at most `width` tokens."""
-    lines: list[list[Row]] = []
+    lines: list[list[TokenRow]] = []
     room: list[int] = []
     for row in rows:
         index = next((i for i, free in enumerate(room) if len(row) <= free), len(lines))
@@ -141,9 +135,9 @@ def _fill(rows: Sequence[Row], width: int) -> list[list[Row]]:
     return lines
 
 
-def _rectangles(lines: Sequence[list[Row]], max_tokens: int) -> list[list[list[Row]]]:
+def _rectangles(lines: Sequence[list[TokenRow]], max_tokens: int) -> list[list[list[TokenRow]]]:
     """Group lines, longest first, so that count times width stays within `max_tokens`."""
-    groups: list[list[list[Row]]] = []
+    groups: list[list[list[TokenRow]]] = []
     width = 0
     for line in lines:
         if not groups or (len(groups[-1]) + 1) * width > max_tokens:
@@ -153,7 +147,7 @@ def _rectangles(lines: Sequence[list[Row]], max_tokens: int) -> list[list[list[R
     return groups
 
 
-def _varlen_tile(rows: Sequence[Row]) -> Tile:
+def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
     """All sequences in one line; flash attention takes the boundaries as given."""
     lengths = [len(row) for row in rows]
     boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
@@ -167,11 +161,9 @@ def _varlen_tile(rows: Sequence[Row]) -> Tile:
     return _rectangle([list(rows)], kwargs)
 
 
-def _block_tile(lines: Sequence[list[Row]]) -> Tile:
-    """Several sequences in each line, kept apart by an explicit mask [B, 1, T, T].
-
-    Padding is a sequence of its own: a row of the mask without any True gives NaN in some kernels.
-    """
+def _block_tile(lines: Sequence[list[TokenRow]]) -> Tile:
+    """Several sequences in each line, kept apart by an explicit mask [B, 1, T, T]. Padding is a sequence of
+    its own: a row of the mask without any True gives NaN in some kernels."""
     width = max(sum(map(len, line)) for line in lines)
     segments_BT = torch.full((len(lines), width), -1)
     positions_BT = torch.zeros((len(lines), width), dtype=torch.long)
@@ -186,7 +178,7 @@ def _block_tile(lines: Sequence[list[Row]]) -> Tile:
     return _rectangle(lines, {"position_ids": positions_BT, "attention_mask": mask_BTT[:, None]})
 
 
-def _rectangle(lines: Sequence[list[Row]], model_kwargs: dict[str, Any] | None = None) -> Tile:
+def _rectangle(lines: Sequence[list[TokenRow]], model_kwargs: dict[str, Any] | None = None) -> Tile:
     """Write lines of rows into a rectangle, padded with token 0, and note where the scored tokens are."""
     width = max(sum(map(len, line)) for line in lines)
     ids_BT = np.zeros((len(lines), width), dtype=np.int64)

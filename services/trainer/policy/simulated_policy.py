@@ -19,9 +19,11 @@ from common.config.run import RunConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.tokens import denominator
+from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import PreparedTokens, Sample
-from services.trainer.policy.policy import MicroBatchMetrics, PolicyState, UpdateResult
+from services.trainer.groups.samples import PrecomputedTokens, Sample
+from services.trainer.policy.policy import UpdateResult
+from services.trainer.policy.state import PolicyState
 from services.trainer.weights.encode import WEIGHTS_FILE
 
 
@@ -69,12 +71,12 @@ class SimulatedPolicy:
         """The rollout's own logprobs: a simulated trainer agrees with every engine."""
         return [sample.rollout_logprobs for sample in samples]
 
-    def prepare(self, samples: Sequence[Sample]) -> list[PreparedTokens]:
+    def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
         """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         has_values = self._trainer.algorithm.value.head
         return [
-            PreparedTokens(
+            PrecomputedTokens(
                 proximal_logprobs=sample.rollout_logprobs if self._trainer.needs_proximal else None,
                 reference_logprobs=sample.rollout_logprobs if self._needs_reference else None,
                 values=np.zeros_like(sample.rollout_logprobs) if has_values else None,

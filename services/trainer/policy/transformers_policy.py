@@ -23,15 +23,20 @@ from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.registry import find_loss
-from services.trainer.algorithm.losses.tokens import denominator, tile_tokens
-from services.trainer.algorithm.losses.totals import total_metrics
+from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.tokens import denominator
+from services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
 from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import PreparedTokens, Sample
-from services.trainer.policy.acceleration import accelerate_model, pick_layout, recompute_layers
+from services.trainer.groups.samples import PrecomputedTokens, Sample
 from services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
-from services.trainer.policy.forward import TokenScorer
-from services.trainer.policy.model_loading import compute_dtype, load_model, pick_device
+from services.trainer.policy.forward import TokenScorer, pick_layout, tile_tokens
+from services.trainer.policy.model_loading import (
+    accelerate_model,
+    compute_dtype,
+    load_model,
+    pick_device,
+    recompute_layers,
+)
 from services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
@@ -40,10 +45,10 @@ from services.trainer.policy.optimizer import (
     optimizer_tensors,
 )
 from services.trainer.policy.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
-from services.trainer.policy.policy import MicroBatchMetrics, PolicyState, UpdateResult
-from services.trainer.policy.reference import PREFIX as REFERENCE
-from services.trainer.policy.reference import ReferenceModel
-from services.trainer.policy.value_head import ValueHead
+from services.trainer.policy.policy import UpdateResult
+from services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
+from services.trainer.policy.side_models import ReferenceModel, ValueHead
+from services.trainer.policy.state import PolicyState
 from services.trainer.weights.encode import (
     digest_parameters,
     export_tensors,
@@ -53,21 +58,15 @@ from services.trainer.weights.encode import (
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
-    """Load `model.path` and prepare it for training.
-
-    Raises:
-        ConfigError: the model or the device cannot be used.
-    """
+    """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
+    used."""
     model, options = policy_parts(config, pick_device(config.trainer.device))
     return TransformersPolicy(model, config.trainer, **options)
 
 
 def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model on its device, and what else a policy is made of, as keyword arguments.
-
-    Raises:
-        ConfigError: the model cannot be used.
-    """
+    """The model on its device, and what else a policy is made of, as keyword arguments. Raises ConfigError:
+    the model cannot be used."""
     trainer = config.trainer
     if trainer.num_threads:
         torch.set_num_threads(trainer.num_threads)
@@ -169,10 +168,8 @@ class TransformersPolicy:
         return terms
 
     def update(self, denominator: float) -> UpdateResult:
-        """One AdamW step, or none where the gradients are not finite or there is nothing to divide by.
-
-        At the end of a step the reference model follows, where that is due.
-        """
+        """One AdamW step, or none where the gradients are not finite or there is nothing to divide by. At the
+        end of a step the reference model follows, where that is due."""
         result = self._update(denominator)
         num_steps, within = divmod(self._num_updates, self._config.mini_batches)
         if self._reference is not None and not within and self._reference.is_due(num_steps):
@@ -218,7 +215,7 @@ class TransformersPolicy:
         head = self._value_head.named() if self._value_head else []
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
-    def prepare(self, samples: Sequence[Sample]) -> list[PreparedTokens]:
+    def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
         """Logprobs and values under the held weights, logprobs under the reference, as the config needs
         them."""
         nothing: list[Float32 | None] = [None] * len(samples)
@@ -229,7 +226,7 @@ class TransformersPolicy:
             proximal = logprobs if self._config.needs_proximal else nothing
         if self._reference is not None:
             reference, _ = self._score_all(samples, self._reference.scorer, self._temperature)
-        return [PreparedTokens(*items) for items in zip(proximal, reference, values, strict=True)]
+        return [PrecomputedTokens(*items) for items in zip(proximal, reference, values, strict=True)]
 
     @contextmanager
     @torch.no_grad()
@@ -261,10 +258,8 @@ class TransformersPolicy:
         temperature: float,
         head: ValueHead | None = None,
     ) -> tuple[list[Float32 | None], list[Float32 | None]]:
-        """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample.
-
-        float32; float64 for a model of that precision, so that comparisons of gradients are not rounded.
-        """
+        """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample. float32;
+        float64 for a model of that precision, so that comparisons of gradients are not rounded."""
         rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
         empty: list[Float32 | None] = [np.zeros(0, dtype=np.float32) for _ in samples]
         logprobs, values = list(empty), list(empty)

@@ -1,28 +1,80 @@
 """`python -m services.trainer.replay --run ID --run-dir DIR --steps 3,17`: train committed steps again.
 
-A process of its own for `tidemill replay step`, offline: it reads the run's folder, and its streams where
-TIDEMILL_REDIS_URL is set or the folder has an archive. It prints one JSON value a line on stdout: `start`
-for a restored version, `step` for every step that was trained, `result` for those that were asked for,
-`error` where it ends without. Exits with 0 when all results are equal to what was recorded, with 1 or 2
-otherwise.
+A process of its own for `tidemill replay step`: it reads the run's folder, and its streams where
+TIDEMILL_REDIS_URL is set or the folder has an archive. It prints one JSON value a line on stdout: `start` for
+a restored version, `step` for every step that was trained, `result` for those that were asked for, `error`
+where it ends without. Exits with 0 when all results are equal to what was recorded, with 1 or 2 otherwise.
 """
 
 import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from common.config import RunConfig, load_recorded
+from common.config.loading import override_config
+from common.config.recorded import FIXED, changed_fields
 from common.errors import ConfigError, TidemillError
-from common.history import History
+from common.history import History, StreamName
 from common.process.programs import run_main
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
 from common.run.state import read_config
+from common.streams import Entry
 from common.telemetry.logs import LEVEL_VARIABLE, configure_logs
-from services.trainer.replay.request import changed_config, check_committed
+from common.wire.messages import Commit
+
+OTHER_PARAMETERS = {
+    "trainer.lora": "other parameters would be trained than those of the run's checkpoints",
+    "trainer.algorithm.value.head": "other parameters would be trained than those of the run's checkpoints",
+    "trainer.num_ranks": "a what-if is computed in one process",
+}
+"""Field or section -> why a step cannot be replayed with it changed, besides those that no run can change."""
+
+
+def changed_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The config with the overrides. Raises ConfigError: a field is bad, or a change would have led to other
+    records."""
+    changed = override_config(config, [_of_whole_section(override) for override in overrides])
+    refused = FIXED | OTHER_PARAMETERS
+    for change in changed_fields(config, changed):
+        reason = next((why for name, why in refused.items() if f"{change.field}.".startswith(f"{name}.")), "")
+        if not change.field.startswith("trainer."):
+            reason = "what was collected would have been something else"
+        if reason:
+            raise ConfigError(f"--set {change.field}: a step cannot be replayed with that: {reason}.")
+    if config.trainer.num_ranks > 1:
+        raise ConfigError(
+            f"the run trains on {config.trainer.num_ranks} ranks: it can be replayed with as many, but --set "
+            "does not work there."
+        )
+    return changed
+
+
+def _of_whole_section(override: str) -> str:
+    """A preset fills in what is not given, and a run's config gives all: it takes the whole section."""
+    name, _, value = override.partition("=")
+    is_preset = name.strip() == "trainer.algorithm.preset"
+    return f"trainer.algorithm={{preset: {value}}}" if is_preset else override
+
+
+async def check_committed(history: History, steps: Sequence[int]) -> None:
+    """Make sure that the run has made these steps. Raises ConfigError: it has no commit of one of them."""
+    for step in steps:
+        if await history.commit(step) is None:
+            last = await _last_step(history)
+            has = f"its commits end with step {last}" if last >= 0 else "it has no commits"
+            raise ConfigError(f"run {history.run_id} has no commit of step {step}: {has}.")
+
+
+async def _last_step(history: History) -> int:
+    async for record in history.scan(StreamName.COMMITS, newest_first=True):
+        if isinstance(record, Entry) and isinstance(record.message, Commit):
+            return record.message.step
+    return -1
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from common.streams import Entry, entry_id_of
 from common.wire.messages import Commit
 from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
-from services.trainer.groups.group_filter import CompleteGroup, Judge
+from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
 from services.trainer.metrics.step_metrics import step_metrics
 from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepResult, StepRunner
@@ -38,8 +38,8 @@ Say = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """A process that serves nobody and is not asked to stop; fulfils `step.Surroundings`."""
+class ReplayContext:
+    """A process that serves nobody and is not asked to stop; fulfils `step.ReplayContext`."""
 
     config: RunConfig
     activity: Activity = field(default_factory=lambda: Activity("replay"))
@@ -71,7 +71,7 @@ class Session:
     ) -> None:
         self.history, self.config, self.run_dir = history, config, run_dir
         self.policy, self.thread, self.say = policy, thread, say
-        self.runner = StepRunner(Surroundings(config), policy, thread, Judge(config))
+        self.runner = StepRunner(ReplayContext(config), policy, thread, GroupFilter(config))
         self.version, self.from_version = 0, 0
         self.first_difference: int | None = None
         """The first step, of those replayed since the last restored checkpoint, with another digest."""
@@ -80,11 +80,8 @@ class Session:
     async def steps(
         self, wanted: Sequence[int], before: Callable[[int], Awaitable[None]] | None = None
     ) -> AsyncIterator[ReplayedStep]:
-        """Each wanted step, ascending. `before` is called when the policy stands right before one.
-
-        Raises:
-            TidemillError: its streams do not hold what it was trained on, or the config has changed.
-        """
+        """Each wanted step, ascending. `before` is called when the policy stands right before one. Raises
+        TidemillError: its streams do not hold what it was trained on, or the config has changed."""
         async with AsyncExitStack() as stack:
             for step in sorted(set(wanted)):
                 await self._restore(step, stack)

@@ -1,18 +1,106 @@
-"""`tidemill replay step`: a session, its comparison, and where asked for the what-if and the tensors."""
+"""`tidemill replay step`: what was recorded of steps against what comes out now, event by event.
+
+Compared bit by bit: every metric that follows from records and weights, each sample's advantage, what was
+left out, and the digest. Times that were measured while the run went on are not compared.
+"""
 
 import argparse
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from common.config import RunConfig
 from common.history import History
+from common.wire.messages import Commit
+from services.trainer.durable.recovery import weight_difference
 from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import Policy, PolicyState, PolicyThread
-from services.trainer.replay.comparison import compare_step, weight_difference
+from services.trainer.policy.policy import Policy, PolicyThread
+from services.trainer.policy.state import PolicyState
 from services.trainer.replay.session import ReplayedStep, Say, Session
 from services.trainer.replay.torch_dump import write_dump
 from services.trainer.replay.what_if import WhatIf, copied_state
+from services.trainer.step import StepResult
+
+
+def compare_step(replayed: ReplayedStep) -> dict[str, Any]:
+    """`equal` says whether everything that is compared is the same, bit by bit."""
+    commit = replayed.commit
+    metrics = compare_metrics(commit.metrics, replayed.metrics)
+    advantages = compare_advantages(commit, replayed.result)
+    left_out = compare_left_out(commit, replayed.result)
+    digest = {"recorded": commit.digest, "replayed": replayed.digest}
+    return {
+        "step": commit.step,
+        "version": commit.version,
+        "equal": commit.digest == replayed.digest
+        and all(row["equal"] for row in metrics)
+        and advantages["equal"]
+        and left_out["equal"],
+        "digest": digest | {"equal": commit.digest == replayed.digest},
+        "metrics": metrics,
+        "not_compared": sorted(commit.metrics.keys() - replayed.metrics.keys()),
+        "advantages": advantages,
+        "left_out": left_out,
+        "num_groups": len(commit.groups),
+        "num_samples": len(replayed.result.samples),
+    }
+
+
+def compare_metrics(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row for each metric that both have; `difference` is replayed minus recorded."""
+    return [
+        {
+            "name": name,
+            "recorded": recorded[name],
+            "replayed": value,
+            "difference": value - recorded[name],
+            "equal": is_same(value, recorded[name]),
+        }
+        for name, value in replayed.items()
+        if name in recorded
+    ]
+
+
+def compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
+    """Of every sample; `first` is the first one that differs."""
+    found: dict[str, Any] = {"equal": True, "num_different": 0, "first": None}
+    for group in result.groups:
+        recorded = commit.advantages.get(str(group.ticket), [])
+        replayed = [sample.mean_advantage for sample in group.samples]
+        indices = [sample.key[1] for sample in group.samples]
+        pairs: list[tuple[int, Any, Any]]
+        if len(recorded) != len(replayed):
+            pairs = [(indices[0] if indices else 0, recorded, replayed)]
+        else:
+            pairs = [
+                (index, then, now)
+                for index, then, now in zip(indices, recorded, replayed, strict=True)
+                if not is_same(then, now)
+            ]
+        if pairs:
+            index, then, now = pairs[0]
+            first = {"ticket": group.ticket, "index": index, "recorded": then, "replayed": now}
+            found["first"] = found["first"] or first
+            found["equal"], found["num_different"] = False, found["num_different"] + len(pairs)
+    return found
+
+
+def compare_left_out(commit: Commit, result: StepResult) -> dict[str, Any]:
+    """Samples that were left out of their groups, with the reason."""
+    recorded = sorted(item for item in commit.dropped if item[1] >= 0)
+    replayed = sorted((g.ticket, index, reason) for g in result.groups for index, reason in g.left_out)
+    return {
+        "equal": recorded == replayed,
+        "recorded": [list(item) for item in recorded],
+        "replayed": [list(item) for item in replayed],
+    }
+
+
+def is_same(one: float, other: float) -> bool:
+    """The same number, or both none."""
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 class StepReplay:

@@ -1,7 +1,7 @@
 """`--to-torch FILE`: the exact batch of a step as plain tensors, for a notebook.
 
-Rows are samples in the order of training, padded on the right; what belongs to a token stands at that
-token's place, and is zero elsewhere. torch reads it with `weights_only=True`; docs/debugging.md shows how.
+Rows are samples in the order of training, padded on the right; what belongs to a token stands at that token's
+place, and is zero elsewhere. torch reads it with `weights_only=True`; docs/debugging.md shows how.
 
 Shape legend: B samples, T tokens of the longest prompt plus completion.
 """
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from common.config import RunConfig
 from common.files import storage_errors
-from common.wire.messages import TrajectoryKey
 from services.trainer.groups.samples import Sample
-from services.trainer.policy.policy import PolicyState
+from services.trainer.policy.state import PolicyState
 from services.trainer.replay.session import ReplayedStep
 from services.trainer.replay.what_if import named_weights
 
@@ -36,11 +35,8 @@ PER_TOKEN = {
 
 
 def write_dump(path: Path, config: RunConfig, replayed: ReplayedStep, start: PolicyState | None) -> int:
-    """Write the batch, and with `start` the weights before the step; returns the size in bytes.
-
-    Raises:
-        StorageError: the file cannot be written; what was there before is as it was.
-    """
+    """Write the batch, and with `start` the weights before the step; returns the size in bytes. Raises
+    StorageError: the file cannot be written; what was there before is as it was."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with storage_errors("the batch", path):
         try:
@@ -125,10 +121,7 @@ def _versions(samples: Sequence[Sample], replayed: ReplayedStep) -> Tensor:
     length = max((sample.num_tokens for sample in samples), default=0)
     versions_BT = torch.full((len(samples), length), -1, dtype=torch.int32)
     for row, sample in enumerate(samples):
-        versions_BT[row, _completion(sample)] = torch.from_numpy(_token_versions(replayed, sample.key))
+        ticket, index = sample.key
+        versions_T = replayed.groups[ticket].trajectories[index].token_versions()
+        versions_BT[row, _completion(sample)] = torch.from_numpy(versions_T)
     return versions_BT
-
-
-def _token_versions(replayed: ReplayedStep, key: TrajectoryKey) -> np.ndarray[Any, np.dtype[np.int32]]:
-    ticket, index = key
-    return replayed.groups[ticket].trajectories[index].token_versions()

@@ -1,6 +1,6 @@
 """One step with another config: the same start, the same records, and what would have come out.
 
-A change may touch what the trainer makes of its groups, never what was collected (`request.py`). Each step
+A change may touch what the trainer makes of its groups, never what was collected (`__main__.py`). Each step
 starts from the recorded weights and moments; the change is not carried on.
 """
 
@@ -15,11 +15,12 @@ from common.config.recorded import changed_fields
 from common.errors import TidemillError
 from common.history import RecordedGroup
 from common.wire.messages import Commit
-from services.trainer.groups.group_filter import CompleteGroup, Judge, Refusal, TrainableGroup
+from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, Refusal, TrainableGroup
 from services.trainer.groups.micro_batches import Composition, form_micro_batches
 from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import Policy, PolicyState, PolicyThread
-from services.trainer.replay.session import Surroundings, complete_groups, metrics_of
+from services.trainer.policy.policy import Policy, PolicyThread
+from services.trainer.policy.state import PolicyState
+from services.trainer.replay.session import ReplayContext, complete_groups, metrics_of
 from services.trainer.step import StepRunner
 
 NOT_WEIGHTS = ("optimizer.", "rng.", "reference.")
@@ -45,9 +46,7 @@ def named_weights(state: PolicyState) -> dict[str, Tensor]:
 
 def weight_distance(start: PolicyState, replayed: PolicyState, changed: PolicyState) -> dict[str, Any] | None:
     """How far the two results lie apart, beside how far each step went; None of a policy without weights.
-
-    Norms are over all trained weights, in float64; `cosine` is that of the angle between the two steps.
-    """
+    Norms are over all trained weights, in float64; `cosine` is that of the angle between the two steps."""
     names = [
         name
         for name, tensor in start.tensors.items()
@@ -86,7 +85,7 @@ class WhatIf:
 
     def __init__(self, config: RunConfig, changed: RunConfig, thread: PolicyThread) -> None:
         self.config, self.thread = changed, thread
-        self.judge = Judge(changed)
+        self.group_filter = GroupFilter(changed)
         self.is_recomposed = any(change.field in RECOMPOSED for change in changed_fields(config, changed))
         self.changes = [
             {"field": change.field, "before": change.before, "after": change.after}
@@ -113,7 +112,7 @@ class WhatIf:
             self.policy = await self.thread.call(open_policy, self.config)
         random_state = torch.get_rng_state()
         await self.thread.call(self.policy.load_state, self._start)
-        runner = StepRunner(Surroundings(self.config), self.policy, self.thread, self.judge)
+        runner = StepRunner(ReplayContext(self.config), self.policy, self.thread, self.group_filter)
         groups = complete_groups(recorded, commit)
         refusals, composed = self._compose(commit, groups)
         if not composed.mini_batches:
@@ -135,7 +134,7 @@ class WhatIf:
 
     def _compose(self, commit: Commit, groups: dict[int, CompleteGroup]) -> tuple[list[Refusal], Commit]:
         """The commit as it would have been: without groups that are refused now, and recomposed where due."""
-        verdicts = [self.judge.judge(groups[ticket], commit.step) for ticket in commit.groups]
+        verdicts = [self.group_filter.apply(groups[ticket], commit.step) for ticket in commit.groups]
         refusals = [verdict for verdict in verdicts if isinstance(verdict, Refusal)]
         trainable = {v.ticket: v for v in verdicts if isinstance(v, TrainableGroup)}
         if self.is_recomposed:

@@ -62,11 +62,8 @@ class BestVersion:
         return frozenset({self.best.version}) if self.best else frozenset()
 
     def consider(self, version: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Take in the evaluation of `version`, by dataset; equal values leave the earlier version.
-
-        Raises:
-            StorageError: the disk is full or read-only; call again.
-        """
+        """Take in the evaluation of `version`, by dataset; equal values leave the earlier version. Raises
+        StorageError: the disk is full or read-only; call again."""
         if self._consider(version, results) and self.best is not None:
             log.info("best version so far", version=version, metric=self.metric, value=self.best.value)
         if self.best is not None:

@@ -1,8 +1,7 @@
 """Weights as engines load them: safetensors, Hugging Face names, the configured dtype.
 
-Guarantees: a tied weight is written once, under the name its model expects; names and shapes are those
-of a published checkpoint (transformers fuses some weights on loading, experts for instance; that is
-undone).
+Guarantees: a tied weight is written once, under the name its model expects; names and shapes are those of a
+published checkpoint (transformers fuses some weights on loading, experts for instance; that is undone).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,10 +34,8 @@ def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def export_tensors(
     model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their published names, floating point ones in `dtype`.
-
-    `tensors`, by the names of `model_tensors`, take the place of the model's own.
-    """
+    """Weights under their published names, floating point ones in `dtype`. `tensors`, by the names of
+    `model_tensors`, take the place of the model's own."""
     given = model_tensors(model) if tensors is None else tensors
     whole = {name: whole_tensor(tensor) for name, tensor in given.items()}
     for name, tensor in revert_weight_conversion(model, whole).items():

@@ -30,11 +30,9 @@ class WeightSource(Protocol):
 
     def save_weights(self, folder: Path) -> object:
         """Write safetensors files with Hugging Face names into an existing folder."""
-        ...
 
     def digest(self) -> str:
         """128-bit hash over all parameter bytes, 32 hexadecimal digits."""
-        ...
 
 
 class WeightStore:
@@ -71,10 +69,8 @@ class WeightStore:
         return folder_versions(self.folder)
 
     def prune(self, keep: int, in_use: Collection[int] = (), newest: int | None = None) -> list[int]:
-        """Remove all but the newest `keep` versions and those `in_use`; returns what was removed.
-
-        The run stands at `newest`: what is above it belongs to a history that Redis has lost, and goes first.
-        """
+        """Remove all but the newest `keep` versions and those `in_use`; returns what was removed. The run
+        stands at `newest`: what is above it belongs to a history that Redis has lost, and goes first."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         versions = self.versions()

@@ -5,11 +5,11 @@ import asyncio
 from common.streams import OffsetReader, append, ensure_group, remove_entries
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import DeadLetter, Lane, Ticket
-from services.trainer.batch.batch_assembler import Collector
-from services.trainer.batch.reconciler import Reconciler
+from services.trainer.batch.batch_assembler import BatchAssembler
+from services.trainer.batch.reconciler import Reconciler, RunStreams
 from services.trainer.durable.checkpointing import Trimmer
 from services.trainer.evaluation import Evaluator
-from services.trainer.groups.group_filter import Judge
+from services.trainer.groups.group_filter import GroupFilter
 from tests.support.letters import tickets_of
 from tests.support.training import (
     make_context,
@@ -29,11 +29,11 @@ GARBAGE = {"v": b"1.0", "p": b"\xc1"}
 NEWER = {"v": b"2.0", "p": b"\x80"}
 
 
-def make_collector(broker, keys, **trainer) -> Collector:
+def make_assembler(broker, keys, **trainer) -> BatchAssembler:
     config = trainer_config(**trainer)
-    scheduler, intake = make_parts(broker, keys, config)
-    reconciler = Reconciler(broker, keys, scheduler, 4)
-    return Collector(make_context(broker, keys, config), scheduler, intake, Judge(config), reconciler)
+    scheduler, join = make_parts(broker, keys, config)
+    streams = RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))
+    return BatchAssembler(make_context(broker, keys, config), streams, GroupFilter(config))
 
 
 async def write_raw(broker, key: str, fields: dict[str, bytes]) -> str:
@@ -49,11 +49,11 @@ async def test_a_score_that_nobody_can_read_is_buried_once_with_its_bytes(broker
     for fields in (GARBAGE, NEWER):
         await write_raw(broker, keys.scores(), fields)
     for _ in range(2):  # a trainer that was started again without a checkpoint reads them again
-        _, intake = make_parts(broker, keys, trainer_config())
-        intake.expect(outstanding(0))
-        async with reading(intake):
+        _, join = make_parts(broker, keys, trainer_config())
+        join.expect(outstanding(0))
+        async with reading(join):
             await append(broker, keys.scores(), make_score(0, 0))
-            await wait_until(lambda intake=intake: intake.groups[0].scores, what="what is behind it is read")
+            await wait_until(lambda join=join: join.groups[0].scores, what="what is behind it is read")
     buried = await letters(broker, keys)
     assert [letter.origin for letter in buried] == ["scores", "scores"]
     assert [letter.fields for letter in buried] == [GARBAGE, NEWER]
@@ -62,17 +62,17 @@ async def test_a_score_that_nobody_can_read_is_buried_once_with_its_bytes(broker
 
 async def test_a_group_whose_score_died_is_replaced_soon_and_not_after_minutes(broker, keys):
     """`reissue_after_s` is a patient 300 s: what can be known at once is not waited for."""
-    collector = make_collector(broker, keys)
-    await collector.scheduler.admit(0)
+    assembler = make_assembler(broker, keys)
+    await assembler.scheduler.admit(0)
     await work_off(broker, keys, 0)
     await append(broker, keys.scores(), make_score(0, 0))
     await write_raw(broker, keys.scores(), GARBAGE)
     await publish_group(broker, keys, 1)
-    async with reading(collector.intake):
-        taking = asyncio.ensure_future(collector.take(0, 2))
+    async with reading(assembler.join):
+        taking = asyncio.ensure_future(assembler.take(0, 2))
         (first,) = await asyncio.wait_for(taking, 30)
         assert first.ticket == 1
-        taking = asyncio.ensure_future(collector.take(0, 1))
+        taking = asyncio.ensure_future(assembler.take(0, 1))
 
         async def replacement() -> list[Ticket]:
             return [t for t in await messages(broker, keys.prompts(), Ticket) if t.replaces == 0]
@@ -80,7 +80,7 @@ async def test_a_group_whose_score_died_is_replaced_soon_and_not_after_minutes(b
         (fresh,) = await wait_until(replacement, 60)
         await publish_group(broker, keys, fresh.ticket)
         assert [group.ticket for group in await asyncio.wait_for(taking, 30)] == [fresh.ticket]
-    assert collector.drain_dropped() == [(0, -1, "lost")]
+    assert assembler.drain_dropped() == [(0, -1, "lost")]
 
 
 async def work_off(broker, keys: Keys, ticket: int) -> None:
@@ -100,19 +100,19 @@ async def work_off(broker, keys: Keys, ticket: int) -> None:
 
 
 async def test_a_group_whose_letter_the_operator_took_back_is_not_replaced(broker, keys):
-    collector = make_collector(broker, keys)
-    await collector.scheduler.admit(0)
+    assembler = make_assembler(broker, keys)
+    await assembler.scheduler.admit(0)
     letter = DeadLetter(origin="prompts", entry_id="1-0", error="refused", ticket=0)
     (letter_id,) = await append(broker, keys.dead, letter)
-    async with reading(collector.intake):
-        await wait_until(lambda: 0 in collector.intake.dead)
+    async with reading(assembler.join):
+        await wait_until(lambda: 0 in assembler.join.dead)
         await remove_entries(broker, keys.dead, [letter_id])  # as `requeue` does
         for ticket in (1, 0):
             await publish_group(broker, keys, ticket)
-        await wait_until(lambda: len(collector.intake.complete) == 2)
-        groups = await collector.take(0, 2)
+        await wait_until(lambda: len(assembler.join.complete) == 2)
+        groups = await assembler.take(0, 2)
     assert sorted(group.ticket for group in groups) == [0, 1]
-    assert collector.drain_dropped() == []
+    assert assembler.drain_dropped() == []
 
 
 async def test_an_evaluation_waits_for_what_the_operator_put_back(broker, keys, monkeypatch):

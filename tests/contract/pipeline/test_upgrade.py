@@ -17,7 +17,7 @@ from common.wire import codec
 from common.wire.keys import Keys
 from common.wire.messages import DeadLetter, Message, Score
 from services.reward.worker import serve
-from services.trainer.batch.stream_join import Intake
+from services.trainer.batch.stream_join import SCORES, TRAJECTORIES, StreamJoin
 from tests.contract.reward.test_reward_worker import running
 from tests.support.training import make_score, outstanding
 from tests.support.trajectories import make_config, make_trajectory
@@ -47,15 +47,15 @@ async def test_a_reward_worker_scores_what_a_newer_minor_release_wrote_and_burie
 async def test_the_trainer_takes_what_newer_minor_releases_of_its_workers_wrote(
     broker: Broker, keys: Keys
 ) -> None:
-    intake = Intake(broker, keys, group_size=1)
-    intake.expect(outstanding(0))
+    join = StreamJoin(broker, keys, group_size=1)
+    join.expect(outstanding(0))
     await write_as(b"1.9", broker, keys.trajectories(), make_trajectory(0, group_size=1))
     await write_as(b"1.9", broker, keys.scores(), make_score(0, 0))
-    tasks = [intake.read_trajectories(), intake.read_scores()]
+    tasks = [join.read(TRAJECTORIES), join.read(SCORES)]
     context = ServiceContext("trainer", "t", keys, make_config(), broker, Path(), Activity("trainer"))
     readers = [context.start(task, "reader") for task in tasks]
     try:
-        await wait_until(lambda: intake.complete == [0])
+        await wait_until(lambda: join.complete == [0])
     finally:
         for reader in readers:
             reader.cancel()

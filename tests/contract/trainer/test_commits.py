@@ -13,12 +13,11 @@ from services.trainer.durable.commits import (
     LostTailError,
     SecondTrainerError,
     append_commit,
-    make_commit,
     read_commits,
 )
-from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
 from services.trainer.groups.micro_batches import form_micro_batches
-from services.trainer.step import MiniBatch, StepResult
+from services.trainer.step import MiniBatch, StepResult, make_commit
 from tests.support.models import make_samples
 from tests.support.training import commits_of
 
@@ -114,8 +113,8 @@ async def test_a_commit_that_cannot_be_read_is_an_error(broker: Broker, keys: Ke
 def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
     samples = make_samples(6)  # tickets 0 (four samples) and 1 (two)
     groups = [
-        TrainableGroup(1, samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
-        TrainableGroup(0, samples[:4], [1.0, 0.0, 0.0, 1.0]),
+        TrainableGroup(CompleteGroup(1, 4, {}, {}), samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
+        TrainableGroup(CompleteGroup(0, 4, {}, {}), samples[:4], [1.0, 0.0, 0.0, 1.0]),
     ]
     batches = form_micro_batches(samples, 40)
     result = StepResult(groups, [MiniBatch(batches[:1]), MiniBatch(batches[1:])])

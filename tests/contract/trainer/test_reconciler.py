@@ -1,6 +1,5 @@
 """After Redis lost its tail, or a worker its work, the streams hold again what they should."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,13 @@ from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
 from services.trainer.batch.reconciler import Reconciler
 from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import Intake
-from services.trainer.durable.commit_journal import CommitJournal
-from services.trainer.durable.commits import append_commit, read_commits
+from services.trainer.batch.stream_join import StreamJoin
+from services.trainer.durable.commits import (
+    CommitJournal,
+    append_commit,
+    read_commits,
+    restore_commits,
+)
 from tests.support.training import (
     commits_of,
     lose_tail,
@@ -39,35 +42,39 @@ def manifest_of(version: int) -> WeightManifest:
 
 
 @pytest.fixture
-def parts(broker: Broker, keys: Keys, tmp_path: Path) -> tuple[Scheduler, Intake, Reconciler]:
-    scheduler, intake = make_parts(broker, keys, trainer_config(max_staleness=2))
-    return scheduler, intake, Reconciler(broker, keys, scheduler, CommitJournal(tmp_path))
+def parts(broker: Broker, keys: Keys) -> tuple[Scheduler, StreamJoin, Reconciler]:
+    scheduler, join = make_parts(broker, keys, trainer_config(max_staleness=2))
+    return scheduler, join, Reconciler(broker, keys, scheduler)
 
 
 class TestLostTails:
-    async def test_nothing_is_appended_where_nothing_is_missing(self, parts, broker, keys):
+    async def test_nothing_is_appended_where_nothing_is_missing(self, parts, broker, keys, tmp_path):
         scheduler, _, reconciler = parts
+        journal = CommitJournal(tmp_path)
         await scheduler.admit(0)
         for step in range(3):
             await append_commit(broker, keys, commit_of(step))
-            reconciler.journal.append(commit_of(step))
+            journal.append(commit_of(step))
         reconciler.manifest = manifest_of(3)
         assert await reconciler.announce()
         streams = (keys.prompts(), keys.commits, keys.weights)
         before = [await broker.execute("XLEN", key) for key in streams]
         await reconciler.restore_lost()
-        await reconciler.restore_commits()
+        await restore_commits(broker, keys, journal)
         assert [await broker.execute("XLEN", key) for key in streams] == before
         assert not await reconciler.announce()
 
     @pytest.mark.parametrize("num_left", [0, 1, 2])
-    async def test_the_tail_of_prompts_commits_and_weights_comes_back(self, parts, broker, keys, num_left):
+    async def test_the_tail_of_prompts_commits_and_weights_comes_back(
+        self, parts, broker, keys, num_left, tmp_path
+    ):
         scheduler, _, reconciler = parts
+        journal = CommitJournal(tmp_path)
         await scheduler.admit(0)
         commits = [commit_of(step) for step in range(3)]
         for commit in commits:
             await append_commit(broker, keys, commit)
-            reconciler.journal.append(commit)
+            journal.append(commit)
         reconciler.manifest = manifest_of(3)
         await reconciler.announce()
         for key in (keys.prompts(), keys.commits, keys.weights):
@@ -76,7 +83,7 @@ class TestLostTails:
             else:
                 await broker.execute("DEL", key)
         await reconciler.restore_lost()
-        await reconciler.restore_commits()
+        await restore_commits(broker, keys, journal)
         assert [t.ticket for t in await messages(broker, keys.prompts(), Ticket)] == list(range(6))
         assert await commits_of(broker, keys) == commits == await read_commits(broker, keys, 0)
         assert [m.version for m in await messages(broker, keys.weights, WeightManifest)][-1] == 3
@@ -125,65 +132,65 @@ class TestAbandonedGroups:
             yield consumer
 
     async def test_a_group_is_not_abandoned_while_its_ticket_waits_or_is_held(self, parts, tickets):
-        scheduler, intake, reconciler = parts
-        assert await reconciler.find_abandoned(intake.groups.values()) == []
+        scheduler, join, reconciler = parts
+        assert await reconciler.find_abandoned(join.groups.values()) == []
         await scheduler.admit(0)
-        assert await reconciler.find_abandoned(intake.groups.values()) == []
+        assert await reconciler.find_abandoned(join.groups.values()) == []
         await tickets.fetch(3, 1.0)
-        assert await reconciler.find_abandoned(intake.groups.values()) == []
+        assert await reconciler.find_abandoned(join.groups.values()) == []
 
     async def test_without_any_rollout_worker_ever_nothing_is_abandoned(self, parts):
-        scheduler, intake, reconciler = parts
+        scheduler, join, reconciler = parts
         await scheduler.admit(0)
-        assert await reconciler.find_abandoned(intake.groups.values()) == []
+        assert await reconciler.find_abandoned(join.groups.values()) == []
 
     async def test_a_ticket_that_was_acknowledged_without_its_trajectories_is_abandoned(
         self, parts, tickets, broker, keys
     ):
-        scheduler, intake, reconciler = parts
+        scheduler, join, reconciler = parts
         await scheduler.admit(0)
         held = await tickets.fetch(2, 1.0)
         await tickets.complete([(held[0], None)], keys.trajectories())
-        assert await reconciler.find_abandoned(intake.groups.values()) == [0]
+        assert await reconciler.find_abandoned(join.groups.values()) == [0]
 
     async def test_a_group_waits_for_scores_while_one_of_its_trajectories_waits_or_is_held(
         self, parts, tickets, samples, broker, keys
     ):
-        scheduler, intake, reconciler = parts
+        scheduler, join, reconciler = parts
         await scheduler.admit(0)
         await tickets.complete([(held, None) for held in await tickets.fetch(1, 1.0)], keys.trajectories())
         await append(broker, keys.trajectories(), *(make_trajectory(0, i, group_size=2) for i in (0, 1)))
-        async with reading(intake):
-            await wait_until(lambda: len(intake.groups[0].trajectories) == 2)
-            assert await reconciler.find_abandoned([intake.groups[0]]) == []
+        async with reading(join):
+            await wait_until(lambda: len(join.groups[0].trajectories) == 2)
+            assert await reconciler.find_abandoned([join.groups[0]]) == []
             first = (await samples.fetch(1, 1.0))[0]
             await samples.complete([(first, make_score(0, 0))], keys.scores())
-            assert await reconciler.find_abandoned([intake.groups[0]]) == []
+            assert await reconciler.find_abandoned([join.groups[0]]) == []
             second = (await samples.fetch(1, 1.0))[0]
-            assert await reconciler.find_abandoned([intake.groups[0]]) == []
+            assert await reconciler.find_abandoned([join.groups[0]]) == []
             await samples.complete([(second, None)], keys.scores())
-            await wait_until(lambda: intake.groups[0].scores)
-            assert await reconciler.find_abandoned([intake.groups[0]]) == [0]
+            await wait_until(lambda: join.groups[0].scores)
+            assert await reconciler.find_abandoned([join.groups[0]]) == [0]
 
     async def test_a_complete_group_is_never_abandoned(self, parts, tickets, broker, keys):
-        scheduler, intake, reconciler = parts
+        scheduler, join, reconciler = parts
         await scheduler.admit(0)
         await tickets.complete([(held, None) for held in await tickets.fetch(9, 1.0)], keys.trajectories())
         await publish_group(broker, keys, 3)
-        async with reading(intake):
-            await wait_until(lambda: intake.complete == [3])
-        assert await reconciler.find_abandoned(intake.groups.values()) == [0, 1, 2, 4, 5]
+        async with reading(join):
+            await wait_until(lambda: join.complete == [3])
+        assert await reconciler.find_abandoned(join.groups.values()) == [0, 1, 2, 4, 5]
 
 
 async def test_started_versions_are_learnt_for_incomplete_groups_only(parts, broker, keys):
-    scheduler, intake, reconciler = parts
+    scheduler, join, reconciler = parts
     await scheduler.admit(0)
     await ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
     for ticket, version in ((1, 4), (2, 5)):
         await broker.execute("HSET", keys.progress(ticket), "version", version)
     await publish_group(broker, keys, 2)
-    async with reading(intake):
-        await wait_until(lambda: intake.complete == [2])
-    await reconciler.learn_started_versions(intake.groups.values())
-    assert [group.started_version for group in intake.groups.values()] == [-1, 4, -1, -1, -1, -1]
+    async with reading(join):
+        await wait_until(lambda: join.complete == [2])
+    await reconciler.learn_started_versions(join.groups.values())
+    assert [group.started_version for group in join.groups.values()] == [-1, 4, -1, -1, -1, -1]
     assert await last_id(broker, keys.prompts()) == entry_id_of(5)

@@ -16,9 +16,9 @@ from common.wire.keys import Keys
 from common.wire.messages import Score, ScoreStatus
 from services.trainer.policy.loading import open_policy
 from services.trainer.policy.policy import PolicyThread
-from services.trainer.replay.comparison import compare_step
-from services.trainer.replay.request import changed_config, check_committed
+from services.trainer.replay.__main__ import changed_config, check_committed
 from services.trainer.replay.session import ReplayedStep, Session
+from services.trainer.replay.steps import compare_step
 from services.trainer.replay.what_if import WhatIf
 from tests.support.training import answering, commits_of, make_score
 from tests.support.whole_trainer import run

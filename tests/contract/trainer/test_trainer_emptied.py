@@ -48,8 +48,8 @@ async def test_a_redis_that_is_emptied_while_a_step_is_trained_gets_everything_b
 ):
     train = StepRunner.run
 
-    async def train_and_empty(runner: StepRunner, number: int, collector: Any) -> Any:
-        result = await train(runner, number, collector)
+    async def train_and_empty(runner: StepRunner, number: int, assembler: Any) -> Any:
+        result = await train(runner, number, assembler)
         if number == step:
             await empty(broker, keys)
         return result

@@ -36,8 +36,8 @@ async def test_a_lost_commit_comes_back_before_the_next_one(make, broker, keys, 
     """Behind the next one there would be no place for it any more, and no way to replay it."""
     train = StepRunner.run
 
-    async def lose_and_train(runner: StepRunner, step: int, collector: Any) -> Any:
-        result = await train(runner, step, collector)
+    async def lose_and_train(runner: StepRunner, step: int, assembler: Any) -> Any:
+        result = await train(runner, step, assembler)
         if step == 3:
             await lose_tail(broker, keys.commits, "1-0")
         return result
@@ -55,8 +55,8 @@ async def test_commits_come_back_however_many_are_lost_and_however_often_the_tra
     """A replica that takes over may be several steps behind; what is still needed must not be forgotten."""
     train = StepRunner.run
 
-    async def lose_and_train(runner: StepRunner, step: int, collector: Any) -> Any:
-        result = await train(runner, step, collector)
+    async def lose_and_train(runner: StepRunner, step: int, assembler: Any) -> Any:
+        result = await train(runner, step, assembler)
         if step == 4:
             await lose_tail(broker, keys.commits, f"{4 - num_lost}-0")
         return result
@@ -151,9 +151,9 @@ async def test_records_that_redis_has_lost_are_not_needed_once_their_commit_is_o
     async def info_of_two_servers(section: str) -> dict[str, str]:
         return await info(section) | {"run_id": "second" if is_second else "first"}
 
-    async def train_and_lose(runner: StepRunner, step: int, collector: Any) -> Any:
+    async def train_and_lose(runner: StepRunner, step: int, assembler: Any) -> Any:
         nonlocal is_second
-        result = await train(runner, step, collector)
+        result = await train(runner, step, assembler)
         if step == 2:
             await lose_tail(broker, keys.commits, "1-0")
             for key in (keys.trajectories(), keys.scores()):

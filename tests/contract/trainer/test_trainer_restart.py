@@ -13,7 +13,7 @@ from common.wire.messages import DeadLetter, WeightManifest
 from services.trainer import trainer as trainer_module
 from services.trainer.batch.reconciler import Reconciler
 from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import Intake
+from services.trainer.batch.stream_join import StreamJoin
 from services.trainer.trainer import Trainer
 from services.trainer.weights.store import WeightStore
 from tests.support.training import answering, commits_of, messages
@@ -148,10 +148,10 @@ async def test_replacements_survive_crashes(make, broker, keys, order):
 
 
 async def test_a_reader_that_fails_ends_the_trainer_with_its_error(make, broker, keys, monkeypatch):
-    async def fail(self: Intake) -> None:
+    async def fail(self: StreamJoin, stream: str) -> None:
         raise RuntimeError("the reader broke")
 
-    monkeypatch.setattr(Intake, "read_scores", fail)
+    monkeypatch.setattr(StreamJoin, "read", fail)
     async with answering(broker, keys):
         with pytest.raises(RuntimeError, match="the reader broke"):
             await run(make())

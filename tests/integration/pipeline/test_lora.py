@@ -8,7 +8,7 @@ from common.config import load_config
 from common.run.state import read_state
 from common.run.weight_files import version_name
 from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.policy.policy import PolicyState
+from services.trainer.policy.state import PolicyState
 from tests.support.preloaded import PreloadedRun
 from tests.support.runs import REPO
 from tests.support.training import commits_of, num_commits

@@ -20,8 +20,7 @@ from services.rollout.engines import build_engine
 from services.rollout.engines.engine import GenerationRequest
 from services.rollout.engines.transformers import TransformersEngine
 from services.trainer.groups.samples import Sample
-from services.trainer.policy.acceleration import pick_layout
-from services.trainer.policy.forward import TokenScorer
+from services.trainer.policy.forward import TokenScorer, pick_layout
 from services.trainer.policy.transformers_policy import load_policy
 from tests.support.architectures import FAMILIES, make_config, make_model
 from tests.support.models import (

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.trainer.policy.acceleration import compile_model
+from services.trainer.policy.model_loading import compile_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,

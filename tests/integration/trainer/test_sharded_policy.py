@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from common.config import RunConfig
+from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.micro_batches import form_micro_batches
 from services.trainer.groups.samples import Sample
 from services.trainer.policy.fsdp.rank_policy import load_rank_policy
 from services.trainer.policy.fsdp.ranks import lead_ranks
 from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from services.trainer.policy.policy import MicroBatchMetrics, Policy, UpdateResult
+from services.trainer.policy.policy import Policy, UpdateResult
 from services.trainer.policy.transformers_policy import load_policy
 from tests.support.models import emptied, make_samples, masked, run_config, tiny_model
 
@@ -72,7 +73,7 @@ def train(policy: Policy, steps: range) -> list[Any]:
 
 
 def prepared(policy: Policy, samples: list[Sample], proximal: bool = True) -> list[Sample]:
-    tokens = policy.prepare(samples)
+    tokens = policy.precompute(samples)
     return [
         replace(
             sample,

@@ -17,14 +17,13 @@ from common.streams import Entry
 from common.wire.keys import Keys
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
-from services.trainer.batch.precompute import Preparer
-from services.trainer.batch.stream_join import Intake
-from services.trainer.durable.commits import make_commit
-from services.trainer.groups.group_filter import CompleteGroup, Judge, TrainableGroup
-from services.trainer.groups.samples import PreparedTokens
+from services.trainer.batch.precompute import Precompute
+from services.trainer.batch.stream_join import StreamJoin
+from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from services.trainer.groups.samples import PrecomputedTokens
 from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.policy.transformers_policy import TransformersPolicy
-from services.trainer.step import StepResult, StepRunner
+from services.trainer.step import StepResult, StepRunner, make_commit
 from tests.support.models import PIECES, make_policy, one_batch, run_config
 from tests.support.training import make_context, make_score, outstanding
 from tests.support.trajectories import make_trajectory
@@ -53,36 +52,36 @@ def group_of(ticket: int) -> CompleteGroup:
 
 
 class Arrivals:
-    """Stands where the collector does, and hands over groups in a given order and given portions.
+    """Stands where the assembler does, and hands over groups in a given order and given portions.
 
     `num_waiting`: of the groups that have not been handed over, how many have their trajectories already.
     """
 
     def __init__(
         self,
-        judge: Judge,
-        preparer: Preparer,
+        group_filter: GroupFilter,
+        precompute: Precompute,
         order: Sequence[int],
         portions: Sequence[int],
         num_waiting: int,
     ) -> None:
-        self.judge, self.preparer, self.num_waiting = judge, preparer, num_waiting
+        self.group_filter, self.precompute, self.num_waiting = group_filter, precompute, num_waiting
         self.left = [group_of(ticket) for ticket in order]
         self.portions = list(portions)
         self.log: list[str] = []
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
         self.log.append("take")
-        await self.prepare_waiting(step, 1)  # as a collector does while it waits
+        await self.precompute_waiting(step, 1)  # as the assembler does while it waits
         count = min(places, self.portions.pop(0) if self.portions else 1)
         taken, self.left = self.left[:count], self.left[count:]
-        verdicts = [self.judge.judge(group, step) for group in taken]
-        return [verdict for verdict in verdicts if isinstance(verdict, TrainableGroup)]
+        outcomes = [self.group_filter.apply(group, step) for group in taken]
+        return [outcome for outcome in outcomes if isinstance(outcome, TrainableGroup)]
 
-    async def prepare_waiting(self, step: int, places: int) -> bool:
+    async def precompute_waiting(self, step: int, places: int) -> bool:
         for group in self.left[: self.num_waiting]:
-            if self.preparer.is_needed and not self.preparer.is_ready(group, step):
-                await self.preparer.prepare(group, step)
+            if self.precompute.is_needed and not self.precompute.is_ready(group, step):
+                await self.precompute.compute(group, step)
                 return True
         return False
 
@@ -104,7 +103,7 @@ def config_of(num_mini_batches: int, micro_batch_tokens: int = 64, **algorithm: 
 
 def runner_of(config: RunConfig, policy: Policy) -> StepRunner:
     context = make_context(Broker.__new__(Broker), Keys("unit"), config)
-    return StepRunner(context, policy, PolicyThread(), Judge(config))
+    return StepRunner(context, policy, PolicyThread(), GroupFilter(config))
 
 
 class RecordingPolicy:
@@ -130,7 +129,7 @@ def run_step(
     num_waiting: int = 0,
 ) -> StepResult:
     runner = runner_of(config, policy)
-    arrivals = Arrivals(runner.judge, runner.preparer, order, portions, num_waiting)
+    arrivals = Arrivals(runner.group_filter, runner.precompute, order, portions, num_waiting)
     if isinstance(policy, RecordingPolicy):
         arrivals.log = policy.calls
     return asyncio.run(runner.run(0, arrivals))  # type: ignore[arg-type]
@@ -146,19 +145,19 @@ def weights_of(policy: TransformersPolicy) -> torch.Tensor:
 
 def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
     """What a step is: every mini-batch in one piece, all that it compares with from the start of the step."""
-    policy, judge, advantages = policy_of(config), Judge(config), Advantages(config)
+    policy, group_filter, advantages = policy_of(config), GroupFilter(config), Advantages(config)
     mini_batches = []
     for tickets in np.split(np.array(order), config.trainer.mini_batches):
         groups = []
         for ticket in tickets:
-            verdict = judge.judge(group_of(int(ticket)), 0)
-            assert isinstance(verdict, TrainableGroup)
-            prepared = policy.prepare(verdict.samples)
+            outcome = group_filter.apply(group_of(int(ticket)), 0)
+            assert isinstance(outcome, TrainableGroup)
+            precomputed = policy.precompute(outcome.samples)
             samples = [
-                replace(sample, **{name: getattr(tokens, name) for name in PreparedTokens.__slots__})
-                for sample, tokens in zip(verdict.samples, prepared, strict=True)
+                replace(sample, **{name: getattr(tokens, name) for name in PrecomputedTokens.__slots__})
+                for sample, tokens in zip(outcome.samples, precomputed, strict=True)
             ]
-            groups.append(replace(verdict, samples=samples))
+            groups.append(replace(outcome, samples=samples))
         mini_batches.append([s for group in advantages.assign(groups) for s in group.samples])
     for samples in mini_batches:
         policy.update(policy.accumulate(one_batch(samples)).denominator)
@@ -260,7 +259,7 @@ def commit_of(result: StepResult) -> Commit:
     num_mini_batches=st.sampled_from([1, 2, 4, 8]),
     num_waiting=st.integers(0, GROUPS),
 )
-def test_replaying_the_commit_gives_the_same_bits_whatever_was_prepared_when(
+def test_replaying_the_commit_gives_the_same_bits_whatever_was_precomputed_when(
     order, portions, num_mini_batches, num_waiting
 ):
     config = config_of(num_mini_batches)
@@ -304,9 +303,9 @@ def test_weights_are_held_only_for_groups_that_have_not_arrived_before_the_first
     assert "hold_weights" not in calls_of(config_of(2), portions=[8])
 
 
-def test_what_waits_for_its_score_is_prepared_before_the_weights_move():
+def test_what_waits_for_its_score_is_precomputed_before_the_weights_move():
     calls = calls_of(config_of(2, 400), portions=[4, 4], num_waiting=GROUPS)
-    assert "prepare" not in calls[calls.index("update") :]
+    assert "precompute" not in calls[calls.index("update") :]
 
 
 def test_the_ratio_after_the_first_update_is_against_the_start_of_the_step():
@@ -314,12 +313,12 @@ def test_the_ratio_after_the_first_update_is_against_the_start_of_the_step():
     config = config_of(2, 400)
     result = run_step(config, policy_of(config), range(GROUPS), [4, 4])
     first, second = result.mini_batches
-    prepared = [s.proximal_logprobs for batch in second.micro_batches for s in batch.samples]
-    assert all(values is not None for values in prepared)
+    precomputed = [s.proximal_logprobs for batch in second.micro_batches for s in batch.samples]
+    assert all(values is not None for values in precomputed)
     assert all(s.proximal_logprobs is None for batch in first.micro_batches for s in batch.samples)
     fresh = policy_of(config)
     samples = [s for batch in second.micro_batches for s in batch.samples]
-    for values, expected in zip(prepared, fresh.logprobs(samples), strict=True):
+    for values, expected in zip(precomputed, fresh.logprobs(samples), strict=True):
         np.testing.assert_allclose(values, expected, atol=1e-5)
 
 
@@ -327,21 +326,21 @@ async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
     """After Redis has lost its tail, other tokens may arrive under the same key."""
     config = config_of(2)
     runner = runner_of(config, policy_of(config))
-    intake = Intake(Broker.__new__(Broker), Keys("unit"), SIZE)
-    intake.expect(outstanding(0))
+    join = StreamJoin(Broker.__new__(Broker), Keys("unit"), SIZE)
+    join.expect(outstanding(0))
     for index, trajectory in group_of(0).trajectories.items():
-        intake.groups[0].trajectories[index] = Entry(f"{index + 1}-0", trajectory)
-    assert await runner.preparer.prepare_waiting(intake.groups.values(), 0, 1)
-    assert not await runner.preparer.prepare_waiting(intake.groups.values(), 0, 1), "prepared once"
-    assert intake.groups[0].prepared is not None
-    intake.reread()
-    assert intake.groups[0].prepared is None
+        join.groups[0].trajectories[index] = Entry(f"{index + 1}-0", trajectory)
+    assert await runner.precompute.compute_waiting(join.groups.values(), 0, 1)
+    assert not await runner.precompute.compute_waiting(join.groups.values(), 0, 1), "precomputed once"
+    assert join.groups[0].precomputed is not None
+    join.reread()
+    assert join.groups[0].precomputed is None
 
 
-async def test_what_was_prepared_for_a_step_is_not_used_for_another():
+async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
     config = config_of(2)
     runner = runner_of(config, policy_of(config))
     group = group_of(0)
-    await runner.preparer.prepare(group, 0)
-    assert runner.preparer.is_ready(group, 0)
-    assert not runner.preparer.is_ready(group, 1)
+    await runner.precompute.compute(group, 0)
+    assert runner.precompute.is_ready(group, 0)
+    assert not runner.precompute.is_ready(group, 1)

@@ -101,7 +101,7 @@ def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) ->
 
 def _kl(sample: Sample, kl: KlConfig) -> Float64s:
     """Estimates of KL(rollout || reference) at the trained tokens, as in `losses.kl`. Shape [A]."""
-    assert sample.reference_logprobs is not None, "`Policy.prepare` comes before advantages"
+    assert sample.reference_logprobs is not None, "`Policy.precompute` comes before advantages"
     difference_A = (sample.rollout_logprobs - sample.reference_logprobs)[sample.mask].astype(np.float64)
     difference_A = difference_A.clip(-20.0, 20.0)
     if kl.estimator == "k1":

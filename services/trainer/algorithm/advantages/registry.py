@@ -1,31 +1,96 @@
-"""Advantages by name. An advantage is computed for one group, or for all groups of an optimizer update.
+"""Advantages of the user's own.
 
-`scope` says which: with "batch" an update waits for its last group before it trains on the first.
+    def advantage(rewards, tickets=None, samples=None):
+
+`rewards` [N] float64 are the shaped rewards of one group. A function that takes `tickets` [N] (the group each
+reward belongs to) is given a whole mini-batch in one call instead. `samples` [N] are the trainer's `Sample`s.
+It returns N finite numbers, or N arrays with one number for each of a completion's tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 
 from common.config import RunConfig
-from common.config.algorithm import AlgorithmConfig, is_users_own
-from common.errors import TidemillError
+from common.config.algorithm import AlgorithmConfig
+from common.errors import ConfigError, TidemillError
 from common.wire.arrays import Float64
 from services.trainer.algorithm.advantages.episode import Episode, Float64s, make_episode, whiten
-from services.trainer.algorithm.advantages.group_relative import dr_grpo, grpo, pass_at_k, rloo
-from services.trainer.algorithm.advantages.returns import (
+from services.trainer.algorithm.advantages.estimators import (
+    dr_grpo,
     gae,
+    grpo,
+    pass_at_k,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    rloo,
 )
-from services.trainer.algorithm.advantages.users_own import users_advantage
+from services.trainer.algorithm.users_function import contained, load_users_function, taken_by
 from services.trainer.groups.group_filter import TrainableGroup
 from services.trainer.groups.samples import Sample
 
-Scope = Literal["group", "batch"]
+ADVANTAGE_FIELD = "trainer.algorithm.advantage"
+ADVANTAGE_ARGUMENTS = ("rewards", "tickets", "samples")
+
 Groups = Sequence[Sequence[Episode]]
+
+
+def users_advantage(
+    reference: str,
+) -> tuple[Literal["group", "batch"], Callable[[Groups], list[float | Float64s]]]:
+    """Scope and function of a user's own advantage.
+
+    Raises:
+        ConfigError: it cannot be loaded, does not fit, or fails on two made-up rewards.
+    """
+    function = load_users_function(ADVANTAGE_FIELD, reference, ADVANTAGE_ARGUMENTS)
+    taken = taken_by(function)
+    where = f"{ADVANTAGE_FIELD} {reference}"
+
+    def compute(groups: Groups) -> list[float | Float64s]:
+        parts = [[e for group in groups for e in group]] if "tickets" in taken else groups
+        return [value for part in parts for value in _call(function, part, where)]
+
+    if "samples" not in taken:
+        trial = function(rewards=np.array([1.0, 0.0]), tickets=np.array([0, 0]), samples=[])
+        made_up: Any = SimpleNamespace(completion_ids=np.zeros(3), mask=np.ones(3, np.bool_), key=(0, 0))
+        _read(trial, [made_up, made_up], where)
+    return "batch" if "tickets" in taken else "group", compute
+
+
+def _call(function: Callable[..., Any], episodes: Sequence[Episode], where: str) -> list[float | Float64s]:
+    samples = [episode.sample for episode in episodes]
+    returned = function(
+        rewards=np.array([episode.reward for episode in episodes]),
+        tickets=np.array([sample.key[0] for sample in samples], dtype=np.int64),
+        samples=samples,
+    )
+    return _read(returned, samples, where)
+
+
+def _read(returned: Any, samples: Sequence[Any], where: str) -> list[float | Float64s]:
+    """What a function returned, as one number or one array [A] for each sample."""
+    with contained(where):
+        values = [np.asarray(value, dtype=np.float64) for value in returned]
+    if len(values) != len(samples):
+        raise ConfigError(f"{where} returned {len(values)} advantages for {len(samples)} rewards")
+    result: list[float | Float64s] = []
+    for value, sample in zip(values, samples, strict=True):
+        if not np.isfinite(value).all():
+            raise ConfigError(f"{where} returned {value} for trajectory {sample.key}; it must be finite")
+        if value.ndim and value.shape != sample.completion_ids.shape:
+            raise ConfigError(
+                f"{where} returned an array of {value.shape} for a completion of "
+                f"{len(sample.completion_ids)} tokens; expected one number, or one for each token"
+            )
+        result.append(value[sample.mask] if value.ndim else float(value))
+    return result
+
+
+Scope = Literal["group", "batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +102,9 @@ class Estimate:
 
     advantage: float | Float64s
     returns_A: Float64s | None = None
+
+
+Estimator = Callable[[Groups, AlgorithmConfig], list[Estimate]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +121,28 @@ def find_advantage(algorithm: AlgorithmConfig) -> Advantage:
     Raises:
         ConfigError: a user's own cannot be loaded or does not take what it will be given.
     """
-    name = algorithm.advantage
-    if is_users_own(name):
-        scope, function = users_advantage(name)
+    traits = algorithm.advantage_traits
+    if traits is None:
+        scope, function = users_advantage(algorithm.advantage)
         return Advantage(scope, lambda groups: [Estimate(value) for value in function(groups)])
-    if name == "gae":
-        return Advantage("batch" if algorithm.value.whiten else "group", lambda g: _gae(g, algorithm))
-    if name == "reinforce_plus_plus":
-        return Advantage("batch", lambda groups: _reinforce_plus_plus(groups, algorithm))
-    if name == "reinforce_plus_plus_baseline":
-        return Advantage("batch", _reinforce_plus_plus_baseline)
-    of_rewards: dict[str, Callable[[list[float]], Float64s]] = {
-        "grpo": grpo,
-        "dr_grpo": dr_grpo,
-        "rloo": rloo,
-        "pass_at_k": lambda rewards: pass_at_k(rewards, algorithm.pass_k, algorithm.pass_threshold),
-    }
-    return Advantage("group", lambda groups: _group_relative(groups, of_rewards[name]))
+    scope = "group" if algorithm.advantage == "gae" and not algorithm.value.whiten else traits.scope
+    estimate = _ESTIMATORS[algorithm.advantage]
+    return Advantage(scope, lambda groups: estimate(groups, algorithm))
 
 
-def _group_relative(groups: Groups, function: Callable[[list[float]], Float64s]) -> list[Estimate]:
-    return [
-        Estimate(float(value))
-        for group in groups
-        for value in function([episode.reward for episode in group])
-    ]
+def _of_rewards(function: Callable[[list[float]], Float64s]) -> Estimator:
+    """A function of a group's rewards, which gives one number for each."""
+
+    def estimate(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+        values = [function([episode.reward for episode in group]) for group in groups]
+        return [Estimate(float(value)) for values_G in values for value in values_G]
+
+    return estimate
+
+
+def _pass_at_k(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+    k, threshold = algorithm.pass_k, algorithm.pass_threshold
+    return _of_rewards(lambda rewards: pass_at_k(rewards, k, threshold))(groups, algorithm)
 
 
 def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
@@ -88,7 +153,7 @@ def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> list[Est
     return _of_sequences(advantages)
 
 
-def _reinforce_plus_plus_baseline(groups: Groups) -> list[Estimate]:
+def _reinforce_plus_plus_baseline(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
     rewards = [[episode.reward for episode in group] for group in groups]
     lengths = [[episode.num_trained for episode in group] for group in groups]
     return _of_sequences(reinforce_plus_plus_baseline(rewards, lengths))
@@ -108,16 +173,25 @@ def _gae(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
     advantages = [advantages_A for advantages_A, _ in pairs]
     if algorithm.value.whiten:
         advantages = whiten(advantages)
-    return [
-        Estimate(advantages_A, returns_A)
-        for advantages_A, (_, returns_A) in zip(advantages, pairs, strict=True)
-    ]
+    return [Estimate(values_A, returns_A) for values_A, (_, returns_A) in zip(advantages, pairs, strict=True)]
 
 
 def _values(episode: Episode) -> Float64s:
     sample = episode.sample
-    assert sample.values is not None, "`Policy.prepare` comes before advantages"
+    assert sample.values is not None, "`Policy.precompute` comes before advantages"
     return sample.values[sample.mask].astype(np.float64)
+
+
+_ESTIMATORS: dict[str, Estimator] = {
+    "grpo": _of_rewards(grpo),
+    "dr_grpo": _of_rewards(dr_grpo),
+    "rloo": _of_rewards(rloo),
+    "pass_at_k": _pass_at_k,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "gae": _gae,
+}
+"""By the names of `common.config.algorithm_table`."""
 
 
 class Advantages:

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.importance import Importance, importance_weights
-from services.trainer.algorithm.losses.penalties import kl_penalty, value_loss
-from services.trainer.algorithm.losses.registry import SurrogateFunction
+from services.trainer.algorithm.losses.corrections import (
+    Importance,
+    importance_weights,
+    kl_penalty,
+    value_loss,
+)
+from services.trainer.algorithm.losses.surrogates import SurrogateFunction
 from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 
@@ -43,7 +47,7 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     """
     tokens = tokens.floored()
     proximal_N = tokens.logprobs_N.detach()
-    if tokens.proximal_logprobs_N is not None and algorithm.has_ratio:
+    if tokens.proximal_logprobs_N is not None and algorithm.loss_traits.has_ratio:
         proximal_N = tokens.proximal_logprobs_N
     old_N = proximal_N if algorithm.old_logprobs == "recompute" else tokens.rollout_logprobs_N
     importance = importance_weights(

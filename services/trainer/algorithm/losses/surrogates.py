@@ -1,9 +1,12 @@
 """PPO's clipped surrogate with separate bounds and, where asked for, the dual clip."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig
+from common.config.algorithm import AlgorithmConfig, is_users_own
+from common.errors import ConfigError
 from services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Ratio,
@@ -11,31 +14,24 @@ from services.trainer.algorithm.losses.tokens import (
     sequence_means,
     unclipped,
 )
+from services.trainer.algorithm.users_function import contained, load_users_function
 
 
 def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """The objective of each token by its own ratio; see `clipped_surrogate`."""
     return clipped_surrogate(
-        ratio.ratio_N,
-        ratio.advantages_N,
-        algorithm.clip_low,
-        algorithm.clip_high,
-        algorithm.dual_clip_bound,
+        ratio.ratio_N, ratio.advantages_N, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip_bound
     )
 
 
 def clipped_surrogate(
-    ratio_N: Tensor,
-    advantages_N: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Surrogate:
     """min(r A, clip(r, 1 - low, 1 + high) A), and at least `dual_clip` * A where A < 0. Shapes [N].
 
     arXiv 1707.06347, eq. 7; separate bounds are DAPO's clip-higher (arXiv 2503.14476); the dual clip is arXiv
-    1912.09729 (TRL's `delta`). The gradient is zero where a positive advantage meets r > 1 + high, or
-    a negative one r < 1 - low (those tokens have already moved enough) or r > `dual_clip` (one token that
+    1912.09729 (TRL's `delta`). The gradient is zero where a positive advantage meets r > 1 + high, or a
+    negative one r < 1 - low (those tokens have already moved enough) or r > `dual_clip` (one token that
     became much likelier would outweigh all others). r = 1.5, A = 2, high = 0.28 gives 2.56.
     """
     clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -108,10 +104,68 @@ TEMPERATURE_POSITIVE, TEMPERATURE_NEGATIVE = 1.0, 1.05
 def sapo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """A * sigmoid(t (r - 1)) * 4 / t with t by the sign of A. Shapes [N].
 
-    SAPO, arXiv 2511.20347: at r = 1 the gradient is that of PPO, and it fades on both sides
-    instead of ending at a bound. r = 1 gives 2 A / t.
+    SAPO, arXiv 2511.20347: at r = 1 the gradient is that of PPO, and it fades on both sides instead of ending
+    at a bound. r = 1 gives 2 A / t.
     """
     positive_N = torch.full_like(ratio.advantages_N, TEMPERATURE_POSITIVE)
     temperature_N = positive_N.masked_fill(ratio.advantages_N <= 0, TEMPERATURE_NEGATIVE)
     gate_N = torch.sigmoid(temperature_N * (ratio.ratio_N - 1.0)) * 4.0 / temperature_N
     return unclipped(gate_N * ratio.advantages_N)
+
+
+LOSS_FIELD = "trainer.algorithm.loss"
+
+SurrogateFunction = Callable[[Ratio, AlgorithmConfig], Surrogate]
+
+_BY_NAME: dict[str, SurrogateFunction] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+}
+
+
+def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
+    """The surrogate that the config names.
+
+    Raises:
+        ConfigError: a user's own cannot be loaded, or fails on three made-up tokens.
+    """
+    if not is_users_own(algorithm.loss):
+        return _BY_NAME[algorithm.loss]
+    where = f"{LOSS_FIELD} {algorithm.loss}"
+    function = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
+
+    def surrogate(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+        returned = function(ratio=ratio, algorithm=algorithm)
+        if isinstance(returned, torch.Tensor):
+            returned = unclipped(returned)
+        if not isinstance(returned, Surrogate) or returned.objective_N.shape != ratio.log_N.shape:
+            found = tuple(returned.objective_N.shape) if isinstance(returned, Surrogate) else type(returned)
+            raise ConfigError(
+                f"{where} returned {found}; expected a tensor of shape {tuple(ratio.log_N.shape)}, the "
+                "objective of each token"
+            )
+        return returned
+
+    with contained(where):
+        _try(surrogate, algorithm)
+    return surrogate
+
+
+def _try(surrogate: SurrogateFunction, algorithm: AlgorithmConfig) -> None:
+    logprobs_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    made_up = Ratio(
+        log_N=logprobs_N - torch.tensor([-1.1, -1.9, -0.5]),
+        advantages_N=torch.tensor([1.0, 1.0, -1.0]),
+        logprobs_N=logprobs_N,
+        sequence_N=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+    )
+    objective_N = surrogate(made_up, algorithm).objective_N
+    if not objective_N.requires_grad or not torch.isfinite(objective_N).all():
+        raise ConfigError(
+            f"{LOSS_FIELD} {algorithm.loss} returned {objective_N.tolist()} without a gradient, or not "
+            "finite; compute it from ratio.log_N, ratio.ratio_N or ratio.logprobs_N"
+        )

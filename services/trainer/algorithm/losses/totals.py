@@ -1,11 +1,59 @@
 """The terms of many forward passes as the metrics of a micro-batch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from services.trainer.algorithm.losses.policy_loss import LossTerms
-from services.trainer.policy.policy import MicroBatchMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchMetrics:
+    """Sums over the trained tokens of one or more micro-batches; `+` joins two of them.
+
+    Divide a `*_sum` or a count by `tokens` for the mean, `loss_sum` by `denominator`.
+    """
+
+    sequences: int = 0
+    tokens: int = 0
+    """Tokens that carry loss."""
+    denominator: float = 0.0
+    """What these samples add to the denominator of `update`."""
+    loss_sum: float = 0.0
+    entropy_sum: float = 0.0
+    kl_sum: float = 0.0
+    """Estimate of KL(current || reference) by the configured estimator; 0 without a reference."""
+    rollout_kl_sum: float = 0.0
+    """k3 estimate of KL(rollout || current)."""
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    clipped_dual: float = 0.0
+    """Tokens without gradient because the ratio left its range (with `cispo`: with a bounded weight)."""
+    weight_sum: float = 0.0
+    weight_max: float = 0.0
+    """Importance weights against the rollout policy, truncated or masked."""
+    weights_bounded: float = 0.0
+    """Tokens whose importance weight was truncated or masked."""
+    raw_weight_sum: float = 0.0
+    raw_weight_square_sum: float = 0.0
+    """Importance weights before that; their effective sample size is sum^2 / sum of squares."""
+    mismatch_sum: float = 0.0
+    mismatch_max: float = 0.0
+    """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
+    value_loss_sum: float = 0.0
+    value_square_error_sum: float = 0.0
+    return_sum: float = 0.0
+    return_square_sum: float = 0.0
+    """Of the value head: its loss, (value at the step's start - return)^2, and the returns."""
+
+    def __add__(self, other: "MicroBatchMetrics") -> "MicroBatchMetrics":
+        def join(name: str) -> Any:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return max(mine, theirs) if name.endswith("_max") else mine + theirs
+
+        return MicroBatchMetrics(**{item.name: join(item.name) for item in fields(self)})
 
 
 def total_metrics(parts: Sequence[LossTerms]) -> MicroBatchMetrics:

@@ -1,7 +1,7 @@
 """`python -m services.trainer.policy.fsdp.rank_main`: a rank that trains its share of what rank 0 hands out.
 
-It needs no Redis: the config and every call to the policy come from the leader. Signals are the leader's
-business as well: it drains, and then tells its followers to end.
+It needs no Redis: the config and every call to the policy come from rank 0. Signals are for rank 0 too: it
+drains, and then tells the other ranks to end.
 """
 
 import signal
@@ -11,26 +11,26 @@ from common.config import RunConfig
 from common.errors import TidemillError
 from common.telemetry.logs import configure_logs
 from services.trainer.policy.fsdp.ranks import Ranks, join_ranks
-from services.trainer.policy.fsdp.sharded_policy import follow
+from services.trainer.policy.fsdp.sharded_policy import serve_calls
 
 
-def run_follower(ranks: Ranks) -> None:
-    """Load this rank's share of the policy, and follow until the leader ends."""
+def run_rank(ranks: Ranks) -> None:
+    """Load this rank's share of the policy, and make rank 0's calls until it closes."""
     from services.trainer.policy.fsdp.rank_policy import load_rank_policy
 
     config = RunConfig.model_validate_json(ranks.broadcast())
-    follow(load_rank_policy(config, ranks), ranks)
+    serve_calls(load_rank_policy(config, ranks), ranks)
     ranks.close()
 
 
 def main() -> int:
-    """Run one follower to its end; returns the exit code."""
+    """Run one rank to its end; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     ranks = join_ranks()
     configure_logs("trainer", f"trainer-rank-{ranks.rank}")
     try:
-        run_follower(ranks)
+        run_rank(ranks)
     except TidemillError as error:
         print(f"tidemill trainer, rank {ranks.rank}: {error}", file=sys.stderr)
         return error.exit_code

@@ -21,15 +21,15 @@ from transformers import PreTrainedModel
 
 from common.config.run import RunConfig
 from common.wire.arrays import Float32
+from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.micro_batches import MicroBatch
 from services.trainer.groups.samples import Sample
 from services.trainer.policy.forward import TileScores, TokenScorer
 from services.trainer.policy.fsdp.ranks import Ranks
-from services.trainer.policy.fsdp.shard_files import ShardReader, rows_of, write_shard
-from services.trainer.policy.packing import Tile, make_rows, make_tiles
-from services.trainer.policy.policy import MicroBatchMetrics, PolicyState
+from services.trainer.policy.packing import Tile
+from services.trainer.policy.side_models import ValueHead
+from services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
 from services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
-from services.trainer.policy.value_head import ValueHead
 
 
 class ShardedModel(nn.Module):
@@ -38,7 +38,9 @@ class ShardedModel(nn.Module):
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         super().__init__()
         self.model = model
-        for layer in _layers(model):
+        blocks = set(model._no_split_modules or ())
+        # The blocks that are gathered one after the other.
+        for layer in [module for module in model.modules() if type(module).__name__ in blocks]:
             fully_shard(layer, mesh=ranks.mesh)
         # Also the root's: between two passes only shards exist, which updates and checkpoints work on.
         fully_shard(self, mesh=ranks.mesh, reshard_after_forward=True)
@@ -51,12 +53,6 @@ class ShardedModel(nn.Module):
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`."""
         return function(*args)
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that are gathered one after the other."""
-    blocks = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in blocks]
 
 
 class ShardedScorer(TokenScorer):
@@ -111,10 +107,6 @@ class RankPolicy(TransformersPolicy):
         parts = self._ranks.gather(msgpack.packb(asdict(metrics)))
         return sum((MicroBatchMetrics(**msgpack.unpackb(part)) for part in parts), MicroBatchMetrics())
 
-    def _tiles_of(self, batch: MicroBatch) -> list[Tile]:
-        rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
-        return make_tiles(rows, self.layout, self._tile_tokens)
-
     @torch.no_grad()
     def _score_all(
         self,
@@ -151,7 +143,8 @@ class RankPolicy(TransformersPolicy):
     def save_state(self, folder: Path) -> None:
         """This rank's shard; returns when all are written."""
         state = self.state()
-        tensors = {name: _local(tensor).contiguous() for name, tensor in state.tensors.items()}
+        local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.tensors.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in local.items()}
         rows = {name: len(t) for name, t in state.tensors.items() if isinstance(t, DTensor)}
         if not self._ranks.is_leader:
             tensors = {name: tensor for name, tensor in tensors.items() if name in rows}
@@ -200,7 +193,3 @@ def _empty_pass(batch: MicroBatch) -> Tile:
     """A forward pass over one token."""
     ids_BT = torch.from_numpy(batch.samples[0].prompt_ids[:1].astype(np.int64))[None]
     return Tile(rows=(), ids_BT=ids_BT, sources_N=torch.zeros(1).long(), targets_N=torch.zeros(1).long())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -44,45 +44,32 @@ class Ranks:
         return self.rank == 0
 
     def broadcast(self, payload: bytes = b"") -> bytes:
-        """The leader's bytes, on every rank.
-
-        Raises:
-            RankLostError: another rank has ended.
-        """
+        """The leader's bytes, on every rank. Raises RankLostError: another rank has ended."""
         with _losses_told():
-            return self._broadcast(payload)
+            length = torch.tensor([len(payload)])
+            dist.broadcast(length, 0, group=self._control)
+            data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
+            if len(data):
+                dist.broadcast(data, 0, group=self._control)
+            return data.numpy().tobytes()
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, in the order of ranks, on every rank.
-
-        Raises:
-            RankLostError: another rank has ended.
-        """
+        """Every rank's bytes, in the order of ranks, on every rank. Raises RankLostError: another rank has
+        ended."""
         with _losses_told():
-            return self._gather(payload)
+            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(payload)]), group=self._control)
+            sizes = [int(length) for length in lengths]
+            own = torch.zeros(max(sizes), dtype=torch.uint8)
+            own[: len(payload)] = _tensor_of(payload)
+            parts = [torch.empty_like(own) for _ in sizes]
+            if len(own):
+                dist.all_gather(parts, own, group=self._control)
+            return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
-
-    def _broadcast(self, payload: bytes) -> bytes:
-        length = torch.tensor([len(payload)])
-        dist.broadcast(length, 0, group=self._control)
-        data = _tensor_of(payload) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
-        if len(data):
-            dist.broadcast(data, 0, group=self._control)
-        return data.numpy().tobytes()
-
-    def _gather(self, payload: bytes) -> list[bytes]:
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(payload)]), group=self._control)
-        sizes = [int(length) for length in lengths]
-        own = torch.zeros(max(sizes), dtype=torch.uint8)
-        own[: len(payload)] = _tensor_of(payload)
-        parts = [torch.empty_like(own) for _ in sizes]
-        if len(own):
-            dist.all_gather(parts, own, group=self._control)
-        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 @contextmanager
@@ -103,11 +90,8 @@ def _tensor_of(payload: bytes) -> Tensor:
 
 
 def join_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """Meet the other ranks, as torchrun's variables say.
-
-    Raises:
-        ConfigError: there are more ranks on this machine than GPUs.
-    """
+    """Meet the other ranks, as torchrun's variables say. Raises ConfigError: there are more ranks on this
+    machine than GPUs."""
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -128,7 +112,7 @@ def join_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
 def lead_ranks(config: TrainerConfig) -> Ranks | None:
     """The ranks that rank 0 leads; None where it trains alone.
 
-    Without torchrun it starts the followers itself; they end when it does.
+    Without torchrun it starts the other ranks itself; they end when it does.
 
     Raises:
         ConfigError: torchrun started another number of ranks than `trainer.num_ranks`.

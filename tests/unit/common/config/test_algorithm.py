@@ -1,15 +1,16 @@
 """`trainer.algorithm`: presets fill in, and each combination that would not do what it says is refused."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from common.config import AlgorithmConfig, RunConfig, load_config, parse_config
-from common.config.algorithm import ADVANTAGES, LOSSES, is_users_own
-from common.config.algorithm_presets import PRESETS, Preset
+from common.config.algorithm import is_users_own
+from common.config.algorithm_table import ADVANTAGES, LOSSES, PRESETS, Preset
 from common.errors import ConfigError
 from services.trainer.algorithm.advantages.registry import find_advantage
-from services.trainer.algorithm.losses.registry import find_loss
+from services.trainer.algorithm.losses.surrogates import find_loss
 
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -153,6 +154,19 @@ def test_every_name_of_the_config_has_a_function_behind_it():
         level = {"level": "sequence"} if name == "gspo" else {}
         old = "rollout" if name == "cispo" else "recompute"
         assert find_loss(AlgorithmConfig(loss=name, importance=level, old_logprobs=old)).__name__ == name
+
+
+def test_the_docs_tell_of_every_name_in_the_table():
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    named = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    assert {*ADVANTAGES, *LOSSES, *PRESETS} <= named
+    table = text[text.index("| waits for |") :].split("\n\n")[0]
+    rows = {line.split("`")[1]: line.split(" | ") for line in table.splitlines() if line.startswith("| `")}
+    waits = {"group": "its group", "batch": "the mini-batch"}
+    for name, traits in ADVANTAGES.items():
+        _, _, needs, waits_for = rows[name]
+        assert waits_for.startswith(waits[traits.scope]), name
+        assert (needs == "group") == traits.compares_siblings, name
 
 
 def test_paths_of_a_users_own_are_relative_to_the_config(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from common.config import RunConfig, changed_fields, parse_config, parse_recorded
-from common.config.algorithm_presets import PRESETS
+from common.config.algorithm_table import PRESETS
 from common.history import History
 from services.console.run.folder import RunFolder
 from services.trainer.replay.__main__ import _config

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from services.trainer.algorithm.advantages import Advantages
-from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
 from services.trainer.groups.samples import Sample
 from tests.support.training import trainer_config
 
@@ -34,7 +34,7 @@ def sample(ticket: int, index: int, reward: float, num_tokens: int = 3, **fields
 
 
 def group(ticket: int, *samples: Sample) -> TrainableGroup:
-    return TrainableGroup(ticket, list(samples), [s.reward for s in samples])
+    return TrainableGroup(CompleteGroup(ticket, 0, {}, {}), list(samples), [s.reward for s in samples])
 
 
 def assigned(advantages: Advantages, *groups: TrainableGroup) -> list[Sample]:

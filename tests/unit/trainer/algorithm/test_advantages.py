@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from services.trainer.algorithm.advantages.episode import overlong_penalty, whiten
-from services.trainer.algorithm.advantages.group_relative import dr_grpo, grpo, pass_at_k, rloo
-from services.trainer.algorithm.advantages.returns import (
+from services.trainer.algorithm.advantages.estimators import (
+    dr_grpo,
     gae,
+    grpo,
+    pass_at_k,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     returns,
+    rloo,
 )
 
 GROUP_RELATIVE = [grpo, dr_grpo, rloo, lambda rewards: pass_at_k(rewards, 2)]

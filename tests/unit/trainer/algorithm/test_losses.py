@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from common.config.algorithm import AlgorithmConfig, KlConfig
-from services.trainer.algorithm.losses.importance import importance_weights
-from services.trainer.algorithm.losses.penalties import kl_penalty, value_loss
+from services.trainer.algorithm.losses.corrections import importance_weights, kl_penalty, value_loss
 from services.trainer.algorithm.losses.surrogates import clipped_surrogate
 from services.trainer.algorithm.losses.tokens import (
     denominator,

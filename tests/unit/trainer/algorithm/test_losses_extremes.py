@@ -8,7 +8,7 @@ import torch
 
 from common.config.algorithm import AlgorithmConfig, KlConfig
 from services.trainer.algorithm.advantages.episode import make_episode
-from services.trainer.algorithm.losses.penalties import kl_penalty
+from services.trainer.algorithm.losses.corrections import kl_penalty
 from services.trainer.algorithm.losses.totals import total_metrics
 from services.trainer.policy.forward import score_logits
 from tests.support.losses import loss_of, make_tokens, tensor

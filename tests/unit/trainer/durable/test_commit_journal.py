@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.wire.messages import Commit
-from services.trainer.durable.commit_journal import JOURNAL_FILE, CommitJournal
+from services.trainer.durable.commits import JOURNAL_FILE, CommitJournal
 
 
 def commit_of(step: int, digest: str = "0" * 32) -> Commit:

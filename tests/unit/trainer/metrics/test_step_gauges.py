@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from common.wire.messages import Commit
-from services.trainer.metrics.step_gauges import observe_step
+from services.trainer.metrics.step_metrics import observe_step
 from services.trainer.step import StepResult
 from tests.support.training import make_score
 from tests.unit.trainer.metrics.test_step_metrics import group_of, sample_of
@@ -54,7 +54,6 @@ def test_each_trajectory_is_timed_from_stage_to_stage() -> None:
         make_score(0, 1, 0.0, latency_s=4.0, scored_at=15.0),
     ]
     group = group_of([sample, other], scores)
-    assert group.source is not None
     group.source.queued_s = {0: 5.0, 1: 0.0}
     observe_step(commit_of(30.0), StepResult(groups=[group]))
     spent = {stage: value("stage_seconds_sum", stage=stage) - before[stage] for stage in stages}

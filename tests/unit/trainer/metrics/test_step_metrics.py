@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from common.wire.messages import Trajectory
-from services.trainer.groups.group_filter import CompleteGroup, Judge, TrainableGroup
+from services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
 from services.trainer.metrics.step_metrics import staleness_shares, step_metrics
-from services.trainer.policy.policy import MicroBatchMetrics, UpdateResult
+from services.trainer.policy.policy import UpdateResult
 from services.trainer.step import MiniBatch, StepResult
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
@@ -31,7 +32,7 @@ def sample_of(ticket: int, index: int, num_tokens: int, spans: Any, finish: str 
 def group_of(samples: list[Trajectory], scores: list[Any]) -> TrainableGroup:
     ticket = samples[0].ticket
     group = CompleteGroup(ticket, 4, dict(enumerate(samples)), dict(enumerate(scores)))
-    verdict = Judge(trainer_config(reward__min_group_size=1, max_staleness=3)).judge(group, step=4)
+    verdict = GroupFilter(trainer_config(reward__min_group_size=1, max_staleness=3)).apply(group, step=4)
     assert isinstance(verdict, TrainableGroup)
     return verdict
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from services.trainer.policy.acceleration import wants_liger
+from services.trainer.policy.model_loading import wants_liger
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

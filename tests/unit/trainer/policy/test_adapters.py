@@ -146,7 +146,7 @@ def test_the_reference_is_the_start_without_a_second_copy():
     policy = make_policy(**LORA, **FROZEN)
     num_parameters = sum(1 for _ in policy._model.parameters())
     trained(3, policy)
-    reference = [tokens.reference_logprobs for tokens in policy.prepare(samples)]
+    reference = [tokens.reference_logprobs for tokens in policy.precompute(samples)]
     for left, right in zip(reference, start, strict=True):
         np.testing.assert_array_equal(left, right)
     assert not isinstance(getattr(policy._reference, "_model", None), torch.nn.Module)
@@ -158,7 +158,7 @@ def test_reference_logprobs_leave_accumulated_gradients_alone():
     policy, samples = make_policy(**LORA, **FROZEN), make_samples(6)
     policy.accumulate(one_batch(samples))
     before = gradients_of(policy).clone()
-    policy.prepare(samples)
+    policy.precompute(samples)
     assert torch.equal(gradients_of(policy), before)
 
 
@@ -169,7 +169,7 @@ def test_held_weights_are_the_adapters_at_the_start_of_the_step():
     before = policy.logprobs(samples)
     policy.hold_weights()
     trained(1, policy)
-    proximal = [tokens.proximal_logprobs for tokens in policy.prepare(samples)]
+    proximal = [tokens.proximal_logprobs for tokens in policy.precompute(samples)]
     for left, right in zip(proximal, before, strict=True):
         np.testing.assert_array_equal(left, right)
 

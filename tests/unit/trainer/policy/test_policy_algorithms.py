@@ -43,7 +43,7 @@ def prepared(policy: TransformersPolicy, samples: list[Sample], seed: int = 5) -
     """Samples with what the policy prepares, and made-up advantages and returns for each token."""
     rng = np.random.default_rng(seed)
     done = []
-    for sample, tokens in zip(samples, policy.prepare(samples), strict=True):
+    for sample, tokens in zip(samples, policy.precompute(samples), strict=True):
         has_values, size = tokens.values is not None, len(sample.mask)
         done.append(
             replace(
@@ -116,7 +116,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
 
 class TestReference:
     def logprobs(self, policy: TransformersPolicy, samples: list[Sample]) -> list[np.ndarray]:
-        found = [tokens.reference_logprobs for tokens in policy.prepare(samples)]
+        found = [tokens.reference_logprobs for tokens in policy.precompute(samples)]
         assert all(values is not None for values in found)
         return found  # type: ignore[return-value]
 
@@ -194,7 +194,7 @@ PPO: dict[str, Any] = {"advantage": "gae", "value": {"head": True, "clip": None}
 
 
 def with_returns(policy: TransformersPolicy, samples: list[Sample], target: float) -> list[Sample]:
-    values = [tokens.values for tokens in policy.prepare(samples)]
+    values = [tokens.values for tokens in policy.precompute(samples)]
     size = [np.full(len(sample.mask), target) for sample in samples]
     return [
         replace(s, values=v, returns=r, advantage=0.0) for s, v, r in zip(samples, values, size, strict=True)
@@ -203,7 +203,7 @@ def with_returns(policy: TransformersPolicy, samples: list[Sample], target: floa
 
 class TestValueHead:
     def values(self, policy: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
-        return np.concatenate([tokens.values for tokens in policy.prepare(samples)])
+        return np.concatenate([tokens.values for tokens in policy.precompute(samples)])
 
     def test_starts_at_zero_and_learns_the_returns(self):
         samples = make_samples(8)
@@ -287,7 +287,7 @@ class TestValueHead:
 
 
 def test_nothing_is_prepared_that_the_algorithm_has_no_use_for():
-    (tokens,) = make_policy().prepare(make_samples(1))
+    (tokens,) = make_policy().precompute(make_samples(1))
     assert (tokens.proximal_logprobs, tokens.reference_logprobs, tokens.values) == (None, None, None)
-    (tokens,) = make_policy(mini_batches=2).prepare(make_samples(1))
+    (tokens,) = make_policy(mini_batches=2).precompute(make_samples(1))
     assert tokens.proximal_logprobs is not None

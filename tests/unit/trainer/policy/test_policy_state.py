@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from common.errors import ConfigError
-from services.trainer.policy.policy import PolicyState
+from services.trainer.policy.state import PolicyState
 from services.trainer.policy.transformers_policy import load_policy
 from services.trainer.weights.encode import export_tensors, save_model
 from tests.support.models import (

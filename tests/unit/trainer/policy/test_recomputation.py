@@ -7,7 +7,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.errors import ConfigError
-from services.trainer.policy.acceleration import recompute_layers
+from services.trainer.policy.model_loading import recompute_layers
 from tests.support.architectures import make_model
 from tests.support.models import accumulate_all, gradients_of, make_policy, make_samples, one_batch
 

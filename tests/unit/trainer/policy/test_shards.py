@@ -12,9 +12,8 @@ from services.trainer.groups.micro_batches import MicroBatch
 from services.trainer.groups.samples import Sample
 from services.trainer.policy.fsdp.rank_policy import split_samples
 from services.trainer.policy.fsdp.ranks import lead_ranks
-from services.trainer.policy.fsdp.shard_files import ShardReader, rows_of, write_shard
 from services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
-from services.trainer.policy.policy import PolicyState
+from services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
 from tests.support.models import make_samples, run_config
 
 

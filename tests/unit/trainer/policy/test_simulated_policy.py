@@ -3,8 +3,9 @@
 import pytest
 
 from common.errors import ConfigError
-from services.trainer.policy.policy import Policy, PolicyState
+from services.trainer.policy.policy import Policy
 from services.trainer.policy.simulated_policy import SimulatedPolicy
+from services.trainer.policy.state import PolicyState
 from tests.support.models import make_policy, make_samples, masked, one_batch, run_config, train
 
 

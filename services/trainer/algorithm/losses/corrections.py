@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig
+from common.config.algorithm import AlgorithmConfig, KlConfig
 from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, sequence_means, sequence_sums
 
 
@@ -54,3 +54,38 @@ def importance_weights(
     if mode == "mask":
         return Importance(raw_N.masked_fill(is_outside_N, 0.0), raw_N, is_outside_N)
     return Importance(raw_N.clamp(importance.low, importance.high), raw_N, is_outside_N)
+
+
+def kl_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor, kl: KlConfig) -> Tensor:
+    """The penalty of each token, with the gradients above. Shape [N].
+
+    p = 0.6 under the policy, 0.4 under the reference: d = log 1.5 = 0.4055; k1 = 0.4055, k2 = 0.0822, k3 =
+    2/3 - 1 + 0.4055 = 0.0721.
+
+    k3 grows as exp(-d) where the policy has left a token, and its gradient with it: at d = -10 it is 22,015,
+    and the step belongs to that token. So it stops at `kl.bound`, value and gradient, as in verl: 10 is
+    reached at d = -2.61. k1 and k2 grow with d and d^2 and need no bound.
+    """
+    difference_N = (logprobs_N - reference_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kl.estimator == "k3":
+        penalty_N = torch.expm1(-difference_N) + difference_N
+        return penalty_N if kl.bound is None else penalty_N.clamp(max=kl.bound)
+    squared_N = 0.5 * difference_N.square()
+    if kl.estimator == "k2":
+        return squared_N
+    # Value of k1, gradient of k2.
+    return difference_N.detach() + squared_N - squared_N.detach()
+
+
+def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:
+    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Shape [N], at least 0.
+
+    PPO's clipped value loss (arXiv 2005.12729, section 3; in OpenAI's baselines, not in the paper): a value
+    that has moved c away from its estimate at the step's start has no gradient. `clip=None`: 1/2 (V - R)^2. V
+    = 1, V_old = 0.5, c = 0.2, R = 0: max(1, 0.49) / 2 = 0.5; with R = 2: max(1, 1.69) / 2 = 0.845.
+    """
+    errors_N = (values_N - returns_N).square()
+    if clip is None:
+        return 0.5 * errors_N
+    clipped_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+    return 0.5 * torch.maximum(errors_N, (clipped_N - returns_N).square())

@@ -10,10 +10,9 @@ import pytest
 from common.errors import ConfigError
 from common.process.checks import check_loggers
 from common.run.records import METRICS_FILE, read_records
-from services.trainer.metrics.loggers import sender as sender_module
-from services.trainer.metrics.loggers.sender import Sender
-from services.trainer.metrics.loggers.trackers import TRACKERS, TrackedRun, Tracker
+from services.trainer.metrics import trackers as sender_module
 from services.trainer.metrics.recorder import Recorder
+from services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun, Tracker
 
 NUMBERS = {"reward": 0.5, "kl": None}
 

@@ -12,30 +12,30 @@ from common.telemetry import metrics
 from common.wire import codec
 from common.wire.keys import Keys
 from common.wire.messages import DeadLetter
-from services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES, Intake
+from services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES, StreamJoin
 from tests.support.training import lose_tail, make_score, outstanding, publish_group, reading
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def make(broker: Broker, keys: Keys) -> Callable[..., Intake]:
-    """An intake of groups of two that expects some tickets."""
+def make(broker: Broker, keys: Keys) -> Callable[..., StreamJoin]:
+    """An join of groups of two that expects some tickets."""
 
-    def make(*tickets: int) -> Intake:
-        intake = Intake(broker, keys, group_size=2)
-        intake.expect(outstanding(*tickets))
-        return intake
+    def make(*tickets: int) -> StreamJoin:
+        join = StreamJoin(broker, keys, group_size=2)
+        join.expect(outstanding(*tickets))
+        return join
 
     return make
 
 
-async def read_all(broker: Broker, keys: Keys, intake: Intake) -> None:
+async def read_all(broker: Broker, keys: Keys, join: StreamJoin) -> None:
     """Let the readers reach the ends of their streams."""
     ends = {
-        intake._trajectories: await last_id(broker, keys.trajectories()),
-        intake._scores: await last_id(broker, keys.scores()),
-        intake._dead: await last_id(broker, keys.dead),
+        join._readers[TRAJECTORIES]: await last_id(broker, keys.trajectories()),
+        join._readers[SCORES]: await last_id(broker, keys.scores()),
+        join._readers[DEAD]: await last_id(broker, keys.dead),
     }
     await wait_until(
         lambda: all(id_order(reader.position) >= id_order(end) for reader, end in ends.items()),
@@ -54,102 +54,102 @@ def letter(ticket: int, origin: str = "prompts", index: int = -1) -> DeadLetter:
 
 class TestJoining:
     async def test_groups_complete_with_the_last_of_their_entries_in_whatever_order(self, make, broker, keys):
-        intake = make(0, 1)
-        async with reading(intake):
+        join = make(0, 1)
+        async with reading(join):
             await append(broker, keys.scores(), make_score(1, 0), make_score(1, 1))
             await append(broker, keys.trajectories(), *(make_trajectory(1, i, group_size=2) for i in (1, 0)))
-            await wait_until(lambda: intake.complete)
+            await wait_until(lambda: join.complete)
             await publish_group(broker, keys, 0)
-            await wait_until(lambda: intake.complete == [1, 0])
-        group = intake.groups[0].complete()
+            await wait_until(lambda: join.complete == [1, 0])
+        group = join.groups[0].complete()
         assert {i: s.value for i, s in group.scores.items()} == {0: 0.0, 1: 1.0}
         assert {i: t.key for i, t in group.trajectories.items()} == {0: (0, 0), 1: (0, 1)}
 
     async def test_the_first_entry_of_a_key_wins_and_later_ones_are_counted(self, make, broker, keys):
-        intake, before = make(0), (duplicates(TRAJECTORIES), duplicates(SCORES))
-        async with reading(intake):
+        join, before = make(0), (duplicates(TRAJECTORIES), duplicates(SCORES))
+        async with reading(join):
             for text, value in (("first", 0.25), ("second", 0.75)):
                 await append(broker, keys.trajectories(), make_trajectory(0, 0, text, group_size=2))
                 await append(broker, keys.scores(), make_score(0, 0, value))
-            await read_all(broker, keys, intake)
-        assert intake.groups[0].trajectories[0].message.text == "first"
-        assert intake.groups[0].scores[0].message.value == 0.25
-        assert not intake.complete
+            await read_all(broker, keys, join)
+        assert join.groups[0].trajectories[0].message.text == "first"
+        assert join.groups[0].scores[0].message.value == 0.25
+        assert not join.complete
         assert (duplicates(TRAJECTORIES), duplicates(SCORES)) == (before[0] + 1, before[1] + 1)
 
     async def test_late_entries_of_settled_tickets_are_counted_and_not_kept(self, make, broker, keys):
-        intake, before = make(0), duplicates(TRAJECTORIES)
-        async with reading(intake):
+        join, before = make(0), duplicates(TRAJECTORIES)
+        async with reading(join):
             await publish_group(broker, keys, 0)
-            await wait_until(lambda: intake.complete)
-            intake.close(0)
+            await wait_until(lambda: join.complete)
+            join.close(0)
             await publish_group(broker, keys, 0)
             await publish_group(broker, keys, 5)  # was never outstanding here
-            await read_all(broker, keys, intake)
-        assert (intake.groups, intake.complete, intake.dead) == ({}, [], {})
+            await read_all(broker, keys, join)
+        assert (join.groups, join.complete, join.dead) == ({}, [], {})
         assert duplicates(TRAJECTORIES) == before + 4
 
     async def test_an_index_outside_of_the_group_does_not_complete_it(self, make, broker, keys):
-        intake = make(0)
-        async with reading(intake):
+        join = make(0)
+        async with reading(join):
             await append(broker, keys.trajectories(), *(make_trajectory(0, i, group_size=9) for i in (0, 8)))
             await append(broker, keys.scores(), make_score(0, 0), make_score(0, 8))
-            await read_all(broker, keys, intake)
-        assert not intake.complete
-        assert list(intake.groups[0].trajectories) == [0]
+            await read_all(broker, keys, join)
+        assert not join.complete
+        assert list(join.groups[0].trajectories) == [0]
 
     async def test_what_cannot_be_decoded_is_passed_over(self, make, broker, keys):
-        intake = make(0)
-        async with reading(intake):
+        join = make(0)
+        async with reading(join):
             for key in (keys.trajectories(), keys.scores(), keys.dead):
                 await broker.execute("XADD", key, "*", "v", "1.0", "p", b"\xc1 no msgpack")
                 await broker.execute("XADD", key, "*", "v", "2.0", "p", b"\x80")
                 await broker.execute("XADD", key, "*", "something", "else")
             await publish_group(broker, keys, 0)
-            await wait_until(lambda: intake.complete == [0])
+            await wait_until(lambda: join.complete == [0])
 
     async def test_waiting_ends_with_news_and_says_when_there_was_none(self, make, broker, keys):
-        intake = make(0)
-        assert await intake.wait(0.01) is False
-        async with reading(intake):
+        join = make(0)
+        assert await join.wait(0.01) is False
+        async with reading(join):
             await publish_group(broker, keys, 0)
-            assert await intake.wait(20) is True
-            await wait_until(lambda: intake.complete)
+            assert await join.wait(20) is True
+            await wait_until(lambda: join.complete)
         # News that came while nobody waited are not missed either.
-        intake.changed.set()
-        assert await intake.wait(20) is True
-        assert await intake.wait(0.01) is False
+        join.changed.set()
+        assert await join.wait(20) is True
+        assert await join.wait(0.01) is False
 
 
 class TestDeadLetters:
     @pytest.mark.parametrize(("origin", "is_dead"), [("prompts", True), ("trajectories", True),
                                                      ("prompts:eval", False), ("scores", False)])  # fmt: skip
     async def test_a_dead_ticket_is_known_by_its_letter(self, make, broker, keys, origin, is_dead):
-        intake = make(0, 1)
-        async with reading(intake):
+        join = make(0, 1)
+        async with reading(join):
             await append(broker, keys.dead, letter(0, origin), letter(9, "prompts"), letter(1))
-            await wait_until(lambda: 1 in intake.dead)
-        assert (0 in intake.dead) is is_dead
-        assert set(intake.dead) <= {0, 1}
+            await wait_until(lambda: 1 in join.dead)
+        assert (0 in join.dead) is is_dead
+        assert set(join.dead) <= {0, 1}
 
     async def test_a_group_that_a_step_has_taken_cannot_die_any_more(self, make, broker, keys):
-        intake = make(0, 1)
-        intake.groups[0].is_taken = True
-        async with reading(intake):
+        join = make(0, 1)
+        join.groups[0].is_taken = True
+        async with reading(join):
             await append(broker, keys.dead, letter(0), letter(1))
-            await wait_until(lambda: intake.dead)
-        assert list(intake.dead) == [1]
+            await wait_until(lambda: join.dead)
+        assert list(join.dead) == [1]
 
     async def test_a_letter_that_has_not_been_acted_on_is_read_again_after_a_restart(
         self, make, broker, keys
     ):
-        intake = make(0, 1)
-        async with reading(intake):
+        join = make(0, 1)
+        async with reading(join):
             await append(broker, keys.dead, letter(0), letter(1))
-            await wait_until(lambda: len(intake.dead) == 2)
-        intake.close(0)
+            await wait_until(lambda: len(join.dead) == 2)
+        join.close(0)
         restarted = make(1)
-        restarted.restore(intake.positions(), intake.high_water())
+        restarted.restore(join.positions(), join.high_water())
         async with reading(restarted):
             await wait_until(lambda: list(restarted.dead) == [1])
 
@@ -158,33 +158,33 @@ class TestPositions:
     async def test_a_checkpoint_remembers_positions_below_every_entry_that_is_needed(
         self, make, broker, keys
     ):
-        intake = make(0, 1, 2, 3)
-        async with reading(intake):
+        join = make(0, 1, 2, 3)
+        async with reading(join):
             for ticket in range(4):
                 await publish_group(broker, keys, ticket)
             await append(broker, keys.trajectories(), make_trajectory(3, 1, group_size=2))
-            await read_all(broker, keys, intake)
+            await read_all(broker, keys, join)
         for settled in range(4):
-            positions = intake.positions()
-            needed = [e for g in intake.groups.values() for e in g.trajectories.values()]
+            positions = join.positions()
+            needed = [e for g in join.groups.values() for e in g.trajectories.values()]
             assert all(id_order(entry.entry_id) > id_order(positions[TRAJECTORIES]) for entry in needed)
-            restarted = make(*intake.groups)
-            restarted.restore(positions, intake.high_water())
+            restarted = make(*join.groups)
+            restarted.restore(positions, join.high_water())
             async with reading(restarted):
                 await wait_until(lambda r=restarted: len(r.complete) == len(r.groups))
-            intake.close(settled)
-        assert intake.positions() == intake.high_water() | {DEAD: START}
+            join.close(settled)
+        assert join.positions() == join.high_water() | {DEAD: START}
 
     async def test_what_is_read_a_second_time_is_not_counted_a_second_time(self, make, broker, keys):
-        intake = make(0, 1)
-        async with reading(intake):
+        join = make(0, 1)
+        async with reading(join):
             await publish_group(broker, keys, 0)
             await publish_group(broker, keys, 1)
-            await read_all(broker, keys, intake)
-        intake.close(1)
+            await read_all(broker, keys, join)
+        join.close(1)
         restarted, before = make(0), duplicates(TRAJECTORIES)
-        restarted.restore(intake.positions(), intake.high_water())
-        restarted.num_trajectories = intake.num_trajectories
+        restarted.restore(join.positions(), join.high_water())
+        restarted.num_trajectories = join.num_trajectories
         async with reading(restarted):
             await read_all(broker, keys, restarted)
             assert (restarted.num_trajectories, duplicates(TRAJECTORIES)) == (4, before)
@@ -193,116 +193,116 @@ class TestPositions:
         assert (restarted.num_trajectories, duplicates(TRAJECTORIES)) == (6, before + 2)
 
     async def test_memory_holds_only_what_is_outstanding(self, make, broker, keys):
-        intake = make()
-        async with reading(intake):
+        join = make()
+        async with reading(join):
             for ticket in range(50):
-                intake.expect(outstanding(ticket))
+                join.expect(outstanding(ticket))
                 await publish_group(broker, keys, ticket)
-                await wait_until(lambda ticket=ticket: intake.complete == [ticket])
-                intake.close(ticket)
-        assert (intake.groups, intake.complete, intake.dead) == ({}, [], {})
+                await wait_until(lambda ticket=ticket: join.complete == [ticket])
+                join.close(ticket)
+        assert (join.groups, join.complete, join.dead) == ({}, [], {})
 
 
 async def test_the_wait_for_a_reward_is_measured_by_one_clock(make, broker, keys):
     """Workers' clocks may be an hour apart; entry ids are times of Redis."""
-    intake = make(0)
+    join = make(0)
     late = time.time() + 3600
-    async with reading(intake):
+    async with reading(join):
         for index in (0, 1):
             sample = make_trajectory(0, index, group_size=2, started_at=1.0, finished_at=2.0)
             score = make_score(0, index, latency_s=0.5, scored_at=late)
             for key, clock, message in ((keys.trajectories(), 1000, sample), (keys.scores(), 3500, score)):
                 flat = [part for pair in codec.encode(message).items() for part in pair]
                 await broker.execute("XADD", key, f"{clock}-{index}", *flat)
-        await wait_until(lambda: intake.complete == [0])
-    assert intake.groups[0].complete().queued_s == {0: 2.0, 1: 2.0}
+        await wait_until(lambda: join.complete == [0])
+    assert join.groups[0].complete().queued_s == {0: 2.0, 1: 2.0}
 
 
 class TestAfterRedisLostItsTail:
     async def test_a_score_never_meets_a_trajectory_that_is_gone(self, make, broker, keys):
         """Ticket 0 was read, then lost and generated again: other tokens, and a score of their own."""
-        intake = make(0, 1)
-        async with reading(intake):
+        join = make(0, 1)
+        async with reading(join):
             await publish_group(broker, keys, 1)
             end = await last_id(broker, keys.trajectories())
             for index in (0, 1):
                 await append(broker, keys.trajectories(), make_trajectory(0, index, "lost", group_size=2))
-            await read_all(broker, keys, intake)
+            await read_all(broker, keys, join)
             await lose_tail(broker, keys.trajectories(), end)
             for index in (0, 1):
                 await append(broker, keys.trajectories(), make_trajectory(0, index, "again", group_size=2))
                 await append(broker, keys.scores(), make_score(0, index, 0.5))
-            await wait_until(lambda: intake.complete == [1, 0])
-            assert intake.groups[0].trajectories[0].message.text == "lost"
-            intake.reread()
-            assert not intake.complete
-            await wait_until(lambda: sorted(intake.complete) == [0, 1])
-        texts = {entry.message.text for entry in intake.groups[0].trajectories.values()}
+            await wait_until(lambda: join.complete == [1, 0])
+            assert join.groups[0].trajectories[0].message.text == "lost"
+            join.reread()
+            assert not join.complete
+            await wait_until(lambda: sorted(join.complete) == [0, 1])
+        texts = {entry.message.text for entry in join.groups[0].trajectories.values()}
         assert texts == {"again"}
 
     async def test_what_a_step_has_taken_is_not_read_again(self, make, broker, keys):
-        intake = make(0, 1)
-        async with reading(intake):
+        join = make(0, 1)
+        async with reading(join):
             await publish_group(broker, keys, 0)
             await publish_group(broker, keys, 1)
-            await wait_until(lambda: intake.complete == [0, 1])
-            intake.groups[0].is_taken = True
-            intake.complete.remove(0)
-            intake.reread()
-            await wait_until(lambda: intake.complete == [1])
-        assert intake.groups[0].is_complete
+            await wait_until(lambda: join.complete == [0, 1])
+            join.groups[0].is_taken = True
+            join.complete.remove(0)
+            join.reread()
+            await wait_until(lambda: join.complete == [1])
+        assert join.groups[0].is_complete
 
     async def test_entries_of_a_server_whose_clock_is_behind_are_read(self, make, broker, keys):
         """Ids are times: what is generated again may get smaller ones than what was read and lost."""
-        intake: Any = make(0)
+        join: Any = make(0)
         entry = codec.encode(make_trajectory(0, 0, group_size=2))
         fields = [part for pair in entry.items() for part in pair]
-        async with reading(intake):
+        async with reading(join):
             await broker.execute("XADD", keys.trajectories(), "1700000050000-0", *fields)
-            await wait_until(lambda: intake.groups[0].trajectories)
+            await wait_until(lambda: join.groups[0].trajectories)
             await lose_tail(broker, keys.trajectories(), START)
             await broker.execute("XADD", keys.trajectories(), "1700000010000-0", *fields)
-            intake.reread()
-            await wait_until(lambda: intake.groups[0].trajectories)
-        assert intake.groups[0].trajectories[0].entry_id == "1700000010000-0"
+            join.reread()
+            await wait_until(lambda: join.groups[0].trajectories)
+        assert join.groups[0].trajectories[0].entry_id == "1700000010000-0"
 
     async def test_a_clock_that_is_set_back_by_more_than_any_margin_hides_nothing(self, make, broker, keys):
         """Trajectory, score and letter are lost, and come again with ids ten minutes smaller."""
-        intake: Any = make(0, 1)
+        join: Any = make(0, 1)
         sample, score = codec.encode(make_trajectory(0, 0, group_size=2)), codec.encode(make_score(0, 0))
         dead = codec.encode(letter(1))
         messages = {keys.trajectories(): sample, keys.scores(): score, keys.dead: dead}
-        group = intake.groups[0]
-        async with reading(intake):
+        group = join.groups[0]
+        async with reading(join):
             for clock in ("1700000600000-0", "1700000000000-0"):
                 for key, fields in messages.items():
                     flat = [part for pair in fields.items() for part in pair]
                     await broker.execute("XADD", key, clock, *flat)
-                await wait_until(lambda: group.trajectories and group.scores and intake.dead)
-                assert group.trajectories[0].entry_id == intake.dead[1][0] == clock
+                await wait_until(lambda: group.trajectories and group.scores and join.dead)
+                assert group.trajectories[0].entry_id == join.dead[1][0] == clock
                 for key in messages if clock == "1700000600000-0" else ():
                     await lose_tail(broker, key, START)
-                intake.dead.clear()
-                intake.reread()
+                join.dead.clear()
+                join.reread()
 
     async def test_what_still_stands_is_found_by_content_too(self, make, broker, keys):
         """The same id may be given out twice: a lost entry's place is not proof that it is there."""
-        intake: Any = make(0, 1, 2)
-        async with reading(intake):
+        join: Any = make(0, 1, 2)
+        async with reading(join):
             for number, text in ((0, "kept"), (1, "lost")):
                 fields = codec.encode(make_trajectory(number, 0, text, group_size=2))
                 flat = [part for pair in fields.items() for part in pair]
                 await broker.execute("XADD", keys.trajectories(), f"{100 + number}-0", *flat)
-            await wait_until(lambda: intake.groups[1].trajectories)
-            intake.close(0)
-            intake.close(1)
+            await wait_until(lambda: join.groups[1].trajectories)
+            join.close(0)
+            join.close(1)
             await lose_tail(broker, keys.trajectories(), "100-0")
             fields = codec.encode(make_trajectory(2, 0, "new", group_size=2))
             await broker.execute(
                 "XADD", keys.trajectories(), "101-0", *[p for pair in fields.items() for p in pair]
             )
-            intake.reread()
-            await wait_until(lambda: intake.groups[2].trajectories)
+            join.reread()
+            await wait_until(lambda: join.groups[2].trajectories)
 
     async def test_positions_of_a_checkpoint_are_not_relied_on_where_the_stream_is_another(
         self, make, broker, keys
@@ -325,23 +325,23 @@ class TestAfterRedisLostItsTail:
 
     async def test_an_answer_to_an_older_question_is_not_taken_in(self, make, broker, keys, monkeypatch):
         """`reread` comes while a read is under way whose reply is from before."""
-        intake: Any = make(0)
-        reader, replies = intake._trajectories, []
+        join: Any = make(0)
+        reader, replies = join._readers[TRAJECTORIES], []
         read = reader.read
 
         async def late(*args: Any) -> Any:
             reply = await read(*args)
             if reply:
-                intake.reread()
+                join.reread()
                 await lose_tail(broker, keys.trajectories(), START)
                 replies.extend(reply)
             return reply
 
         monkeypatch.setattr(reader, "read", late)
-        async with reading(intake):
+        async with reading(join):
             await append(broker, keys.trajectories(), make_trajectory(0, 0, group_size=2))
             await wait_until(lambda: replies)
-            assert intake._trajectories is not reader
+            assert join._readers[TRAJECTORIES] is not reader
             await append(broker, keys.trajectories(), make_trajectory(0, 1, group_size=2))
-            await wait_until(lambda: intake.groups[0].trajectories)
-        assert list(intake.groups[0].trajectories) == [1]
+            await wait_until(lambda: join.groups[0].trajectories)
+        assert list(join.groups[0].trajectories) == [1]

@@ -6,11 +6,13 @@ does. A state in one file (`policy.safetensors`) is read the same way.
 """
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -33,11 +35,7 @@ def write_shard(folder: Path, rank: int, size: int, tensors: dict[str, Tensor], 
 
 
 class ShardReader:
-    """Reads rows of tensors out of a state's files.
-
-    Raises:
-        ConfigError: the folder holds no state.
-    """
+    """Reads rows of tensors out of a state's files. Raises ConfigError: the folder holds no state."""
 
     def __init__(self, folder: Path) -> None:
         self._pieces: dict[str, list[tuple[int, Path]]] = {}
@@ -68,3 +66,51 @@ class ShardReader:
                 high = max(low, end if stop is None else min(stop, end))
                 parts.append(piece[low - first : high - first])
         return torch.cat(parts)
+
+
+TENSORS_FILE = "policy.safetensors"
+VALUES_FILE = "policy.json"
+
+_NO_STATE = "{} holds no state of a policy: {}; resume from another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """All of a policy that a checkpoint keeps. No pickle: `tensors` as safetensors, `values` as JSON. Tensors
+    share memory with the policy: write them before the next update."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write `policy.safetensors` and `policy.json`; the same state gives the same bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
+        save_file(tensors, folder / TENSORS_FILE)
+        self.write_values(folder)
+
+    def write_values(self, folder: Path) -> None:
+        """Write `policy.json` alone, beside tensors that ranks write."""
+        (folder / VALUES_FILE).write_text(json.dumps(self.values, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "PolicyState":
+        """Read what `write` wrote, or what ranks wrote, each its shard. Raises ConfigError: the folder holds
+        no readable state."""
+        values = cls.read_values(folder)
+        try:
+            if (folder / TENSORS_FILE).exists():
+                return cls(load_file(folder / TENSORS_FILE), values)
+            reader = ShardReader(folder)
+            return cls({name: reader.read(name) for name in reader.names}, values)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(_NO_STATE.format(folder, error)) from error
+
+    @staticmethod
+    def read_values(folder: Path) -> dict[str, Any]:
+        """Read `policy.json` alone. Raises ConfigError: the folder holds none that is readable."""
+        try:
+            values: dict[str, Any] = json.loads((folder / VALUES_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(_NO_STATE.format(folder, error)) from error
+        return values

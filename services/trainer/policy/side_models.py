@@ -7,14 +7,14 @@ part of the checkpoint, and moves only in `update`. Neither takes part in traini
 import copy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.config.algorithm import ReferenceConfig
 from services.trainer.policy.forward import TokenScorer
 from services.trainer.weights.encode import model_tensors
 
-PREFIX = "reference."
+REFERENCE_PREFIX = "reference."
 """Of its weights' names, in a checkpoint."""
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
@@ -48,3 +48,30 @@ class ReferenceModel:
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: the weights of an updated reference; views."""
         return model_tensors(self._model) if self._config.model == "updated" else {}
+
+
+VALUE_PREFIX = "value_head."
+"""Of its parameters' names, among those of the policy."""
+
+
+class ValueHead(nn.Module):
+    """One linear layer in the dtype of the master weights. `detach`: no gradient to the hidden states."""
+
+    def __init__(self, model: PreTrainedModel, detach: bool) -> None:
+        super().__init__()
+        self._detach = detach
+        width = model.get_output_embeddings().weight.shape[1]
+        self.layer = nn.Linear(int(width), 1, device=model.device, dtype=model.dtype)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """The value before each token is chosen. Shape [N], in the dtype of the head."""
+        hidden_NH = hidden_NH.detach() if self._detach else hidden_NH
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            values: Tensor = self.layer(hidden_NH.to(self.layer.weight.dtype))
+        return values.squeeze(-1)
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Its parameters, under the names that optimizer, digest and checkpoint use."""
+        return [(f"{VALUE_PREFIX}{name}", parameter) for name, parameter in self.layer.named_parameters()]

@@ -1,0 +1,134 @@
+"""The table of algorithms: advantages, losses and presets by name, with what follows from a name.
+
+The config's checks, the trainer and docs/algorithms.md read it; the functions behind the names are in
+services/trainer/algorithm.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageTraits:
+    """What follows from the name of an advantage."""
+
+    scope: Literal["group", "batch"] = "group"
+    """Computed for one group, or for all groups of an optimizer update, which then waits for its last
+    group."""
+    compares_siblings: bool = True
+    """Compares a completion with its siblings: a group of one teaches nothing."""
+    has_discount: bool = False
+    """Knows rewards of single tokens, so that `gamma` has a meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    """What follows from the name of a loss. The default is also that of a user's own."""
+
+    level: Literal["token", "sequence"] = "token"
+    """One ratio for each token, or one for a sequence."""
+    has_ratio: bool = True
+    """Compares with old logprobs."""
+    has_dual_clip: bool = False
+    is_idle_at_one: bool = False
+    """Only bounds the ratio: useless where that is always 1."""
+    weighs_by_rollout: bool = False
+    """The ratio is a weight against the rollout policy."""
+
+
+ADVANTAGES: dict[str, AdvantageTraits] = {
+    "grpo": AdvantageTraits(),
+    "dr_grpo": AdvantageTraits(),
+    "rloo": AdvantageTraits(),
+    "reinforce_plus_plus_baseline": AdvantageTraits("batch"),
+    "pass_at_k": AdvantageTraits(),
+    "reinforce_plus_plus": AdvantageTraits("batch", compares_siblings=False, has_discount=True),
+    # With `value.whiten: false` it does not wait.
+    "gae": AdvantageTraits("batch", compares_siblings=False, has_discount=True),
+}
+LOSSES: dict[str, LossTraits] = {
+    "ppo": LossTraits(has_dual_clip=True),
+    "gspo": LossTraits("sequence", has_dual_clip=True, is_idle_at_one=True),
+    "cispo": LossTraits(weighs_by_rollout=True),
+    "reinforce": LossTraits(has_ratio=False),
+    "sapo": LossTraits(is_idle_at_one=True),
+}
+
+Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo"]
+
+# None adds a KL penalty: it needs a reference model, and most recipes for verifiable rewards leave it out.
+PRESETS: dict[Preset, dict[str, Any]] = {
+    # arXiv 2402.03300
+    "grpo": {
+        "advantage": "grpo",
+        "loss": "ppo",
+        "normalisation": "sequence",
+        "clip_high": 0.2,
+    },
+    # arXiv 2503.20783
+    "dr_grpo": {
+        "advantage": "dr_grpo",
+        "loss": "ppo",
+        "normalisation": "constant",
+        "clip_high": 0.2,
+    },
+    # arXiv 2503.14476
+    "dapo": {
+        "advantage": "grpo",
+        "loss": "ppo",
+        "normalisation": "token",
+        "clip_high": 0.28,
+        "filter_zero_variance": True,
+        "overlong": {"penalty": 1.0, "buffer_share": 0.2},
+    },
+    # arXiv 2507.18071, section 5.1
+    "gspo": {
+        "advantage": "grpo",
+        "loss": "gspo",
+        "normalisation": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "old_logprobs": "rollout",
+    },
+    # arXiv 2506.13585: no lower bound; the upper one as in arXiv 2510.13786
+    "cispo": {
+        "advantage": "grpo",
+        "loss": "cispo",
+        "normalisation": "token",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "old_logprobs": "rollout",
+    },
+    # arXiv 2402.14740
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "reinforce",
+        "normalisation": "constant",
+    },
+    # arXiv 2501.03262
+    "reinforce_plus_plus": {
+        "advantage": "reinforce_plus_plus",
+        "loss": "ppo",
+        "normalisation": "token",
+        "clip_high": 0.2,
+    },
+    # arXiv 1707.06347, with the token as the action
+    "ppo": {
+        "advantage": "gae",
+        "loss": "ppo",
+        "normalisation": "token",
+        "clip_high": 0.2,
+        "gae_lambda": 0.95,
+        "value": {"head": True},
+    },
+}
+
+
+def with_preset(given: dict[str, Any]) -> dict[str, Any]:
+    """The section's fields with what its preset fills in, also within sections; what is given wins."""
+    values = next((values for name, values in PRESETS.items() if name == given.get("preset")), {})
+    filled = values | given
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(given.get(name), dict):
+            filled[name] = value | given[name]
+    return filled

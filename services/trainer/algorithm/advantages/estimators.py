@@ -1,0 +1,163 @@
+"""Group-relative advantages: how much better a completion did than its siblings.
+
+Guarantees: advantages of a group sum to zero up to rounding; equal rewards give exactly zero, not rounding
+noise blown up by a tiny deviation; a group of one gives zero, for it has nothing to compare with.
+"""
+
+from collections.abc import Sequence
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.trainer.algorithm.advantages.episode import Float64s, Rewards, finite_rewards, whiten
+
+STD_EPSILON = 1e-4
+"""Added to the standard deviation; TRL's value."""
+
+
+def dr_grpo(rewards: Rewards) -> NDArray[np.float64]:
+    """r - mean(r). Shape [G], float64. Dr. GRPO, arXiv 2503.20783.
+
+    Without the division by the deviation, which weighs very easy and very hard prompts more. Rewards 2, 0, 1,
+    1 give 1, -1, 0, 0.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    rewards_G = finite_rewards(rewards)
+    # Compared exactly: the mean of equal floats may be off by one rounding, and 1e-17 / 1e-4 is not zero.
+    if len(rewards_G) < 2 or (rewards_G == rewards_G[0]).all():
+        return np.zeros_like(rewards_G)
+    return rewards_G - rewards_G.mean()  # type: ignore[no-any-return]
+
+
+def grpo(rewards: Rewards) -> NDArray[np.float64]:
+    """(r - mean(r)) / (std(r) + 1e-4). Shape [G], float64. GRPO, arXiv 2402.03300, outcome supervision.
+
+    The standard deviation is the unbiased one (divisor G - 1), as in TRL; the paper does not say which.
+    Rewards 1, 0, 0, 1 have mean 0.5 and std 0.57735, which gives +-0.86588.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    centred_G = dr_grpo(rewards)
+    if not centred_G.any():
+        return centred_G
+    scaled_G: NDArray[np.float64] = centred_G / (finite_rewards(rewards).std(ddof=1) + STD_EPSILON)
+    return scaled_G
+
+
+def rloo(rewards: Rewards) -> NDArray[np.float64]:
+    """r_i - mean of the other rewards = G / (G - 1) * (r_i - mean(r)). Shape [G], float64.
+
+    RLOO, arXiv 2402.14740: a baseline that does not depend on the completion itself, so the policy gradient
+    stays unbiased. Rewards 1, 0, 0, 1 give 2/3, -2/3, -2/3, 2/3. Equal rewards and a group of one give
+    exactly zero.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    centred_G = dr_grpo(rewards)
+    num_rewards = len(centred_G)
+    return centred_G * (num_rewards / (num_rewards - 1)) if num_rewards > 1 else centred_G
+
+
+def pass_at_k(rewards: Rewards, k: int, threshold: float = 0.5) -> NDArray[np.float64]:
+    """Analytic pass@k advantages. Shape [G], float64.
+
+    With n of G rewards below `threshold`, a set of k succeeds with probability p = 1 - C(n, k) / C(G, k), and
+    rewards of sets have the deviation s = sqrt(p (1 - p)). A success belongs to sets that all succeed: (1 -
+    p) / s. A failure belongs to sets that fail where the other k - 1 do: (1 - p - C(n - 1, k - 1) / C(G - 1,
+    k - 1)) / s. Where every set has one outcome (p is 0 or 1), all are zero. k = 1 is GRPO with the biased
+    deviation. A group that has lost samples and is smaller than k counts as one set.
+
+    G = 4, k = 2, one success: n = 3, p = 1 - 3/6 = 0.5, s = 0.5; the success gets 1, a failure (0.5 - 2/3) /
+    0.5 = -1/3.
+
+    Raises:
+        ValueError: a reward is not finite, or k is below 1.
+    """
+    if k < 1:
+        raise ValueError(f"k is {k}; pass@k needs at least 1")
+    rewards_G = finite_rewards(rewards)
+    size = len(rewards_G)
+    k = min(k, size)
+    is_success_G = rewards_G >= threshold
+    failures = int((~is_success_G).sum())
+    if size < 2 or failures in (0, size) or failures < k:
+        return np.zeros_like(rewards_G)
+    fail = comb(failures, k) / comb(size, k)
+    deviation = (fail * (1.0 - fail)) ** 0.5
+    fail_given_failure = comb(failures - 1, k - 1) / comb(size - 1, k - 1)
+    return np.where(is_success_G, fail / deviation, (fail - fail_given_failure) / deviation)
+
+
+def gae(
+    rewards_A: Float64s, values_A: Float64s, gamma: float = 1.0, gae_lambda: float = 1.0
+) -> tuple[Float64s, Float64s]:
+    """Advantages and returns of one sequence's A trained tokens. Shapes [A], float64.
+
+    Eq. 16 as a recursion: d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lambda A_{t+1}; the value
+    after the last token is 0, for the sequence is over (also one that was cut off at its limit). Returns, the
+    value head's targets, are A_t + V_t. `values_A[t]` is the estimate before token t is chosen; tokens that
+    are not trained (a tool's output) are no actions and are passed over.
+
+    Rewards 0, 1, values 0.5, 0.25, gamma 1, lambda 0.5: d = -0.25, 0.75; A = 0.125, 0.75; returns 0.625, 1.
+
+    Raises:
+        ValueError: as many values as rewards are needed.
+    """
+    if rewards_A.shape != values_A.shape:
+        raise ValueError(f"{len(rewards_A)} rewards but {len(values_A)} values")
+    advantages = [0.0] * len(rewards_A)
+    following_value = following_advantage = 0.0
+    pairs = list(zip(rewards_A.tolist(), values_A.tolist(), strict=True))
+    for t, (reward, value) in reversed(list(enumerate(pairs))):
+        delta = reward + gamma * following_value - value
+        following_advantage = delta + gamma * gae_lambda * following_advantage
+        advantages[t], following_value = following_advantage, value
+    advantages_A = np.array(advantages, dtype=np.float64)
+    return advantages_A, advantages_A + values_A
+
+
+def reinforce_plus_plus(token_rewards: Sequence[Float64s], gamma: float = 1.0) -> list[Float64s]:
+    """whiten(G_t) with G_t = r_t + gamma G_{t+1}. N arrays [A], float64.
+
+    Token rewards hold the KL penalty of each token (k1, by `kl.place: reward`), and the sequence's reward at
+    its last token. Rewards 1 and 0 of sequences of 1 and 2 tokens: returns [1], [0, 0], mean 1/3, variance
+    1/3; advantages [1.1547], [-0.57735, -0.57735].
+    """
+    return whiten([returns(rewards_A, gamma) for rewards_A in token_rewards])
+
+
+def reinforce_plus_plus_baseline(
+    groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]
+) -> list[Float64s]:
+    """whiten(r - mean of the group). N arrays [A], one value repeated, float64.
+
+    `lengths` are the numbers of trained tokens, which weigh the mean and the deviation.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    centred = [dr_grpo(rewards) for rewards in groups]
+    return whiten(
+        [
+            np.full(length, value)
+            for values, counts in zip(centred, lengths, strict=True)
+            for value, length in zip(values, counts, strict=True)
+        ]
+    )
+
+
+def returns(rewards_A: Float64s, gamma: float) -> Float64s:
+    """Discounted sums of a token's reward and all later ones. Shape [A].
+
+    Without a discount, rewards 0, 0, 1 give exactly 1, 1, 1.
+    """
+    result, following = [0.0] * len(rewards_A), 0.0
+    for t, reward in reversed(list(enumerate(rewards_A.tolist()))):
+        following = reward + gamma * following
+        result[t] = following
+    return np.array(result, dtype=np.float64)
