@@ -1,4 +1,4 @@
-"""The numbers of one step, under the names that users of TRL and verl know.
+"""The numbers of one step, under the names that users of TRL and verl know, and what it tells Prometheus.
 
 Means over tokens are means over the whole step, never means of means.
 """

@@ -1,4 +1,9 @@
-"""Weights & Biases, MLflow and trackio behind one interface. Imported only where a run names them.
+"""Weights & Biases, MLflow and trackio: each gets a run's records once, in a thread that can never stop the
+run.
+
+`logger-<name>.json` in the run's folder says what was sent and which run of the tracker it went to. A trainer
+that resumes sends what metrics.jsonl has beyond that. Of steps that are trained again, the tracker keeps the
+first values, metrics.jsonl the last.
 
 Names are those that TRL's trainers log through transformers: `train/reward` in Weights & Biases and trackio,
 `reward` in MLflow; evaluations are `eval/<set>/score` everywhere. Addresses and keys come from the libraries'

@@ -90,7 +90,7 @@ def choose_layout(
     packing: bool, device: torch.device, config: PreTrainedConfig, is_recurrent: bool = False
 ) -> Layout:
     """The layout that is exact and fast for a model of this configuration (that of its text, where it has
-    several) on this device, as far as a configuration tells: see `isolation.py`.
+    several) on this device, as far as a configuration tells; `forward.pick_layout` tries it.
 
     On CPUs padding is faster (see `CPU_TILE_TOKENS`: sorted tiles of 512 tokens hold 2% padding). A model
     with recurrent layers (state space, linear attention, convolution) is padded: no mask stops their state at

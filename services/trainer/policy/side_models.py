@@ -1,7 +1,9 @@
-"""The reference model: the policy as it was, which KL penalties compare with.
+"""The models beside the policy: the reference model of KL penalties, and PPO's value head.
 
-Guarantees: a frozen reference is the model that the run started with, also after a restart; an updated one is
-part of the checkpoint, and moves only in `update`. Neither takes part in training or in exported weights.
+A frozen reference is the model that the run started with, also after a restart; an updated one is part of the
+checkpoint, and moves only in `update`. The value head estimates the reward to come from the policy's last
+hidden state. It starts at zero: the first estimates are zero, no random numbers are drawn, and its first
+gradients do not reach the policy. It is saved in checkpoints and counts in the digest; engines never see it.
 """
 
 import copy

@@ -1,8 +1,10 @@
-"""A policy's state in the files of several ranks, read again by any number of them.
+"""What a checkpoint keeps of a policy: tensors as safetensors and values as JSON, in one file or one of each
+rank.
 
 Each rank writes `policy-00000-of-00002.safetensors` with its rows of every sharded tensor; where they belong
 is in the file's own metadata. Rank r of n holds rows [r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2
-does. A state in one file (`policy.safetensors`) is read the same way.
+does. Any number of ranks can read them again; a state in one file (`policy.safetensors`) is read the same
+way.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Group-relative advantages: how much better a completion did than its siblings.
+"""Advantages as pure functions: relative to the group, REINFORCE++, and generalised advantage estimation.
 
-Guarantees: advantages of a group sum to zero up to rounding; equal rewards give exactly zero, not rounding
-noise blown up by a tiny deviation; a group of one gives zero, for it has nothing to compare with.
+Group-relative advantages sum to zero up to rounding; equal rewards give exactly zero, not rounding noise
+blown up by a tiny deviation; a group of one gives zero, for it has nothing to compare with. In GAE (arXiv
+1506.02438) and REINFORCE++ (arXiv 2501.03262) a token is the action.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Advantages of the user's own.
+"""Advantages by name, and the user's own.
 
     def advantage(rewards, tickets=None, samples=None):
 

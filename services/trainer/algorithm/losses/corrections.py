@@ -1,7 +1,20 @@
-"""Importance weights: the old policy against the one that sampled.
+"""Importance weights, KL penalties and the value loss. Shape legend: N trained tokens, S sequences.
 
-They correct for stale weights and for numerics that differ between engine and trainer alike. Shape legend: N
-trained tokens, S sequences.
+Importance weights compare the old policy with the one that sampled: they correct for stale weights and for
+numerics that differ between engine and trainer.
+
+KL(policy || reference) is estimated from one sample of each token, with d = logprob - reference logprob
+(Schulman 2020, "Approximating KL divergence"): k1 = d is unbiased and often negative; k2 = d^2 / 2 has little
+variance and a small bias; k3 = exp(-d) - 1 + d is unbiased and never negative. An unbiased value does not
+make an unbiased gradient: differentiating the estimate leaves out that the policy also chooses the tokens
+(arXiv 2510.01555). On policy, the gradient of the true KL is E[d * grad logprob], and
+
+* k2's gradient is exactly d * grad logprob: the right one;
+* k3's is (1 - exp(-d)) * grad logprob, that of the forward KL(reference || policy) in expectation, which
+  agrees with k2's near d = 0. It is GRPO's penalty (arXiv 2402.03300, eq. 4). TRL multiplies it by the ratio to
+  the old policy since 1.16 (`use_bias_correction_kl`, arXiv 2512.02556): with r = 1 its gradient is k2's;
+* k1's is grad logprob, zero in expectation: noise. So in the loss k1 has the value of k1 and the gradient of
+  k2 (verl's `k1+`).
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
     sum over tokens of weight * (-importance * objective + beta * KL - c_H * entropy + c_V * value loss)
 
-Every term is weighted and divided alike (`normalisation.py`), so none depends on how an update is split into
+Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 
 Shape legend: N trained tokens of a forward pass, from any number of whole sequences.

@@ -1,4 +1,12 @@
-"""PPO's clipped surrogate with separate bounds and, where asked for, the dual clip."""
+"""Losses by name: the objective of each token, and the user's own.
+
+    def loss(ratio, algorithm=None):
+
+`ratio` is a `tokens.Ratio` (log-ratios with gradient, advantages, logprobs, and which sequence each token
+belongs to), `algorithm` the config's section. It returns the objective of each token, to be maximised, as a
+tensor [N] with a gradient (or a `tokens.Surrogate`). Normalisation, importance weights, KL, entropy bonus and
+value loss are added around it.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The terms of many forward passes as the metrics of a micro-batch."""
+"""The sums of micro-batches over their tokens, and the metrics made of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
