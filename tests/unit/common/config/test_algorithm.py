@@ -157,7 +157,7 @@ def test_every_name_of_the_config_has_a_function_behind_it():
 
 
 def test_the_docs_tell_of_every_name_in_the_table():
-    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    text = (Path(__file__).parents[4] / "docs" / "algorithms.md").read_text()
     named = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
     assert {*ADVANTAGES, *LOSSES, *PRESETS} <= named
     table = text[text.index("| waits for |") :].split("\n\n")[0]
