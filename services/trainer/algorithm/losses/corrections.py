@@ -10,9 +10,9 @@ make an unbiased gradient: differentiating the estimate leaves out that the poli
 (arXiv 2510.01555). On policy, the gradient of the true KL is E[d * grad logprob], and
 
 * k2's gradient is exactly d * grad logprob: the right one;
-* k3's is (1 - exp(-d)) * grad logprob, that of KL(reference || policy) in expectation, which
-  agrees with k2's near d = 0. It is GRPO's penalty (arXiv 2402.03300, eq. 4). TRL multiplies it by the ratio to
-  the old policy since 1.16 (`use_bias_correction_kl`, arXiv 2512.02556): with r = 1 its gradient is k2's;
+* k3's is (1 - exp(-d)) * grad logprob, that of KL(reference || policy) in expectation, which agrees with k2's
+  near d = 0. It is GRPO's penalty (arXiv 2402.03300, eq. 4). TRL multiplies it by the ratio to the old policy
+  since 1.16 (`use_bias_correction_kl`, arXiv 2512.02556): with r = 1 its gradient is k2's;
 * k1's is grad logprob, zero in expectation: noise. So in the loss k1 has the value of k1 and the gradient of
   k2 (verl's `k1+`).
 """
