@@ -30,7 +30,14 @@ from common.archive.columns import (
     table_of,
     widen,
 )
-from common.archive.manifest import PREVIOUS_ID, SUFFIX, Manifest, Segment, segment_name, trimmed_up_to
+from common.archive.manifest import (
+    PREVIOUS_ID,
+    SUFFIX,
+    Manifest,
+    Segment,
+    segment_name,
+    trimmed_up_to,
+)
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from common.redis.broker import Broker
 from common.streams import read_raw

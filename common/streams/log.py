@@ -12,7 +12,16 @@ import xxhash
 from redis import exceptions as redis_errors
 
 from common.redis.broker import MAX_BLOCK_S, Broker
-from common.streams.entries import START, Entry, Fields, Garbled, decoded, entry_id_of, id_before, id_order
+from common.streams.entries import (
+    START,
+    Entry,
+    Fields,
+    Garbled,
+    decoded,
+    entry_id_of,
+    id_before,
+    id_order,
+)
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.messages import Message

@@ -15,11 +15,7 @@ from common.streams.entries import Garbled, entry_id_of
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD
 from common.wire.keys import Keys
-from common.wire.messages import (
-    DeadLetter,
-    Lane,
-    Message,
-)
+from common.wire.messages import DeadLetter, Lane, Message
 from services.console.options import LetterFilter
 
 SCAN_BATCH = 16

@@ -1,27 +1,182 @@
-"""Reads a run every few seconds and serves what it found.
-
-Guarantees: a scrape sees one reading, never half of two; while Redis is away the last reading stands, the
-discovered targets with it, and `tidemill_redis_up` is 0. Nothing is changed by looking.
-"""
+"""What the exporter reads of a run at one time."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import structlog
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.registry import Collector
 
+from common.config import RunConfig
 from common.errors import UnreachableError
+from common.history import StreamName
+from common.process.activity import WAIT
+from common.process.heartbeats import Heartbeat
 from common.process.http_endpoint import HttpEndpoint
 from common.redis.broker import Broker
+from common.run.replicas import ReplicaRegistry
+from common.run.state import UnknownRunError, read_config
+from common.streams import Backlog, backlog, length
+from common.streams.entries import Entry, Garbled
+from common.streams.selection import time_of
 from common.telemetry import metrics
-from common.wire.keys import Keys
-from services.console.exporter.reading import MetricsReader, Reading, set_gauges
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from common.wire.messages import Message
+from services.console.status.snapshot import JOB_QUEUES, RunSnapshot, SnapshotReader
+
+GROUPS = {
+    StreamName.PROMPTS: ROLLOUT_GROUP,
+    StreamName.PROMPTS_EVAL: ROLLOUT_GROUP,
+    StreamName.TRAJECTORIES: REWARD_GROUP,
+    StreamName.TRAJECTORIES_EVAL: REWARD_GROUP,
+}
+"""The streams that a consumer group takes from; the trainer reads the others by offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReading:
+    """A consumer group on a stream; ages are in seconds, 0 where nothing waits or is held."""
+
+    stream: str
+    group: str
+    lag: int
+    pending: int
+    consumers: int
+    waiting_age_s: float
+    held_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A run as Redis had it at one time: its snapshot, and what only Prometheus wants to know."""
+
+    snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
+    lengths: dict[str, int] = field(default_factory=dict)
+    groups: list[GroupReading] = field(default_factory=list)
+    replicas: dict[str, list[str]] = field(default_factory=dict)
+    """Addresses of the servers that registered for a reward, by its name."""
+    memory_bytes: int = 0
+    max_memory_bytes: int = 0
+
+
+class MetricsReader:
+    """Reads one run again and again; each commit is read once."""
+
+    def __init__(self, broker: Broker, keys: Keys) -> None:
+        self.broker, self.keys = broker, keys
+        self.snapshots = SnapshotReader(broker, keys, 0, 0)
+
+    async def read(self) -> Reading:
+        """The run as it is now; an empty one while Redis does not know it."""
+        config: RunConfig | None = None
+        with contextlib.suppress(UnknownRunError):  # read each time: a resumed run may have more steps
+            config = await read_config(self.broker, self.keys)
+            self.snapshots.steps = config.trainer.steps
+            self.snapshots.max_staleness = config.trainer.max_staleness
+        memory = await self.broker.info("memory")
+        return Reading(
+            await self.snapshots.read(),
+            lengths={name: await length(self.broker, name.key(self.keys)) for name in StreamName},
+            groups=[await self._group(stream, group) for stream, group in GROUPS.items()],
+            replicas=await self._replicas(config),
+            memory_bytes=int(memory["used_memory"]),
+            max_memory_bytes=int(memory["maxmemory"]),
+        )
+
+    async def _group(self, stream: StreamName, group: str) -> GroupReading:
+        found: Backlog[Message] = await backlog(
+            self.broker, stream.key(self.keys), group, stream.message_type
+        )
+        ages = _age_s(found.oldest_waiting), _age_s(found.oldest_held)
+        return GroupReading(stream.value, group, found.lag, found.pending, found.consumers, *ages)
+
+    async def _replicas(self, config: RunConfig | None) -> dict[str, list[str]]:
+        rewards = config.reward.named if config else {}
+        found = {}
+        for name, reward in rewards.items():
+            if reward.routing is not None:
+                registry = ReplicaRegistry(self.broker, self.keys, name, reward.routing.replica_ttl_s)
+                found[name] = await registry.urls()
+        return found
+
+
+def _age_s(entry: Entry[Message] | Garbled | None) -> float:
+    """Seconds since the entry's message was made; 0 where there is none that tells."""
+    made_at = time_of(entry.message) if isinstance(entry, Entry) else None
+    return max(0.0, time.time() - made_at) if made_at else 0.0
+
+
+STATUSES = ("starting", "running", "finished", "stopped", "failed")
+ROLES = ("trainer", "rollout", "reward")
+"""Those that a run cannot do without are told also when there is none."""
+_LABELLED = (
+    metrics.RUN_STATUS,
+    metrics.STREAM_LENGTH,
+    metrics.STREAM_LAG,
+    metrics.STREAM_PENDING,
+    metrics.STREAM_OLDEST_AGE_SECONDS,
+    metrics.STREAM_CONSUMERS,
+    metrics.WORKERS,
+    metrics.WORKER_VERSION,
+    metrics.WORKER_START_TIMESTAMP,
+    metrics.WORKER_IDLE_SHARE,
+    metrics.JOB_QUEUE_LENGTH,
+)
+
+
+def set_gauges(reading: Reading) -> None:
+    """Replace what the reading before has said: what is gone must not go on being exported."""
+    for gauge in _LABELLED:
+        gauge.clear()
+    metrics.REDIS_UP.set(1)
+    metrics.REDIS_MEMORY_BYTES.set(reading.memory_bytes)
+    metrics.REDIS_MAX_MEMORY_BYTES.set(reading.max_memory_bytes)
+    run = reading.snapshot
+    for status in STATUSES:
+        metrics.RUN_STATUS.labels(status).set(run.status == status)
+    metrics.RUN_VERSION.set(run.version)
+    metrics.RUN_STEPS.set(run.steps)
+    metrics.RUN_MAX_STALENESS.set(run.max_staleness)
+    metrics.LAST_COMMIT_TIMESTAMP.set(run.points[-1].finished_at if run.points else 0.0)
+    for stream, entries in reading.lengths.items():
+        metrics.STREAM_LENGTH.labels(stream).set(entries)
+    for found in reading.groups:
+        where = (found.stream, found.group)
+        metrics.STREAM_LAG.labels(*where).set(found.lag)
+        metrics.STREAM_PENDING.labels(*where).set(found.pending)
+        metrics.STREAM_CONSUMERS.labels(*where).set(found.consumers)
+        metrics.STREAM_OLDEST_AGE_SECONDS.labels(*where, "waiting").set(found.waiting_age_s)
+        metrics.STREAM_OLDEST_AGE_SECONDS.labels(*where, "held").set(found.held_age_s)
+    for queue, state in itertools.product(JOB_QUEUES, RQ_STATES):
+        metrics.JOB_QUEUE_LENGTH.labels(queue, state).set(run.jobs.get(queue, {}).get(state, 0))
+    _set_workers(run.workers)
+
+
+def _set_workers(workers: list[Heartbeat]) -> None:
+    alive = Counter(beat.role for beat in workers if beat.is_alive)
+    silent = Counter(beat.role for beat in workers if not beat.is_alive)
+    for role in {*ROLES, *alive, *silent}:
+        metrics.WORKERS.labels(role, "alive").set(alive[role])
+        metrics.WORKERS.labels(role, "silent").set(silent[role])
+    for beat in workers:
+        metrics.WORKER_START_TIMESTAMP.labels(beat.role, beat.name).set(beat.started_at)
+        if not beat.is_alive:
+            continue
+        if beat.role == "rollout":
+            metrics.WORKER_VERSION.labels(beat.name).set(beat.version)
+        for state, share in beat.shares.items():
+            if state.startswith(WAIT):
+                cause = state.removeprefix(WAIT)
+                metrics.WORKER_IDLE_SHARE.labels(beat.role, beat.name, cause).set(share)
 
 
 def as_json(run_id: str, reading: Reading, own_address: str) -> bytes:

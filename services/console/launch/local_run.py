@@ -29,8 +29,7 @@ from services.console.processes.service import ServiceSpec, service_environment
 from services.console.processes.supervisor import Ending, RunOutcome, Supervisor
 from services.console.run.connection import log_to_file
 from services.console.run.folder import RunFolder, nearest
-from services.console.status.bottleneck import Bottleneck
-from services.console.status.evidence import ROLES
+from services.console.status.bottleneck import ROLES, Bottleneck
 from services.console.status.report import print_report, write_report
 from services.console.status.snapshot import RunSnapshot, SnapshotReader
 from services.console.status.summary import failures, summarise, summary_tree

@@ -8,9 +8,8 @@ from rich.text import Text
 from common.config import RewardConfig
 from services.console.check.preflight import Findings
 from services.console.plan.sizing import redis_bytes
-from services.console.text.formats import size
+from services.console.text.formats import printable_block, size
 from services.console.text.tables import name_table
-from services.console.text.untrusted import printable_block
 
 MAX_READ_CHARACTERS = 4000
 

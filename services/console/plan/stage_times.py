@@ -9,7 +9,7 @@ from common.config import RunConfig
 from common.errors import ConfigError
 from common.process.activity import WAIT
 from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
-from services.console.status.evidence import RATE_STEPS, Evidence, state_of
+from services.console.status.bottleneck import RATE_STEPS, Evidence, state_of
 
 CHECKPOINTS_FOLDER = "checkpoints"
 WHOLE = 0.9

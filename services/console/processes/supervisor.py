@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.process.programs import ending_in_words, is_illegal_instruction
 from services.console.processes.guard import Guard
 from services.console.processes.service import ServiceProcess, ServiceSpec
-from services.console.text.untrusted import printable
+from services.console.text.formats import printable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 YOUNG_S = 60.0

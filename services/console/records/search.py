@@ -22,9 +22,8 @@ from services.console.options import SelectionOptions, ViewOptions
 from services.console.records.selection import check_fits, parse_stream, selection_of
 from services.console.records.tables import sample_of, versions_of
 from services.console.run.history import open_history
-from services.console.text.formats import number
+from services.console.text.formats import number, printable
 from services.console.text.tables import terminal
-from services.console.text.untrusted import printable
 
 Keys = set[tuple[int, int]]
 WHOLE_TICKET = -1

@@ -19,9 +19,8 @@ from common.process.programs import run_main
 from common.wire.messages import Commit
 from services.console.options import ViewOptions
 from services.console.run.history import open_history
-from services.console.text.formats import NOTHING, number, took, when
+from services.console.text.formats import NOTHING, number, printable, took, when
 from services.console.text.tables import Line, listing, print_lines, terminal
-from services.console.text.untrusted import printable
 from services.console.text.values import jsonable, plain_fields
 
 MAX_GROUPS = 40

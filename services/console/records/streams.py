@@ -23,9 +23,8 @@ from services.console.records.search import selected_records
 from services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
 from services.console.records.tables import print_values, record_table, record_tree
 from services.console.run.history import RunAccess, open_history
-from services.console.text.formats import NOTHING, took, when
+from services.console.text.formats import NOTHING, printable, printable_block, took, when
 from services.console.text.tables import listing, terminal
-from services.console.text.untrusted import printable, printable_block
 from services.console.text.values import jsonable, plain_fields
 
 GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}

@@ -19,9 +19,8 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from services.console.text.formats import NOTHING, number, sample_name, took, when
+from services.console.text.formats import NOTHING, number, printable, printable_block, sample_name, took, when
 from services.console.text.tables import listing, name_table
-from services.console.text.untrusted import printable, printable_block
 from services.console.text.values import jsonable, plain_fields
 
 

@@ -19,9 +19,8 @@ from services.console.records.search import texts_in
 from services.console.records.selection import parse_lane, parse_sample
 from services.console.records.tables import brief
 from services.console.run.history import open_history
-from services.console.text.formats import NOTHING, number, took, when
+from services.console.text.formats import NOTHING, number, printable, printable_block, took, when
 from services.console.text.tables import Line, listing, print_lines, terminal
-from services.console.text.untrusted import printable, printable_block
 from services.console.text.values import jsonable, plain_fields
 
 TEXT_CHARACTERS = 4000

@@ -25,7 +25,12 @@ from common.wire.messages import Lane, Score, ScoreStatus, TrajectoryKey
 from services.console.options import SandboxOptions
 from services.console.rescore.agreement import compare, replay_table, rescore_tables
 from services.console.rescore.emission import Emission, Flow, Pace, shown
-from services.console.rescore.options import require_history, sandbox_config, sandbox_folder, stretch
+from services.console.rescore.options import (
+    require_history,
+    sandbox_config,
+    sandbox_folder,
+    stretch,
+)
 from services.console.rescore.sandbox_run import SandboxRun
 from services.console.run.connection import log_to_file
 from services.console.run.folder import RunFolder, nearest

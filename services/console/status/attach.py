@@ -15,10 +15,9 @@ from common.errors import BrokerError, ConfigError, TidemillError
 from common.process.programs import run_main
 from services.console.run.connection import connected, log_nothing
 from services.console.run.folder import RunFolder, find_run, folder_of_runs
-from services.console.status.folder_snapshot import read_folder
 from services.console.status.render import dashboard
 from services.console.status.report import print_report, read_report
-from services.console.status.snapshot import RunSnapshot, SnapshotReader
+from services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
 
 REFRESH_S = 1.0
 HINT = "Ctrl-C ends the watching; the run goes on"

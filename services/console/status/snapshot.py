@@ -1,8 +1,4 @@
-"""What a run is doing at one moment, gathered from Redis alone: so any machine can watch any run.
-
-Sources: the commits stream (steps and their metrics), the run's state, heartbeats, and where the consumer
-groups stand. Nothing is changed by looking.
-"""
+"""A run as its folder alone tells it: for runs whose Redis is not there any more."""
 
 import contextlib
 import time
@@ -11,17 +7,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.errors import BrokerError
+from common.config import RunConfig
+from common.errors import BrokerError, ConfigError
 from common.history import StreamName
 from common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
 from common.redis.broker import Broker
+from common.run.records import EVALUATION, METRICS_FILE, STEP, read_records
 from common.run.state import read_config, read_state
+from common.run.weight_files import folder_versions
 from common.streams import OffsetReader, group_status, last_id, length, read_newest
 from common.streams.entries import Entry, entry_id_of, id_order
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
 from common.wire.messages import Commit
-from services.console.status.bottleneck import Bottleneck, find_bottleneck
-from services.console.status.evidence import RATE_STEPS, Evidence, gather_evidence
+from services.console.run.folder import RunFolder
+from services.console.status.bottleneck import (
+    RATE_STEPS,
+    Bottleneck,
+    Evidence,
+    find_bottleneck,
+    gather_evidence,
+)
+from services.console.status.report import read_report
 
 JOB_QUEUES = ("sandbox", "jobs")
 QUEUED = next(iter(RQ_STATES))
@@ -259,3 +265,48 @@ class SnapshotReader:
         else:
             waiting = 0 if status.last_delivered == newest else status.lag
         return QueueDepth(stream.value, num_entries, waiting, status.pending)
+
+
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
+    """A snapshot from metrics.jsonl and config.yaml, and what else there is, in words.
+
+    Raises:
+        ConfigError: the folder does not hold a run.
+    """
+    config = folder.config()
+    if config is None:
+        raise ConfigError(
+            f"{folder.path} holds no run: it has no config.yaml. Give the folder of runs with --runs-dir."
+        )
+    points = read_points(folder)[-MAX_POINTS:]
+    records = read_records(folder.path / METRICS_FILE)
+    evaluations = [{**r, "dataset": r.get("set", "")} for r in records if r["kind"] == EVALUATION]
+    state = {"status": "stopped", "evaluations": evaluations}
+    snapshot = RunSnapshot(
+        folder.run_id,
+        config.trainer.steps,
+        config.trainer.max_staleness,
+        state=state,
+        points=points,
+        remembered=(read_report(folder) or {}).get("bottleneck") or {},
+    )
+    return snapshot, _words(folder, config)
+
+
+def _words(folder: RunFolder, config: RunConfig) -> str:
+    versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
+    kept = f"newest checkpoint: version {versions[-1]}" if versions else "no checkpoint yet"
+    return f"its Redis is not there: read from {folder.path} ({METRICS_FILE}; {kept})"
+
+
+def read_points(folder: RunFolder) -> list[StepPoint]:
+    """All steps that metrics.jsonl has. A resumed run may have written one twice: the last line stands."""
+    found: dict[int, StepPoint] = {}
+    for record in read_records(folder.path / METRICS_FILE):
+        if record["kind"] == STEP:
+            numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+            found[int(record["step"])] = StepPoint(int(record["step"]), numbers, numbers.get("time", 0.0))
+    return [found[step] for step in sorted(found)]

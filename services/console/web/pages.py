@@ -1,5 +1,7 @@
-"""The list of runs, and the overview of one."""
+"""One step for people: its numbers by topic, where its time went, and what its micro-batches held."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -8,16 +10,104 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from common.errors import TidemillError
 from common.history import History, Selection, StreamName
+from common.history.outcomes import WHOLE_GROUP, micro_batches_of
 from common.streams.entries import Garbled
 from common.wire.messages import Commit, DeadLetter, Lane
+from services.console.dead.commands import as_tree
 from services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
-from services.console.dead.view import as_tree
 from services.console.text.formats import sample_name
 from services.console.web.charts import chart_trees
-from services.console.web.group_index import STATES
+from services.console.web.group_index import STATES, GroupIndex, GroupRow
 from services.console.web.site import Page, Site, history_of
-from services.console.web.step_view import sort_metrics, view_step
 from services.console.web.watched_run import WatchedRun
+
+TOPICS = (
+    ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),
+    ("Update", ("loss", "grad_norm", "learning_rate", "update_skipped", "mini_batches", "micro_batches")),
+    ("Policy", ("entropy", "kl", "rollout_kl", "clip_ratio/", "sampling/", "logprob_gap/", "value")),
+    ("Completions", ("completion", "step_tokens", "groups_dropped")),
+    ("Staleness", ("staleness/",)),
+    ("Time", ("step_time_s", "time/", "trainer_idle_share")),
+)
+OTHER = "Other"
+TIME_PREFIX = "time/"
+SECONDS_SUFFIX = "_s"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward and backward pass held."""
+
+    mini: int
+    micro: int
+    tickets: tuple[tuple[int, tuple[int, ...]], ...]
+    """Tickets with the indices that were in it, in order."""
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What a commit says, joined with the index."""
+
+    commit: Commit
+    rows: list[GroupRow]
+    """Groups that were trained, in the order in which they entered."""
+    dropped: list[tuple[int, int, str]]
+    micro_batches: list[MicroBatch]
+    topics: list[tuple[str, list[tuple[str, float]]]]
+    times: list[tuple[str, float, float]]
+    """Part of the step, its seconds, and its share of the step."""
+
+
+def view_step(commit: Commit, index: GroupIndex) -> StepView:
+    """Put a step together."""
+    rows = [index.get(ticket, Lane.TRAIN) or GroupRow(ticket) for ticket in commit.groups]
+    return StepView(
+        commit,
+        rows,
+        sorted(commit.dropped, key=lambda item: (item[1] != WHOLE_GROUP, item)),
+        _micro_batches(commit),
+        sort_metrics(commit.metrics),
+        _times(commit.metrics),
+    )
+
+
+def sort_metrics(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Metrics by topic; what belongs to none comes last."""
+    topics: dict[str, list[tuple[str, float]]] = {name: [] for name, _ in TOPICS}
+    topics[OTHER] = []
+    for name, value in metrics.items():
+        topics[_topic(name)].append((name, value))
+    return [(topic, found) for topic, found in topics.items() if found]
+
+
+def _topic(name: str) -> str:
+    return next((topic for topic, starts in TOPICS if name.startswith(starts)), OTHER)
+
+
+def _times(metrics: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    whole = metrics.get("step_time_s", 0.0)
+    parts = [
+        (name.removeprefix(TIME_PREFIX).removesuffix(SECONDS_SUFFIX), value)
+        for name, value in metrics.items()
+        if name.startswith(TIME_PREFIX) and name.endswith(SECONDS_SUFFIX)
+    ]
+    rest = whole - sum(value for _, value in parts)
+    if whole and rest > 0:
+        parts.append(("waiting and all else", rest))
+    return [(name, value, min(1.0, value / whole) if whole else 0.0) for name, value in parts]
+
+
+def _micro_batches(commit: Commit) -> list[MicroBatch]:
+    found = []
+    for mini, micro, keys in micro_batches_of(commit):
+        tickets: dict[int, list[int]] = {}
+        for ticket, index in keys:
+            tickets.setdefault(ticket, []).append(index)
+        grouped = tuple((ticket, tuple(indices)) for ticket, indices in tickets.items())
+        found.append(MicroBatch(mini, micro, grouped, len(keys)))
+    return found
+
 
 QUEUE_WORDS = {
     "prompts": ("Prompts", "groups to generate"),

@@ -17,9 +17,8 @@ from common.history import History
 from common.run.records import METRICS_FILE
 from services.console.run.folder import RunFolder
 from services.console.run.history import open_history
-from services.console.status.folder_snapshot import read_folder, read_points
 from services.console.status.report import read_report
-from services.console.status.snapshot import RunSnapshot, SnapshotReader
+from services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder, read_points
 from services.console.web.formats import TokenTexts
 from services.console.web.group_index import GroupIndex
 

@@ -17,7 +17,14 @@ from tenacity import wait_random as jitter
 
 from common.config import NamedRewardConfig, RewardLimits
 from common.telemetry import metrics
-from services.reward.outcome import MAX_TRY_CHARS, AttemptError, NamelessTry, Part, RewardOutcome, contained
+from services.reward.outcome import (
+    MAX_TRY_CHARS,
+    AttemptError,
+    NamelessTry,
+    Part,
+    RewardOutcome,
+    contained,
+)
 from services.reward.rewards.cache import RewardCache, version_of
 from services.reward.rewards.reward import FunctionReward, Reward
 from services.reward.sample import RewardSample

@@ -16,7 +16,7 @@ from common.telemetry import metrics
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, DeadLetter, Ticket, Trajectory
 from services.console.exporter import exporter
-from services.console.exporter.reading import MetricsReader, Reading, set_gauges
+from services.console.exporter.exporter import MetricsReader, Reading, set_gauges
 from tests.support.letters import make_ticket
 from tests.support.trajectories import make_config, make_trajectory
 

@@ -25,7 +25,7 @@ from common.run.state import publish_config
 from common.streams import append, append_numbered
 from common.wire.keys import Keys
 from common.wire.messages import Lane
-from services.console.exporter.reading import MetricsReader
+from services.console.exporter.exporter import MetricsReader
 from tests.support.letters import make_ticket
 from tests.support.runs import REPO, ServiceRun, simulated_config
 from tests.support.servers import (

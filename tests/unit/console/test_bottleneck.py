@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from common.process.heartbeats import Heartbeat
-from services.console.status.bottleneck import find_bottleneck
-from services.console.status.evidence import Evidence, gather_evidence
+from services.console.status.bottleneck import Evidence, find_bottleneck, gather_evidence
 
 WORKERS = {"trainer": 1, "rollout": 1, "reward": 1}
 

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from common.errors import ConfigError
 from services.console.compare import replay
-from services.console.compare.replay import parse_steps
-from services.console.compare.replay_view import print_result
+from services.console.compare.replay import parse_steps, print_result
 from services.console.options import ReplayOptions
 
 

@@ -21,8 +21,7 @@ from services.console.plan.sizing import (
     step_time,
 )
 from services.console.plan.stage_times import StageTimes, assumed_times, measured_times
-from services.console.status.bottleneck import find_bottleneck
-from services.console.status.evidence import gather_evidence
+from services.console.status.bottleneck import find_bottleneck, gather_evidence
 from tests.support.trajectories import make_config
 
 

@@ -11,12 +11,7 @@ from services.console.text.formats import when
 from services.console.web import formats
 from services.console.web.charts import chart_trees
 from services.console.web.formats import sendable, visible
-from services.console.web.group_index import (
-    MAX_TEXT_CHARACTERS,
-    GroupIndex,
-    GroupRow,
-    Spread,
-)
+from services.console.web.group_index import MAX_TEXT_CHARACTERS, GroupIndex, GroupRow, Spread
 from services.console.web.group_query import GroupQuery, range_of
 from tests.support.trajectories import make_trajectory
 from tests.support.web_runs import commit_of, completion, make_ticket, score_of

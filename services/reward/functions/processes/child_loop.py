@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from services.reward.functions.request import Callee, Request, Send, failure_to_wire, outcomes_to_wire
+from services.reward.functions.request import (
+    Callee,
+    Request,
+    Send,
+    failure_to_wire,
+    outcomes_to_wire,
+)
 from services.reward.outcome import AttemptError, RewardOutcome
 
 TICK_S = 0.1
