@@ -1,9 +1,8 @@
 """Samples that were in flight when workers died run apart from others, first few at a time and then alone.
 
-The number of deliveries says how suspect a sample is: once is bad luck, for a worker that is killed takes
-along whatever it holds. Who was there again and again runs in smaller company, so that only a sample that was
-alone when its worker died can go to the dead letters. A sample that waits for its turn does not count as
-delivered.
+The number of deliveries says how suspect a sample is. One delivery says nothing: a worker that is killed takes
+along whatever it holds. A sample that was there each time runs beside fewer others, so that only one that was
+alone when its worker died goes to the dead letters. A sample that waits here does not count as delivered.
 """
 
 import asyncio
@@ -42,11 +41,11 @@ class Quarantine:
         self._one_at_a_time = asyncio.Lock()
 
     def is_worn_out(self, delivery: Delivery[Trajectory]) -> bool:
-        """Whether its deliveries are used up, of which the last ones had nothing else in flight."""
+        """Whether it was delivered too often, in the end with nothing else in flight."""
         return delivery.attempts > self._most
 
     def is_suspect(self, delivery: Delivery[Trajectory]) -> bool:
-        """Whether it may not run beside just anybody."""
+        """Whether it may run beside a few others only, or alone."""
         return self._company(delivery) is not None
 
     def began(self) -> None:
@@ -55,7 +54,7 @@ class Quarantine:
         self._is_quiet.clear()
 
     def ended(self) -> None:
-        """It is no more."""
+        """A sample is in flight no longer."""
         self._num_running -= 1
         if not self._num_running:
             self._is_quiet.set()
@@ -66,7 +65,7 @@ class Quarantine:
             await self._context.unless_stopping(self._is_open.wait())
 
     async def admit(self, consumer: Consumer[Trajectory], deliveries: list[Delivery[Trajectory]]) -> None:
-        """Have what was fetched just as the suspects of another lane began wait until they are done."""
+        """Hold back what was fetched while suspects of another lane began to run, until they are done."""
         if deliveries and not self._is_open.is_set():
             await consumer.park(deliveries)
             await self.until_open()

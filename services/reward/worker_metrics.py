@@ -47,12 +47,12 @@ class WorkerMetrics:
         self._move(lane, +1)
 
     def scored(self) -> None:
-        """One of those in flight has its score, and waits to be published: Redis's time, not the reward's."""
+        """A score is there and waits to be published, which is Redis's time and not the reward's."""
         self._num_unpublished += 1
         self._show_state()
 
     def settled(self, lane: Lane) -> None:
-        """What `scored` told of is published, or its lease was lost."""
+        """Such a score is published, or its lease was lost."""
         self._num_unpublished -= 1
         self.let_go(lane)
 
@@ -114,7 +114,7 @@ def _book(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
 
 
 class Capacity:
-    """Of all rewards of a run together."""
+    """How much a worker takes at once, over all rewards of the run; it follows what is measured."""
 
     def __init__(self, config: RewardConfig, reward: WeightedSum) -> None:
         self._config, self._reward = config, reward

@@ -1,13 +1,4 @@
-"""Group functions: what is done to the rewards of a group when all of them are there (`reward.group`).
-
-A built-in's name, `path.py:name` or `package.module:name`, plain or async:
-
-    def function(scores, samples, **kwargs) -> list: ...
-
-`scores` has a number or None (it failed) for each sample. `samples`, which may be left out, has a dict for
-each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`, `prompt`, `status`, `error`
-and `components`. The list that is returned has a number for each sample, or None where there is no reward.
-"""
+"""Changes the rewards of a group when all of them are there: reward classes first, then `reward.group`."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable

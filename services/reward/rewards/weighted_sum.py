@@ -26,7 +26,7 @@ NONE_APPLIES = "no reward applies to this sample: each of them returned None or 
 
 @dataclass(slots=True)
 class Total:
-    """What the parts of one sample come to."""
+    """The sum of the parts of one sample, or why there is none."""
 
     status: ScoreStatus
     value: float | None
@@ -38,7 +38,7 @@ class Total:
     detail: Detail = field(default_factory=dict)
 
     def score(self, key: TrajectoryKey, worker: str, latency_s: float) -> Score:
-        """The message that says so."""
+        """The score to publish."""
         own = {name: getattr(self, name) for name in self.__slots__}
         return Score(ticket=key[0], index=key[1], worker=worker, latency_s=latency_s, **own)
 

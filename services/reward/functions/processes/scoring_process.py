@@ -83,7 +83,7 @@ Waiting = tuple[Call, "asyncio.Future[dict[str, Any]]"]
 
 
 class ScoringProcess:
-    """It is sound while it may be given calls."""
+    """One process. While it `is_sound` it may be given calls."""
 
     def __init__(
         self, is_async: bool = False, on_beat: Callable[[dict[str, Any]], None] = lambda _: None
@@ -237,7 +237,7 @@ class ScoringProcess:
             self._end(reason, call)
 
     def _end(self, reason: str, culprit: Call | None = None) -> None:
-        """It took too long, whoever it was."""
+        """A call took too long; `culprit` is the one, where it is known."""
         self.kill()
         self._tell(list(self._waiting.values()), reason, is_timeout=True, culprit=culprit)
 

@@ -24,7 +24,7 @@ Identity = tuple[Any, ...]
 
 
 class Suspects:
-    """Those of one pool."""
+    """The suspects of one pool."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, ScoringProcess]]) -> None:
         self._start = start
@@ -59,7 +59,7 @@ class Suspects:
             self._results.pop(call, None)
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop the search."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
