@@ -1,8 +1,8 @@
 """Samples that were in flight when workers died run apart from others, first few at a time and then alone.
 
 The number of deliveries says how suspect a sample is. One delivery says nothing: a worker that is killed
-takes along whatever it holds. A sample that was there each time runs beside fewer others, so that only one that
-was alone when its worker died goes to the dead letters. What waits here does not count as delivered.
+takes along whatever it holds. A sample that was there each time runs beside fewer others, so that only one
+that was alone when its worker died goes to the dead letters. What waits here does not count as delivered.
 """
 
 import asyncio
