@@ -12,18 +12,8 @@ ROOMS = ("common", "services")
 NO_CODE = {"__pycache__", "static", "templates"}
 
 
-ALLOWED = {  # to be emptied
-    "services/console/cli/records.py::grep",
-    "services/console/cli/records.py::tail",
-    "services/console/cli/replays.py::rescore",
-    "services/console/cli/replays.py::trajectories",
-    "services/trainer/service.py::_train_policy",
-    "services/trainer/trainer.py::__init__",
-}
-
-
 def too_large(sizes: dict[str, int], limit: int) -> dict[str, int]:
-    return {name: size for name, size in sizes.items() if size > limit and name not in ALLOWED}
+    return {name: size for name, size in sizes.items() if size > limit}
 
 
 def folders() -> Iterator[Path]:
