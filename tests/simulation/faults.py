@@ -132,10 +132,11 @@ class Injector:
         cluster = self.world.cluster
         if cluster.state is not State.UP:
             return False
-        self.num_lost += self.world.history.forget_after(0)
         if fault.how.get("flush"):
+            self.num_lost += self.world.history.flush(len(cluster.server.log))
             cluster.server.apply([[b"FLUSHALL"]])
         else:
+            self.num_lost += self.world.history.forget_after(0)
             cluster.go_down()
             self._after(fault.how.get("for_s", 1.0), lambda: self._come_up(0, 0.0))
         return True

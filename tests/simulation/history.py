@@ -19,6 +19,8 @@ class Record:
     is_lost: bool = False
     is_foreign: bool = False
     """A fault has put it there."""
+    flushed_with: int = -1
+    """The write that emptied the server, if one did."""
 
 
 @dataclass
@@ -39,9 +41,19 @@ class History:
 
     def forget_after(self, num_units: int) -> int:
         """A server has taken over that knows only so many writes; returns how many entries are lost."""
+        for record in self.records:
+            if record.flushed_with >= num_units:  # the server that took over was never emptied
+                record.is_lost, record.flushed_with = False, -1
         lost = [record for record in self.records if record.unit >= num_units and not record.is_lost]
         for record in lost:
             record.is_lost = True
+        return len(lost)
+
+    def flush(self, unit: int) -> int:
+        """The server was emptied by its write number `unit`; returns how many entries are lost."""
+        lost = [record for record in self.records if not record.is_lost]
+        for record in lost:
+            record.is_lost, record.flushed_with = True, unit
         return len(lost)
 
     def of(self, stream: str, is_lost: bool = False) -> list[Record]:
