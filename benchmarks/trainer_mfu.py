@@ -18,8 +18,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from benchmarks.report import machine, print_result, print_table
 from common.config.trainer import TrainerConfig
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import MicroBatch, Sample
 from services.trainer.policy.transformers_policy import TransformersPolicy
 
 PACKED_TOKENS, SEQUENCE_TOKENS, PROMPT_TOKENS = 16_384, 2_048, 256

@@ -39,7 +39,7 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
 def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """Form micro-batches, accumulate them, update: what the trainer's step does with a complete batch."""
     from common.config.trainer import TrainerConfig
-    from services.trainer.groups.micro_batches import form_micro_batches
+    from services.trainer.groups.samples import form_micro_batches
     from services.trainer.policy.policy import MicroBatchMetrics
     from services.trainer.policy.transformers_policy import TransformersPolicy
 

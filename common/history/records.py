@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
 from common.history.history import History
-from common.history.outcomes import advantages_of, dropped_groups, left_out, micro_batches_of
 from common.streams.entries import Entry, entry_id_of
 from common.streams.selection import Selection, StreamName
 from common.wire.messages import (

@@ -30,10 +30,10 @@ from common.redis.client import (
     PASSWORD_VARIABLE,
     URL_VARIABLE,
     USERNAME_VARIABLE,
+    RoundTrips,
     make_client,
     public_address,
 )
-from common.redis.round_trips import RoundTrips
 from common.telemetry import metrics
 
 log = structlog.get_logger(__name__)

@@ -5,7 +5,10 @@ Credentials come from variables of their own or stand in the address; neither is
 
 import os
 import re
+import time
+from collections import deque
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -17,6 +20,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from common.errors import BrokerError
+from common.telemetry import metrics
 
 URL_VARIABLE = "TIDEMILL_REDIS_URL"
 USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
@@ -189,3 +193,56 @@ def _sentinel_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
         "master": _Master(sentinel, unquote(match["name"])),
         "connection_class": _MasterTlsConnection if has_tls else _MasterConnection,
     }
+
+
+RECENT = 32
+"""Durations of which the present one is the median: one outage does not speak for what follows."""
+
+
+class RoundTrips:
+    """A clock of the time with a command under way; commands that overlap are counted once."""
+
+    def __init__(self) -> None:
+        self._num_under_way = 0
+        self._since = 0.0
+        self._covered_until = 0.0
+        self._total_s = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def present_s(self) -> float:
+        """What a command takes at present; 0 before the first."""
+        return median(self._recent) if self._recent else 0.0
+
+    def total_s(self) -> float:
+        """Seconds so far; never falls."""
+        if not self._num_under_way:
+            return self._total_s
+        return self._total_s + time.monotonic() - max(self._since, self._covered_until)
+
+    def begin(self) -> float:
+        """A command that does not block is under way, until `end` is given what this returns."""
+        begun = time.monotonic()
+        if not self._num_under_way:
+            self._since = begun
+        self._num_under_way += 1
+        return begun
+
+    def end(self, begun: float) -> None:
+        """It was answered, or it failed."""
+        now = time.monotonic()
+        self._num_under_way -= 1
+        if not self._num_under_way:
+            self._cover(self._since, now)
+        self._recent.append(now - begun)
+        metrics.REDIS_SECONDS.observe(now - begun)
+
+    def brought_news(self, begun: float) -> None:
+        """A command that blocks, and began at `begun` (time.monotonic), has an answer that is not empty."""
+        now = time.monotonic()
+        if not self._num_under_way:  # or this time is counted anyway
+            self._cover(max(begun, now - self.present_s), now)
+
+    def _cover(self, since: float, until: float) -> None:
+        self._total_s += until - max(since, min(self._covered_until, until))
+        self._covered_until = until

@@ -108,3 +108,30 @@ RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 def runs_dir() -> Path:
     """The folder of all runs on this machine."""
     return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
+
+
+METRICS_FILE = "metrics.jsonl"
+"""Below the run's folder."""
+BEST_FILE = "best.json"
+"""Below the run's folder: which evaluated version is the best, and where its weights are."""
+STEP = "step"
+EVALUATION = "evaluation"
+
+Record = dict[str, Any]
+
+
+def read_records(path: Path) -> list[Record]:
+    """All whole records of a file, in order, less a line that a crash cut off. A missing file has none."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [record for line in lines[:-1] if (record := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and record.get("kind") in (STEP, EVALUATION) else None

@@ -1,6 +1,5 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
-from common.streams.backlog import Backlog, backlog
 from common.streams.consumer import Consumer
 from common.streams.dead_letters import (
     DONE,
@@ -29,6 +28,7 @@ from common.streams.entries import (
     id_order,
 )
 from common.streams.log import (
+    Backlog,
     GroupStatus,
     OffsetReader,
     Trail,
@@ -36,6 +36,7 @@ from common.streams.log import (
     append_after,
     append_missing,
     append_numbered,
+    backlog,
     ensure_group,
     group_status,
     last_id,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import typer
 
 from common.errors import TidemillError
-from services.console.cli import dead, records, replays, runs
+from services.console.cli import dead, records, runs
 
 app = typer.Typer(
     name="tidemill",
@@ -27,10 +27,10 @@ EXAMPLES: dict[Callable[..., None], str] = {
     runs.report: "Example: tidemill report arith-1 --json",
     runs.top: "Example: tidemill top arith-20260131-120000",
     runs.export: "Example: tidemill export arith-20260131-120000 --version best -o my-model",
-    replays.diff: "Example: tidemill diff arith-1 arith-2",
+    runs.diff: "Example: tidemill diff arith-1 arith-2",
     runs.plan: "Example: tidemill plan examples/arith/config.yaml --run arith-1",
     runs.archive: "Example: tidemill archive arith-20260131-120000 --check",
-    replays.rescore: "Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20",
+    runs.rescore: "Example: tidemill rescore arith-1 --reward my.py:fn --from-step 10 --to-step 20",
     records.trace: "Examples: tidemill trace 412  ·  tidemill trace 412.3 arith-1",
     records.step: "Example: tidemill step 412 arith-1 --full",
     records.timeline: "Example: tidemill timeline --from-step 40 --to-step 45 -o trace.json",
@@ -39,7 +39,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
 for command, example in EXAMPLES.items():
     app.command(epilog=example)(command)
 FAMILIES = {
-    "replay": (replays.app, "Do again what was recorded: a step, or a stretch of trajectories."),
+    "replay": (runs.app, "Do again what was recorded: a step, or a stretch of trajectories."),
     "dead": (dead.app, "Messages that nobody could process: list, show, put back, drop."),
     "streams": (
         records.app,

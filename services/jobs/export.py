@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import ConfigError, TidemillError, WeightsError
 from common.files import aside_folder, publish_folder
-from common.run.records import BEST_FILE
+from common.run.state import BEST_FILE
 from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, verified_files
 from common.wire.messages import WeightManifest
 

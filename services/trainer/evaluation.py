@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from common.process.service import ServiceContext
-from common.run.records import EVALUATION, METRICS_FILE, read_records
+from common.run.state import EVALUATION, METRICS_FILE, read_records
 from common.streams import (
     START,
     Entry,

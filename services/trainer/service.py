@@ -10,8 +10,7 @@ from common.files import locked
 from common.process.checks import check_loggers
 from common.process.heartbeats import Heartbeat
 from common.process.service import ServiceContext
-from common.run.records import METRICS_FILE, read_records
-from common.run.state import read_state
+from common.run.state import METRICS_FILE, read_records, read_state
 from common.wire.messages import Commit
 from services.trainer.batch.batch_assembler import BatchAssembler, StoppedError
 from services.trainer.batch.prompts import (
@@ -26,8 +25,7 @@ from services.trainer.batch.stream_join import STREAMS, StreamJoin
 from services.trainer.durable.checkpoint import CheckpointStore
 from services.trainer.durable.checkpointing import Checkpointer, Trimmer
 from services.trainer.durable.commits import CommitJournal
-from services.trainer.durable.disk_retry import on_disk, until_stored
-from services.trainer.durable.memory_watch import MemoryWatch
+from services.trainer.durable.out_of_space import MemoryWatch, on_disk, until_stored
 from services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
 from services.trainer.evaluation import Evaluator
 from services.trainer.groups.group_filter import GroupFilter

@@ -24,16 +24,15 @@ from common.process.activity import Activity
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, StoppedError
-from services.trainer.batch.precompute import Precompute
+from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute, StoppedError
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
-from services.trainer.groups.micro_batches import (
+from services.trainer.groups.samples import (
     MicroBatch,
+    Sample,
     form_micro_batches,
     rebuild,
     without_proximal,
 )
-from services.trainer.groups.samples import Sample
 from services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
 
 log = structlog.get_logger(__name__)

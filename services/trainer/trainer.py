@@ -31,8 +31,7 @@ from services.trainer.durable.commits import (
     append_commit,
     restore_commits,
 )
-from services.trainer.durable.disk_retry import on_disk, until_stored
-from services.trainer.durable.memory_watch import MemoryWatch
+from services.trainer.durable.out_of_space import MemoryWatch, on_disk, until_stored
 from services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
 from services.trainer.metrics.diagnostics import Diagnostics
 from services.trainer.metrics.recorder import Recorder

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from common.config.run import RunConfig
 from common.config.trainer import TrainerConfig
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import MicroBatch, Sample
 from services.trainer.policy.adapters import Adapters
 from services.trainer.policy.policy import Policy, UpdateResult
 from services.trainer.policy.transformers_policy import TransformersPolicy

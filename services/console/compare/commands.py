@@ -15,7 +15,7 @@ from services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
 from services.console.options import DiffOptions
 from services.console.run.folder import find_run, folder_of_runs
 from services.console.run.history import RunAccess, open_history
-from services.console.text.values import jsonable
+from services.console.text.tables import jsonable
 
 MAX_WIDTH = 60
 """Characters of a value in the table; --json has all of it."""

@@ -23,7 +23,7 @@ from common.process.programs import Program, run_main, run_own
 from common.redis.client import URL_VARIABLE
 from services.console.options import ReplayOptions
 from services.console.run.history import RunAccess, open_history
-from services.console.text.values import jsonable
+from services.console.text.tables import jsonable
 
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""

@@ -20,7 +20,7 @@ from common.history import (
     StreamName,
     TicketCursor,
 )
-from common.history.outcomes import dropped_groups, tickets_of
+from common.history.groups import dropped_groups, tickets_of
 from common.wire.messages import Commit, Ticket
 from services.console.compare.differences import (
     Aspect,

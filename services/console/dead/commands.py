@@ -27,11 +27,9 @@ from services.console.dead.dead_letters import Letter, read_letters
 from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
 from services.console.options import LetterChoice
 from services.console.records.tables import print_values
-from services.console.run.connection import connected, log_nothing
-from services.console.run.folder import find_run, folder_of_runs
+from services.console.run.folder import connected, find_run, folder_of_runs, log_nothing
 from services.console.text.formats import printable, sample_name, when
-from services.console.text.tables import listing, name_table
-from services.console.text.values import jsonable, plain_fields
+from services.console.text.tables import jsonable, listing, name_table, plain_fields
 
 ERROR_CHARACTERS = 60
 HEX_ROW_BYTES = 16

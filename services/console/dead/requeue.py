@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from common.config import RunConfig
 from common.history import History
-from common.history.outcomes import TicketOutcomes
+from common.history.groups import TicketOutcomes
 from common.redis.broker import Broker
 from common.run.state import FINISHED, read_state
 from common.streams import DONE, LETTER_GONE, Progress, group_status, reappend, requeue, scan

@@ -27,8 +27,7 @@ from services.console.launch.views import LiveView, PlainView, View
 from services.console.processes.guard import Guard
 from services.console.processes.service import ServiceSpec, service_environment
 from services.console.processes.supervisor import Ending, RunOutcome, Supervisor
-from services.console.run.connection import log_to_file
-from services.console.run.folder import RunFolder, nearest
+from services.console.run.folder import RunFolder, log_to_file, nearest
 from services.console.status.bottleneck import ROLES, Bottleneck
 from services.console.status.report import print_report, write_report
 from services.console.status.snapshot import RunSnapshot, SnapshotReader

@@ -20,8 +20,7 @@ from common.process.programs import run_main
 from common.process.service import METRICS_HOST_VARIABLE
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
-from common.run.records import METRICS_FILE, STEP, read_records
-from common.run.state import CONFIG_FILE, run_exists
+from common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
 from common.wire.keys import Keys
 from services.console.check.preflight import examine
 from services.console.launch.local_run import LocalRun

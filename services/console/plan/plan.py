@@ -37,8 +37,7 @@ from services.console.plan.sizing import (
     time_for_scores,
 )
 from services.console.plan.stage_times import StageTimes, assumed_times, measured_times
-from services.console.run.connection import log_nothing
-from services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
+from services.console.run.folder import RunFolder, find_run, folder_of_runs, log_nothing, nearest
 from services.console.status.attach import look
 from services.console.status.bottleneck import Bottleneck
 from services.console.status.snapshot import RunSnapshot, read_folder

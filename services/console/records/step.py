@@ -13,15 +13,14 @@ from rich.text import Text
 
 from common.errors import ConfigError
 from common.history import History, StreamName
-from common.history.outcomes import advantages_of, dropped_groups, left_out
+from common.history.groups import advantages_of, dropped_groups, left_out
 from common.history.records import STAGES, SampleFacts, StepRecord, ends, read_step
 from common.process.programs import run_main
 from common.wire.messages import Commit
 from services.console.options import ViewOptions
 from services.console.run.history import open_history
 from services.console.text.formats import NOTHING, number, printable, took, when
-from services.console.text.tables import Line, listing, print_lines, terminal
-from services.console.text.values import jsonable, plain_fields
+from services.console.text.tables import Line, jsonable, listing, plain_fields, print_lines, terminal
 
 MAX_GROUPS = 40
 """Groups that are shown unless all are asked for."""

@@ -24,8 +24,7 @@ from services.console.records.selection import check_fits, parse_sample, parse_s
 from services.console.records.tables import print_values, record_table, record_tree
 from services.console.run.history import RunAccess, open_history
 from services.console.text.formats import NOTHING, printable, printable_block, took, when
-from services.console.text.tables import listing, terminal
-from services.console.text.values import jsonable, plain_fields
+from services.console.text.tables import jsonable, listing, plain_fields, terminal
 
 GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
 """Consumer groups by what they consume."""

@@ -19,9 +19,16 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from services.console.text.formats import NOTHING, number, printable, printable_block, sample_name, took, when
-from services.console.text.tables import listing, name_table
-from services.console.text.values import jsonable, plain_fields
+from services.console.text.formats import (
+    NOTHING,
+    number,
+    printable,
+    printable_block,
+    sample_name,
+    took,
+    when,
+)
+from services.console.text.tables import jsonable, listing, name_table, plain_fields
 
 
 def record_tree(stream: StreamName, record: Record) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from common.errors import ConfigError
 from common.files import aside_file, publish_file
 from common.history import History, Selection, StreamName
-from common.history.outcomes import WHOLE_GROUP, tickets_of
+from common.history.groups import WHOLE_GROUP, tickets_of
 from common.history.records import SampleFacts, StepRecord, read_samples
 from common.process.programs import run_main
 from common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest

@@ -32,8 +32,7 @@ from services.console.rescore.options import (
     stretch,
 )
 from services.console.rescore.sandbox_run import SandboxRun
-from services.console.run.connection import log_to_file
-from services.console.run.folder import RunFolder, nearest
+from services.console.run.folder import RunFolder, log_to_file, nearest
 from services.console.run.history import open_history
 
 REPORT_FILE = "rescore.json"

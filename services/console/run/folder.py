@@ -5,18 +5,25 @@
 Every command begins here, so what only some need (configs, YAML) is imported where it is used.
 """
 
+import contextlib
+import logging
 import os
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigError
+import structlog
+
+from common.errors import BrokerError, ConfigError
 from common.files import write_atomically
+from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
 from common.run.state import CONFIG_FILE, runs_dir
 
 if TYPE_CHECKING:
     from common.config import RunConfig
+
 
 LATEST = "latest"
 RUN_VARIABLE = "TIDEMILL_RUN_ID"
@@ -149,3 +156,55 @@ def nearest(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+async def connect(folder: RunFolder) -> Broker:
+    """Connect to the Redis of a run, or say why there is none to connect to.
+
+    Raises:
+        TidemillError: its Redis is not known, or does not answer.
+    """
+    url = folder.address()
+    if url is None:
+        state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"run {folder.run_id}: no Redis to ask ({nearest(folder.path)}: {state}). Set {URL_VARIABLE} to "
+            "the run's server, or start the run with `tidemill up`."
+        )
+    try:
+        return await Broker.connect(url)
+    except BrokerError as error:
+        if not folder.address_file.exists():
+            raise
+        raise BrokerError(
+            f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
+            f"Continue the run with `tidemill up CONFIG --run-id {folder.run_id} --resume`. ({error})"
+        ) from None
+
+
+@contextlib.asynccontextmanager
+async def connected(folder: RunFolder) -> AsyncIterator[Broker]:
+    """A connection to the Redis of a run, closed at the end."""
+    broker = await connect(folder)
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+def log_to_file(path: Path) -> None:
+    """Append to a file of the run, which stays open for as long as the process lives."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+            structlog.dev.ConsoleRenderer(colors=False),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(path.open("a", buffering=1, encoding="utf-8")),
+        cache_logger_on_first_use=False,
+    )
+
+
+def log_nothing() -> None:
+    """Drop them: commands that only look say what matters themselves."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

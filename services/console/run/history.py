@@ -22,8 +22,7 @@ from common.redis.client import URL_VARIABLE
 from common.redis.embedded import EmbeddedRedis
 from common.run.state import run_exists
 from services.console.processes.guard import Guard
-from services.console.run.connection import connect, log_nothing
-from services.console.run.folder import RunFolder, find_run, folder_of_runs
+from services.console.run.folder import RunFolder, connect, find_run, folder_of_runs, log_nothing
 
 if TYPE_CHECKING:
     from common.config import RunConfig

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from common.errors import BrokerError, ConfigError, TidemillError
 from common.process.programs import run_main
-from services.console.run.connection import connected, log_nothing
-from services.console.run.folder import RunFolder, find_run, folder_of_runs
+from services.console.run.folder import RunFolder, connected, find_run, folder_of_runs, log_nothing
 from services.console.status.render import dashboard
 from services.console.status.report import print_report, read_report
 from services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder

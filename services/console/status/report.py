@@ -14,14 +14,20 @@ from common.errors import ConfigError
 from common.files import StorageError, write_atomically
 from common.process.programs import run_main
 from common.run.plots import plot_learning_curve
-from common.run.records import METRICS_FILE, read_records
-from common.run.state import has_finished, read_config, read_state
+from common.run.state import METRICS_FILE, has_finished, read_config, read_records, read_state
 from common.wire.keys import Keys
-from services.console.run.connection import connected, log_nothing
-from services.console.run.folder import PICTURE_FILE, RunFolder, find_run, folder_of_runs, nearest
+from services.console.run.folder import (
+    PICTURE_FILE,
+    RunFolder,
+    connected,
+    find_run,
+    folder_of_runs,
+    log_nothing,
+    nearest,
+)
 from services.console.status.summary import RunSummary, failures, summarise, summary_tree
 from services.console.text.formats import NOTHING
-from services.console.text.values import jsonable
+from services.console.text.tables import jsonable
 
 PERCENT, NUMBER, COUNT, SECONDS = "percent", "number", "count", "seconds"
 

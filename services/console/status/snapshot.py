@@ -12,8 +12,7 @@ from common.errors import BrokerError, ConfigError
 from common.history import StreamName
 from common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
 from common.redis.broker import Broker
-from common.run.records import EVALUATION, METRICS_FILE, STEP, read_records
-from common.run.state import read_config, read_state
+from common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
 from common.run.weight_files import folder_versions
 from common.streams import OffsetReader, group_status, last_id, length, read_newest
 from common.streams.entries import Entry, entry_id_of, id_order

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from common.config import RunConfig
-from common.history.outcomes import TicketOutcomes, dropped_groups, left_out
+from common.history.groups import TicketOutcomes, dropped_groups, left_out
 from common.redis.broker import Broker
-from common.run.records import EVALUATION, METRICS_FILE, read_records
-from common.run.state import read_state
+from common.run.state import EVALUATION, METRICS_FILE, read_records, read_state
 from common.streams import scan
 from common.streams.entries import Entry
 from common.wire.keys import Keys

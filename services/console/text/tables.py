@@ -1,11 +1,17 @@
 """The tables of the command line: lists with a header, and names with their values."""
 
-from collections.abc import Container, Iterable
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
+import numpy as np
+from pydantic import BaseModel
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from common.streams.selection import Range
 
 PIPE_WIDTH = 200
 """Columns of a table that goes into a file or another program."""
@@ -46,3 +52,41 @@ def name_table(style: str = "dim", indent: int = 2, max_width: int | None = None
     table.add_column(style=style, no_wrap=True, max_width=max_width)
     table.add_column(overflow="fold")
     return table
+
+
+def plain_fields(message: BaseModel) -> dict[str, Any]:
+    """The fields of a message; inner models become mappings, arrays stay."""
+    return {
+        name: value.model_dump() if isinstance(value, BaseModel) else value
+        for name, value in message.__dict__.items()
+        if name in type(message).model_fields
+    }
+
+
+def jsonable(value: Any) -> Any:
+    """The value as JSON has it: arrays as lists, bytes in hex, null for numbers that are not finite."""
+    if isinstance(value, np.ndarray):
+        return jsonable(value.tolist())
+    if isinstance(value, BaseModel):
+        return jsonable(value.model_dump())
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).hex()
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+
+def parse_range(text: str, parse: Callable[[str], float] = float) -> Range | None:
+    """`A..B`, `A..`, `..B` or `A`; None where neither end is given.
+
+    Raises:
+        ValueError: an end cannot be parsed.
+    """
+    first, dots, last = text.partition("..")
+    low = parse(first.strip()) if first.strip() else None
+    high = (parse(last.strip()) if last.strip() else None) if dots else low
+    return None if low is None and high is None else (low, high)

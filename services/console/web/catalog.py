@@ -13,8 +13,7 @@ from pathlib import Path
 from common.errors import TidemillError
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
-from common.run.records import METRICS_FILE
-from common.run.state import CONFIG_FILE, known_runs
+from common.run.state import CONFIG_FILE, METRICS_FILE, known_runs
 from common.wire.keys import RUN_ID
 from services.console.run.folder import RunFolder
 from services.console.status.report import read_report

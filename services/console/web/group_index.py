@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.history import History, Selection, StreamName
-from common.history.outcomes import dropped_groups, left_out
+from common.history.groups import dropped_groups, left_out
 from common.history.records import KnownPlaces
 from common.streams.entries import Entry, id_after, id_order
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory

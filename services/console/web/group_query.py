@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from common.streams.selection import Range
 from common.wire.messages import Lane
-from services.console.text.values import parse_range
+from services.console.text.tables import parse_range
 from services.console.web.group_index import STATES, GroupRow, Spread
 
 PAGE_ROWS = 100

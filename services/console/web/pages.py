@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from common.errors import TidemillError
 from common.history import History, Selection, StreamName
-from common.history.outcomes import WHOLE_GROUP, micro_batches_of
+from common.history.groups import WHOLE_GROUP, micro_batches_of
 from common.streams.entries import Garbled
 from common.wire.messages import Commit, DeadLetter, Lane
 from services.console.dead.commands import as_tree

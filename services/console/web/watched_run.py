@@ -14,7 +14,7 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.history import History
-from common.run.records import METRICS_FILE
+from common.run.state import METRICS_FILE
 from services.console.run.folder import RunFolder
 from services.console.run.history import open_history
 from services.console.status.report import read_report

@@ -23,7 +23,7 @@ from services.trainer.batch.reconciler import RunStreams
 from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from services.trainer.durable.archive_requests import ArchiveJobs
 from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
-from services.trainer.durable.disk_retry import on_disk, until_stored
+from services.trainer.durable.out_of_space import on_disk, until_stored
 from services.trainer.metrics.recorder import Recorder
 from services.trainer.step import StepRunner
 

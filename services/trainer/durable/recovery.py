@@ -27,14 +27,14 @@ from services.trainer.batch.batch_assembler import QUIET_S, Dropped, StoppedErro
 from services.trainer.batch.reconciler import RunStreams
 from services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
 from services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
-from services.trainer.durable.disk_retry import on_disk
+from services.trainer.durable.out_of_space import on_disk
 from services.trainer.groups.group_filter import CompleteGroup
 from services.trainer.metrics.recorder import Recorder
 from services.trainer.metrics.step_metrics import step_metrics
 from services.trainer.policy.model_loading import pick_device
 from services.trainer.policy.policy import Policy
 from services.trainer.step import StepRunner
-from services.trainer.weights.encode import WEIGHTS_FILE
+from services.trainer.weights.store import WEIGHTS_FILE
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from common.config.trainer import DiagnosticsConfig, HealthyRange
-from common.run.records import STEP, Record
+from common.run.state import STEP, Record
 from common.telemetry import metrics
 from services.trainer.metrics.warning_texts import CHECKS, Check, time_advice
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 
 from common.files import storage_errors, write_atomically
-from common.run.records import EVALUATION, METRICS_FILE, STEP, Record, read_records
+from common.run.state import EVALUATION, METRICS_FILE, STEP, Record, read_records
 from common.wire.messages import Commit
 from services.trainer.metrics.trackers import Sender
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from common.run.records import STEP, Record
+from common.run.state import STEP, Record
 
 Numbers = Mapping[str, float]
 

@@ -22,7 +22,7 @@ from common.config.trainer import LoraConfig
 from common.errors import ConfigError
 from services.trainer.policy.forward import TileScores, TokenScorer, output_head
 from services.trainer.policy.packing import Tile
-from services.trainer.weights.encode import digest_parameters, model_tensors
+from services.trainer.weights.store import digest_parameters, model_tensors
 
 ADAPTER_FOLDER = "adapter"
 """Beside a version's merged weights: its adapters alone, in PEFT's format."""

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import PrecomputedTokens, Sample
+from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
 from services.trainer.policy.state import PolicyState
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from common.config.algorithm import ReferenceConfig
 from services.trainer.policy.forward import TokenScorer
-from services.trainer.weights.encode import model_tensors
+from services.trainer.weights.store import model_tensors
 
 REFERENCE_PREFIX = "reference."
 """Of its weights' names, in a checkpoint."""

@@ -20,11 +20,10 @@ from common.errors import ConfigError
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.tokens import denominator
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import PrecomputedTokens, Sample
+from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.state import PolicyState
-from services.trainer.weights.encode import WEIGHTS_FILE
+from services.trainer.weights.store import WEIGHTS_FILE
 
 
 class SimulatedPolicy:

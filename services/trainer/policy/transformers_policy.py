@@ -26,8 +26,7 @@ from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
 from services.trainer.algorithm.losses.surrogates import find_loss
 from services.trainer.algorithm.losses.tokens import denominator
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import PrecomputedTokens, Sample
+from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
 from services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
 from services.trainer.policy.forward import TokenScorer, pick_layout, tile_tokens
 from services.trainer.policy.model_loading import (
@@ -49,7 +48,7 @@ from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from services.trainer.policy.side_models import ReferenceModel, ValueHead
 from services.trainer.policy.state import PolicyState
-from services.trainer.weights.encode import (
+from services.trainer.weights.store import (
     digest_parameters,
     export_tensors,
     model_tensors,

@@ -16,7 +16,7 @@ from common.errors import TidemillError
 from common.history import RecordedGroup
 from common.wire.messages import Commit
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, Refusal, TrainableGroup
-from services.trainer.groups.micro_batches import Composition, form_micro_batches
+from services.trainer.groups.samples import Composition, form_micro_batches
 from services.trainer.policy.loading import open_policy
 from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.policy.state import PolicyState

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from common.files import write_atomically
-from common.run.records import BEST_FILE, EVALUATION, Record
+from common.run.state import BEST_FILE, EVALUATION, Record
 from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
 
 log = structlog.get_logger(__name__)

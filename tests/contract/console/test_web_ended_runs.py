@@ -15,8 +15,8 @@ from common.redis.embedded import EmbeddedRedis
 from common.wire.keys import Keys
 from services.console.web import watched_run
 from services.console.web.access import Access
-from services.console.web.app import create_app
 from services.console.web.catalog import Catalog
+from services.console.web.server import create_app
 from tests.support.archives import archive
 from tests.support.waiting import wait_until
 from tests.support.web_runs import write_folder, write_run

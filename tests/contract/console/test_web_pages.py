@@ -11,8 +11,8 @@ from common.redis.embedded import EmbeddedRedis
 from common.streams import append, append_numbered
 from common.wire.keys import Keys
 from services.console.web.access import CONTENT_POLICY, Access
-from services.console.web.app import create_app
 from services.console.web.catalog import Catalog
+from services.console.web.server import create_app
 from tests.conftest import SERVERS
 from tests.support.waiting import wait_until
 from tests.support.web_runs import (

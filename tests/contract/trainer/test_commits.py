@@ -16,7 +16,7 @@ from services.trainer.durable.commits import (
     read_commits,
 )
 from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
-from services.trainer.groups.micro_batches import form_micro_batches
+from services.trainer.groups.samples import form_micro_batches
 from services.trainer.step import MiniBatch, StepResult, make_commit
 from tests.support.models import make_samples
 from tests.support.training import commits_of

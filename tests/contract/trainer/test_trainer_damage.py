@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import TidemillError
-from common.run.records import EVALUATION, METRICS_FILE, STEP, read_records
+from common.run.state import EVALUATION, METRICS_FILE, STEP, read_records
 from services.trainer.durable import recovery
 from services.trainer.durable.checkpoint import CheckpointError, CheckpointStore
 from services.trainer.service import serve

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from common.run.records import EVALUATION, METRICS_FILE, STEP, read_records
-from common.run.state import FINISHED, read_state
+from common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
 from common.run.weight_files import folder_versions
 from common.wire.messages import Lane
 from services.trainer.evaluation import Evaluator

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from common.files import LockedError, locked
-from common.run.records import METRICS_FILE, read_records
-from common.run.state import FINISHED, read_state
+from common.run.state import FINISHED, METRICS_FILE, read_records, read_state
 from common.streams import append
 from common.wire.messages import DeadLetter, WeightManifest
 from services.trainer import trainer as trainer_module

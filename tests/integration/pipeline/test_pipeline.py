@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from common.run.records import EVALUATION, METRICS_FILE, STEP, read_records
-from common.run.state import FINISHED, read_state
+from common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
 from common.run.weight_files import folder_versions, verified_files
 from common.streams import group_status
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP

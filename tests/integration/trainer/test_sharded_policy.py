@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from common.config import RunConfig
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.micro_batches import form_micro_batches
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import Sample, form_micro_batches
 from services.trainer.policy.fsdp.rank_policy import load_rank_policy
 from services.trainer.policy.fsdp.ranks import lead_ranks
 from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy

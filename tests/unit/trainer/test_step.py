@@ -17,7 +17,7 @@ from common.streams import Entry
 from common.wire.keys import Keys
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
-from services.trainer.batch.precompute import Precompute
+from services.trainer.batch.batch_assembler import Precompute
 from services.trainer.batch.stream_join import StreamJoin
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
 from services.trainer.groups.samples import PrecomputedTokens

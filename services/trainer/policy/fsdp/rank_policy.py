@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from common.config.run import RunConfig
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import MicroBatch, Sample
 from services.trainer.policy.forward import TileScores, TokenScorer
 from services.trainer.policy.fsdp.ranks import Ranks
 from services.trainer.policy.packing import Tile

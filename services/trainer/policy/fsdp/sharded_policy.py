@@ -15,8 +15,7 @@ import msgpack
 import numpy as np
 from torch import Tensor
 
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import MicroBatch, Sample
 from services.trainer.policy.fsdp.ranks import Ranks
 from services.trainer.policy.policy import Policy
 from services.trainer.policy.state import PolicyState

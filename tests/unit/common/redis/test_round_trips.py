@@ -7,15 +7,15 @@ import pytest
 
 from common.process import activity
 from common.process.activity import BOOKKEEPING, WAIT_REDIS, Activity
-from common.redis import round_trips
-from common.redis.round_trips import RoundTrips
+from common.redis import client
+from common.redis.client import RoundTrips
 from tests.support.clocks import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(round_trips, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
     monkeypatch.setattr(activity, "time", clock)
     return clock
 

@@ -8,8 +8,7 @@ import pytest
 
 from common.errors import TidemillError
 from common.wire.messages import Commit
-from services.trainer.groups.micro_batches import MicroBatch, form_micro_batches, rebuild
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import MicroBatch, Sample, form_micro_batches, rebuild
 from tests.support.models import make_samples
 
 

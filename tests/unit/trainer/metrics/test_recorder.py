@@ -12,7 +12,7 @@ import pytest
 from common import files
 from common.files import StorageError
 from common.run.plots import plot_learning_curve, smooth
-from common.run.records import read_records
+from common.run.state import read_records
 from services.trainer.metrics import recorder
 from services.trainer.metrics.recorder import Recorder
 

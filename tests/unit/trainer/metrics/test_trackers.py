@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.process.checks import check_loggers
-from common.run.records import METRICS_FILE, read_records
+from common.run.state import METRICS_FILE, read_records
 from services.trainer.metrics import trackers as sender_module
 from services.trainer.metrics.recorder import Recorder
 from services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun, Tracker

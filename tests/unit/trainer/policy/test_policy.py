@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.micro_batches import form_micro_batches, rebuild
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import Sample, form_micro_batches, rebuild
 from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.support.models import (
     MAX_COMPLETION,

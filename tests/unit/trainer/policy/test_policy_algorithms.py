@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from services.trainer.groups.micro_batches import form_micro_batches
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import Sample, form_micro_batches
 from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.support.models import (
     accumulate_all,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from common.errors import ConfigError
 from services.trainer.policy.state import PolicyState
 from services.trainer.policy.transformers_policy import load_policy
-from services.trainer.weights.encode import export_tensors, save_model
+from services.trainer.weights.store import export_tensors, save_model
 from tests.support.models import (
     accumulate_all,
     make_policy,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from services.trainer.groups.micro_batches import MicroBatch
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import MicroBatch, Sample
 from services.trainer.policy.fsdp.rank_policy import split_samples
 from services.trainer.policy.fsdp.ranks import lead_ranks
 from services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call

@@ -3,8 +3,8 @@
 import torch
 import xxhash
 
-from services.trainer.weights import encode
-from services.trainer.weights.encode import digest_parameters
+from services.trainer.weights import store
+from services.trainer.weights.store import digest_parameters
 
 
 def parameters() -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def test_memory_layout_does_not_matter():
 def test_pieces_give_the_digest_of_the_whole(monkeypatch):
     tensors = parameters()
     whole = digest_parameters(tensors.items())
-    monkeypatch.setattr(encode, "PIECE_BYTES", 7)
+    monkeypatch.setattr(store, "PIECE_BYTES", 7)
     assert digest_parameters(tensors.items()) == whole
 
 
