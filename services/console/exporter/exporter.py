@@ -25,8 +25,7 @@ from common.process.http_endpoint import HttpEndpoint
 from common.redis.broker import Broker
 from common.run.replicas import ReplicaRegistry
 from common.run.state import UnknownRunError, read_config
-from common.streams import Backlog, length
-from common.streams import log as backlog
+from common.streams import Backlog, backlog, length
 from common.streams.entries import Entry, Garbled
 from common.streams.selection import time_of
 from common.telemetry import metrics
