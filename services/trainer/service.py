@@ -23,9 +23,9 @@ from services.trainer.batch.reconciler import Reconciler, Registration, RunStrea
 from services.trainer.batch.scheduler import Scheduler
 from services.trainer.batch.stream_join import STREAMS, StreamJoin
 from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.durable.checkpointing import Checkpointer, Trimmer
+from services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
 from services.trainer.durable.commits import CommitJournal
-from services.trainer.durable.out_of_space import MemoryWatch, on_disk, until_stored
+from services.trainer.durable.memory_watch import MemoryWatch
 from services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
 from services.trainer.evaluation import Evaluator
 from services.trainer.groups.group_filter import GroupFilter

@@ -24,14 +24,14 @@ from common.telemetry import metrics
 from common.wire.messages import Commit, Lane, WeightManifest
 from services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler, StoppedError
 from services.trainer.batch.reconciler import delete_results
-from services.trainer.durable.checkpointing import Checkpointer
+from services.trainer.durable.checkpointing import Checkpointer, on_disk, until_stored
 from services.trainer.durable.commits import (
     CommitJournal,
     LostTailError,
     append_commit,
     restore_commits,
 )
-from services.trainer.durable.out_of_space import MemoryWatch, on_disk, until_stored
+from services.trainer.durable.memory_watch import MemoryWatch
 from services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
 from services.trainer.metrics.diagnostics import Diagnostics
 from services.trainer.metrics.recorder import Recorder

@@ -20,7 +20,14 @@ from common.wire.messages import Commit
 from services.console.options import ViewOptions
 from services.console.run.history import open_history
 from services.console.text.formats import NOTHING, number, printable, took, when
-from services.console.text.tables import Line, jsonable, listing, plain_fields, print_lines, terminal
+from services.console.text.tables import (
+    Line,
+    jsonable,
+    listing,
+    plain_fields,
+    print_lines,
+    terminal,
+)
 
 MAX_GROUPS = 40
 """Groups that are shown unless all are asked for."""

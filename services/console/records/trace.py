@@ -20,7 +20,14 @@ from services.console.records.selection import parse_lane, parse_sample
 from services.console.records.tables import brief
 from services.console.run.history import open_history
 from services.console.text.formats import NOTHING, number, printable, printable_block, took, when
-from services.console.text.tables import Line, jsonable, listing, plain_fields, print_lines, terminal
+from services.console.text.tables import (
+    Line,
+    jsonable,
+    listing,
+    plain_fields,
+    print_lines,
+    terminal,
+)
 
 TEXT_CHARACTERS = 4000
 CELL_CHARACTERS = 48

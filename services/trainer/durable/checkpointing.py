@@ -6,28 +6,60 @@ An entry goes only when every whole checkpoint on the disk can do without it, an
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 
 from common.archive import stream_folder
 from common.archive.manifest import Manifest, note_trim
 from common.errors import ArchiveError
+from common.files import StorageError
 from common.process.service import ServiceContext
 from common.streams import START, entry_id_of, id_after, id_before, id_order, read_raw, trim_before
 from common.streams.selection import StreamName
 from common.telemetry import metrics
-from services.trainer.batch.batch_assembler import Dropped
+from services.trainer.batch.batch_assembler import Dropped, StoppedError
 from services.trainer.batch.reconciler import RunStreams
 from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from services.trainer.durable.archive_requests import ArchiveJobs
 from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
-from services.trainer.durable.out_of_space import on_disk, until_stored
 from services.trainer.metrics.recorder import Recorder
 from services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+T = TypeVar("T")
+
+
+async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
+    """`until_stored`, for a function that blocks: it runs in a thread."""
+    return await until_stored(context, lambda: asyncio.to_thread(write, *args))
+
+
+async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]]) -> T:
+    """Call `write` until the disk takes it; writes must leave nothing half-written behind.
+
+    Raises:
+        StorageError: waiting cannot cure it.
+        StoppedError: the disk has not taken it, and the service must stop.
+    """
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await write()
+        except StorageError as error:
+            if not error.can_clear:
+                raise
+            log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
+            with context.activity.during("wait:disk", str(error)):
+                await context.unless_stopping(asyncio.sleep(pause_s))
+            if context.stopping.is_set():
+                raise StoppedError from error
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class Trimmer:

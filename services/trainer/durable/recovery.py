@@ -26,8 +26,8 @@ from common.wire.messages import Commit
 from services.trainer.batch.batch_assembler import QUIET_S, Dropped, StoppedError
 from services.trainer.batch.reconciler import RunStreams
 from services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
+from services.trainer.durable.checkpointing import on_disk
 from services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
-from services.trainer.durable.out_of_space import on_disk
 from services.trainer.groups.group_filter import CompleteGroup
 from services.trainer.metrics.recorder import Recorder
 from services.trainer.metrics.step_metrics import step_metrics

@@ -13,8 +13,8 @@ from common.redis.broker import Broker
 from common.redis.embedded import EmbeddedRedis
 from common.telemetry import metrics
 from common.wire.keys import Keys
-from services.trainer.durable import out_of_space
-from services.trainer.durable.out_of_space import (
+from services.trainer.durable import memory_watch
+from services.trainer.durable.memory_watch import (
     EVICTS,
     HAS_EVICTED,
     HOLDS_WHAT_IS_NEEDED,
@@ -39,8 +39,8 @@ async def own_broker(tmp_path: Path) -> AsyncIterator[Broker]:
 async def test_keys_that_redis_deletes_are_said_and_counted_and_nothing_is_called_safe(
     own_broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(out_of_space, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(out_of_space, "FULL_SHARE", 0.0)
+    monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(memory_watch, "FULL_SHARE", 0.0)
     checkpointer: Any = SimpleNamespace(trimmer=SimpleNamespace(is_waiting=False))
     context = make_context(own_broker, keys, trainer_config(streams__trim=False))
     before = metrics.REDIS_EVICTED_KEYS._value.get()

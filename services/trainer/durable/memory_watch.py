@@ -1,17 +1,20 @@
-"""Waits out a disk that is full or read-only, and makes room in Redis before its memory is full."""
+"""Makes room in Redis before it is full, so that nobody waits for memory that trimming could free.
+
+Between two steps, beyond `CHECKPOINT_SHARE` of maxmemory, a checkpoint is taken and the streams are trimmed
+to it. Beyond `FULL_SHARE`, at any time, older checkpoints are given up and the streams trimmed to the newest
+one. What remains is needed; if that is too much, the log says what to change. It also says within seconds if
+Redis may evict keys.
+"""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import structlog
 
-from common.files import StorageError
 from common.process.service import ServiceContext
 from common.telemetry import metrics
-from services.trainer.batch.batch_assembler import StoppedError
 from services.trainer.durable.checkpointing import Checkpointer
 
 log = structlog.get_logger(__name__)
@@ -124,35 +127,3 @@ class MemoryWatch:
         use = MemoryUse(counted, int(info["maxmemory"]), info.get("maxmemory_policy", NO_EVICTION))
         metrics.REDIS_MEMORY_SHARE.set(use.share)
         return use
-
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-
-T = TypeVar("T")
-
-
-async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
-    """`until_stored`, for a function that blocks: it runs in a thread."""
-    return await until_stored(context, lambda: asyncio.to_thread(write, *args))
-
-
-async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]]) -> T:
-    """Call `write` until the disk takes it; writes must leave nothing half-written behind.
-
-    Raises:
-        StorageError: waiting cannot cure it.
-        StoppedError: the disk has not taken it, and the service must stop.
-    """
-    pause_s = FIRST_PAUSE_S
-    while True:
-        try:
-            return await write()
-        except StorageError as error:
-            if not error.can_clear:
-                raise
-            log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            with context.activity.during("wait:disk", str(error)):
-                await context.unless_stopping(asyncio.sleep(pause_s))
-            if context.stopping.is_set():
-                raise StoppedError from error
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
