@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from common.config.reward_kinds import SCORE, VerdictConfig
 from services.reward.functions.loading import import_function
-from services.reward.outcome import AttemptError, RewardOutcome, contained, interpret
+from services.reward.outcome import AttemptError, RewardOutcome, interpret, users_own
 from services.reward.remote.faults import FaultKind, RemoteFault
 
 SHOWN_CHARS = 200
@@ -65,7 +65,7 @@ def _function_reader(config: VerdictConfig) -> VerdictReader:
 
     def read(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
         try:
-            with contained():
+            with users_own():
                 return interpret(function(words))
         except AttemptError as error:
             raise _none(words, str(error)) from error

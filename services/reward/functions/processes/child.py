@@ -39,7 +39,7 @@ from services.reward.functions.request import (
     frame_of,
     outcomes_to_wire,
 )
-from services.reward.outcome import AttemptError
+from services.reward.outcome import AttemptError, users_own
 
 _PR_SET_PDEATHSIG = 1
 BEAT_S = 0.5
@@ -77,7 +77,10 @@ def main(descriptor: int, parent: int) -> None:
         calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
         threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
         threading.Thread(target=_beat_for_ever, args=(calls, send), daemon=True).start()
-        calls.serve()
+        try:
+            calls.serve()
+        finally:  # it never returns; should it, the worker sees a process that died, and starts another
+            os._exit(1)
 
 
 class ThreadCalls:
@@ -113,7 +116,8 @@ class ThreadCalls:
     def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
         _thread.was_refused = False
         try:
-            answer = outcomes_to_wire(self._function.call(Request.from_wire(frame["call"])))
+            with users_own():
+                answer = outcomes_to_wire(self._function.call(Request.from_wire(frame["call"])))
         except AttemptError as error:
             answer = failure_to_wire(error)
         if _thread.was_refused:
