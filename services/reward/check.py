@@ -78,7 +78,11 @@ TEMPLATED = "(the prompt in the policy's chat template)"
 
 
 def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
-    """By the reward's name, the text of a request about this row; rewards without servers are left out."""
+    """By the reward's name, the text of a request about this row; rewards without servers are left out.
+
+    Raises:
+        ConfigError: the template of a judge cannot be filled in for it.
+    """
     prompt = row["prompt"]
     extra = dict(row["extra"]) | ({PROMPT: prompt} if isinstance(prompt, list) else {})
     own = prompt if isinstance(prompt, str) else ""
@@ -101,7 +105,9 @@ def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
         try:
             messages = JudgePrompt(name, reward.judge).messages(sample)
         except AttemptError as error:
-            return str(error)
+            if "train" not in reward.lanes:
+                return str(error)  # the rows of an evaluation may have other columns
+            raise ConfigError(f"reward {name}: for the first training row, {error}") from None
         return _lines(messages) if reward.judge.api == "chat" else messages[-1]["content"]
     assert reward.model is not None
     if reward.model.input == "ids":

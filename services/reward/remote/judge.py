@@ -108,6 +108,8 @@ class JudgeAnswer:
     words: str
     prompt_tokens: int
     completion_tokens: int
+    is_cut: bool = False
+    """Whether `max_tokens` ended it."""
 
     @property
     def tokens(self) -> int:
@@ -190,12 +192,13 @@ class OpenAIRequests:
             if words is None:
                 words = ""  # a model that said nothing, or refused: no verdict, but an answer
             usage = answer.usage
-            counts = [int(usage.prompt_tokens), int(usage.completion_tokens)] if usage else [0, 0]
+            counts = (int(usage.prompt_tokens), int(usage.completion_tokens)) if usage else (0, 0)
+            is_cut = getattr(choice, "finish_reason", None) == "length"
         except (AttributeError, LookupError, TypeError, ValueError):
             raise _garbage(replica, str(answer)) from None
         if not isinstance(words, str):
             raise _garbage(replica, f"choices[0] holds {type(words).__name__} in place of text")
-        return JudgeAnswer(sendable(words), *counts)
+        return JudgeAnswer(sendable(words), *counts, is_cut)
 
 
 def _garbage(replica: Replica, said: str) -> RemoteFault:
@@ -226,7 +229,7 @@ class JudgeReward:
             sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN + self.config.max_tokens,
         )
         try:
-            outcome = self._verdict(answer.words, sample.solution_str, nonce)
+            outcome = self._verdict(answer.words, sample.solution_str, nonce, answer.is_cut)
         except RemoteFault as fault:
             self.calls.count(fault)
             raise

@@ -13,14 +13,22 @@ from services.reward.remote.faults import FaultKind, RemoteFault
 SHOWN_CHARS = 200
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?(?![\w%]|\.\d)")
 
+LAST_WORD = re.compile(r"\S+\Z")
+CUT = ", and the answer was cut off (max_tokens)"
+
 NONCE = "{nonce}"
 """In a regex or field: the word that the template showed the judge, which no completion can know."""
 
 
 class VerdictReader(Protocol):
-    """Reads a judge's words. `completion` is what it judged: the words may quote it."""
+    """Reads a judge's words. `completion` is what it judged: the words may quote it.
 
-    def __call__(self, words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
+    Where `is_cut`, the judge was stopped by `max_tokens`: what touches the end may be a part of more.
+    """
+
+    def __call__(
+        self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False
+    ) -> RewardOutcome:
         """The verdict; its value is None where the function that reads it says so."""
         ...
 
@@ -33,8 +41,8 @@ def make_verdict(config: VerdictConfig) -> VerdictReader:
     """
     read = _function_reader(config) if config.function else _reader(config)
 
-    def verdict(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
-        outcome = read(words, completion, nonce)
+    def verdict(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
+        outcome = read(words, completion, nonce, is_cut)
         if outcome.value is None:
             return outcome
         return RewardOutcome(_in_range(config, outcome.value, words), outcome.components, outcome.detail)
@@ -43,18 +51,20 @@ def make_verdict(config: VerdictConfig) -> VerdictReader:
 
 
 def _reader(config: VerdictConfig) -> VerdictReader:
-    def read(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
+    def read(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
         is_all = not config.regex and not config.json_field
         if config.regex:
-            found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion)
+            found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion, is_cut)
         elif config.json_field:
             found = _field(config.json_field.replace(NONCE, nonce), words, completion)
         else:
-            found = words
+            found = LAST_WORD.sub("", words) if is_cut else words
         value = _chosen(config.choices, found, is_all) if config.choices else _number(found, is_all)
         if value is None or not math.isfinite(value):
             wanted = f"one of {', '.join(config.choices)}" if config.choices else "one finite number"
-            raise _none(words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}")
+            raise _none(
+                words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}{CUT if is_cut else ''}"
+            )
         return RewardOutcome(value)
 
     return read
@@ -63,7 +73,7 @@ def _reader(config: VerdictConfig) -> VerdictReader:
 def _function_reader(config: VerdictConfig) -> VerdictReader:
     function = import_function(config.function, "judge.verdict.function", ())
 
-    def read(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
+    def read(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
         try:
             with users_own():
                 return interpret(function(words))
@@ -73,12 +83,15 @@ def _function_reader(config: VerdictConfig) -> VerdictReader:
     return read
 
 
-def _matched(regex: str, words: str, completion: str) -> str:
+def _matched(regex: str, words: str, completion: str, is_cut: bool) -> str:
     pattern = re.compile(regex)
     group: int | str = SCORE if SCORE in pattern.groupindex else min(1, pattern.groups)
-    matches = [(match[0], match[group] or "") for match in pattern.finditer(words)]
+    found = list(pattern.finditer(words))
+    if found and is_cut and found[-1].end() == len(words):
+        raise _none(words, f"the last match of {regex!r} touches the end{CUT}")
+    matches = [(match[0], match[group] or "") for match in found]
     if not matches:
-        raise _none(words, f"nothing matches {regex!r}")
+        raise _none(words, f"nothing matches {regex!r}{CUT if is_cut else ''}")
     return str(_own(matches, words, completion))
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from common.config import RewardConfig
 from common.config.reward_kinds import JudgeConfig, VerdictConfig
 from common.errors import ConfigError
+from services.reward.check import readings
 from services.reward.outcome import AttemptError
 from services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
 from services.reward.remote.judge import JudgePrompt
@@ -219,3 +221,38 @@ def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> Non
         (0, 0), False, "", "2", "2", {"prompt": [{"role": "system", "content": "Be brief"}, *chat]}, ""
     )
     assert make_prompt("{{ prompt }}").text(two) == "system: Be brief\n\nuser: 1+1?"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"regex": r"Score: *(\d+)"}, "Score: 1"),
+        ({"regex": r"Score: *(\d+)"}, "Score: 8, or rather Score: 1"),
+        ({}, "Score: 1"),
+        ({}, "0."),
+        ({"choices": {"yes": 1, "yesterday": 0}}, "Yes"),
+    ],
+)
+def test_what_touches_the_end_of_an_answer_that_was_cut_off_is_no_verdict(
+    config: dict[str, Any], words: str
+) -> None:
+    verdict = make_verdict(VerdictConfig(**config))
+    with pytest.raises(RemoteFault, match=r"cut off \(max_tokens\)"):
+        verdict(words, is_cut=True)
+    assert verdict(words.replace("8", "1")).value == {"0.": 0.0}.get(words, 1.0)
+
+
+def test_what_stands_before_the_end_of_an_answer_that_was_cut_off_is_read() -> None:
+    assert make_verdict(VerdictConfig())("7 points, beca", is_cut=True).value == 7.0
+    assert make_verdict(VerdictConfig(regex=r"Score: *(\d+)"))("Score: 7 beca", is_cut=True).value == 7.0
+    assert make_verdict(VerdictConfig(json_field="score"))('{"score": 7}', is_cut=True).value == 7.0
+
+
+def test_a_template_that_cannot_be_filled_in_is_an_error_of_the_check() -> None:
+    row = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {}}
+    tree = {"judge": {"model": "m", "template": "{{ extra.level }}: {{ completion }}"}}
+    with pytest.raises(ConfigError, match=r"reward j: for the first training row, .*no attribute 'level'"):
+        readings(RewardConfig(rewards={"j": tree}), row)
+    both = {"j": tree | {"lanes": ["eval"]}, "f": {"function": "exact_match"}}
+    texts = readings(RewardConfig(rewards=both), row)
+    assert "cannot be filled in" in texts["j"]
