@@ -232,7 +232,7 @@ def trl_arguments(
         "log_metric": log.log_metric,
     }
     if "is_evaluation" in how.names:
-        offered["is_evaluation"] = [sample.is_evaluation for sample in samples]
+        offered["is_evaluation"] = samples[0].is_evaluation  # a call has one lane, and a list would be true
     if missing := sorted(how.required - offered.keys() - kwargs.keys()):
         raise AttemptError(
             f"takes {', '.join(missing)}, which is no column of the dataset; it has {', '.join(names)}",
