@@ -107,7 +107,7 @@ async def test_whatever_is_raised_is_that_calls_outcome_at_once(tmp_path: Path, 
     waits = "await asyncio.sleep(0.5)" if is_async else "time.sleep(0.1)"
     raised = RAISED | (IN_TASKS if is_async else {})
     try:
-        first = await pool.score(waits)
+        first = await pool.score(f"print(chr(0xD800)); {waits}")
         calls = [pool.score(code, 30, index=index) for index, code in enumerate([*raised, waits])]
         async with asyncio.timeout(20):
             *failures, neighbour = await asyncio.gather(*calls, return_exceptions=True)

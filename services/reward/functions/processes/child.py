@@ -11,6 +11,7 @@ many run at once; with one at a time everything happens in the main thread.
 
 import contextlib
 import ctypes
+import io
 import os
 import queue
 import resource
@@ -57,6 +58,9 @@ def main(descriptor: int, parent: int) -> None:
     _die_with(parent)
     # Nobody can send it Ctrl-C; with Python's own handler `asyncio.run` would want the main thread.
     signal.signal(signal.SIGINT, lambda *_: None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # printing must not fail a sample
     os.set_inheritable(descriptor, False)  # what the function starts must not keep the socket open
     for name in ("signal", "alarm", "setitimer"):
         if hasattr(signal, name):
