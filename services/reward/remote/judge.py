@@ -19,6 +19,8 @@ from common.config.reward_kinds import JudgeConfig
 from common.errors import ConfigError
 from common.run.replicas import key_for
 from common.wire.codec import sendable
+from services.reward.functions.processes.pool import execution_of
+from services.reward.functions.request import Request
 from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome, describe
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.dependencies import RewardDependencies
@@ -34,7 +36,7 @@ from services.reward.remote.faults import (
 from services.reward.remote.limiter import Permit
 from services.reward.remote.router import Replica
 from services.reward.remote.serving import check_local_replicas
-from services.reward.remote.verdict import make_verdict
+from services.reward.remote.verdict import Reading, make_verdict, unread
 from services.reward.sample import RewardSample
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 4
 NO_KEY = "none"
+REGEX_PROCESSES = 2
+"""One is busy with an expression that takes long, while the other reads."""
 
 ChatMessage = dict[str, str]
 
@@ -211,9 +215,19 @@ class JudgeReward:
 
     slots: int | None = None
 
-    def __init__(self, name: str, config: JudgeConfig, calls: RemoteCalls) -> None:
-        self.name, self.config, self.calls = name, config, calls
-        self._prompt, self._verdict = JudgePrompt(name, config), make_verdict(config.verdict)
+    def __init__(
+        self,
+        name: str,
+        config: JudgeConfig,
+        calls: RemoteCalls,
+        timeout_s: float,
+        num_processes: int = 1,
+        threads: int = 1,
+    ) -> None:
+        self.name, self.config, self.calls, self._timeout_s = name, config, calls, timeout_s
+        self._prompt = JudgePrompt(name, config)
+        most = num_processes if config.verdict.function else min(num_processes, REGEX_PROCESSES)
+        self._reading = execution_of(Reading(name, config.verdict), most, threads)
         self._requests = OpenAIRequests(config)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -228,11 +242,7 @@ class JudgeReward:
             sample.lane,
             sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN + self.config.max_tokens,
         )
-        try:
-            outcome = self._verdict(answer.words, sample.solution_str, nonce, answer.is_cut)
-        except RemoteFault as fault:
-            self.calls.count(fault)
-            raise
+        outcome = await self._read(answer, sample, nonce)
         detail = {
             "judgement": answer.words[:MAX_DETAIL_CHARS],
             "judge_tokens": answer.tokens,
@@ -242,8 +252,20 @@ class JudgeReward:
 
     async def close(self) -> None:
         """Close connections, and give back what the limits hold for this worker."""
+        await self._reading.close()
         await self.calls.close()
         await self._requests.close()
+
+    async def _read(self, answer: JudgeAnswer, sample: RewardSample, nonce: str) -> RewardOutcome:
+        """The verdict. A user's regex or function reads it in a scoring process, within `timeout_s`."""
+        given = {"words": answer.words, "nonce": nonce, "is_cut": answer.is_cut}
+        try:
+            (outcome,) = await self._reading.run(Request([sample], given), self._timeout_s)
+        except AttemptError as error:
+            fault = unread(answer.words, error)
+            self.calls.count(fault)
+            raise fault from None
+        return outcome
 
     async def _send(self, replica: Replica, permit: Permit, messages: list[ChatMessage]) -> JudgeAnswer:
         answer = await self._requests.send(replica, messages)
@@ -256,7 +278,9 @@ def make_judge(name: str, config: NamedRewardConfig, dependencies: RewardDepende
     """The judge called `name`, ready to be asked; raises as `check_judge` does."""
     assert config.judge is not None
     _check_client(name, config.judge)
-    return JudgeReward(name, config.judge, dependencies.make_calls(name, config.judge, config.timeout_s))
+    calls = dependencies.make_calls(name, config.judge, config.timeout_s)
+    section = dependencies.config.reward
+    return JudgeReward(name, config.judge, calls, config.timeout_s, section.processes, section.threads)
 
 
 def check_judge(name: str, config: NamedRewardConfig) -> None:

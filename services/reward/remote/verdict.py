@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from common.config.reward_kinds import SCORE, VerdictConfig
 from services.reward.functions.loading import import_function
+from services.reward.functions.request import Request
 from services.reward.outcome import AttemptError, RewardOutcome, interpret, users_own
 from services.reward.remote.faults import FaultKind, RemoteFault
 
@@ -48,6 +49,48 @@ def make_verdict(config: VerdictConfig) -> VerdictReader:
         return RewardOutcome(_in_range(config, outcome.value, words), outcome.components, outcome.detail)
 
     return verdict
+
+
+class Reading:
+    """Reads verdicts as a scoring process calls functions: a user's regex or function may take for ever.
+
+    A request has the words, the nonce and `is_cut` beside the sample that was judged.
+    """
+
+    is_async = False
+
+    def __init__(self, name: str, config: VerdictConfig) -> None:
+        self.name, self._config, self._verdict = name, config, make_verdict(config)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether nothing of the user's runs."""
+        return not (self._config.regex or self._config.function)
+
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to load the same."""
+        config = self._config.model_dump_json()
+        return {"maker": f"{__name__}:{load_reading.__name__}", "reference": self.name, "config": config}
+
+    def call(self, request: Request) -> list[RewardOutcome]:
+        """The verdict. Raises RemoteFault: there is none."""
+        return [self._verdict(completion=request.samples[0].solution_str, **request.given)]
+
+    async def call_async(self, request: Request) -> list[RewardOutcome]:
+        """The same."""
+        return self.call(request)
+
+
+def load_reading(reference: str, config: str) -> Reading:
+    """What `Reading.spec` describes."""
+    return Reading(reference, VerdictConfig.model_validate_json(config))
+
+
+def unread(words: str, error: AttemptError) -> RemoteFault:
+    """The fault where reading a verdict in another process came to `error`."""
+    if error.kind == FaultKind.NO_VERDICT:
+        return RemoteFault(FaultKind.NO_VERDICT, str(error))
+    return _none(words, f"reading it: {error}")
 
 
 def _reader(config: VerdictConfig) -> VerdictReader:

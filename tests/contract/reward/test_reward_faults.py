@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from common.config.reward_kinds import JudgeConfig
 from common.process.heartbeats import FAILURES, Heartbeat
 from common.redis.broker import Broker
 from common.streams import append
 from common.wire.keys import Keys
 from common.wire.messages import ScoreStatus
 from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.remote.faults import RemoteFault
+from services.reward.remote.judge import JudgeAnswer, JudgeReward
+from services.reward.sample import RewardSample
 from tests.support.reward_worker import num_pending, scores, worker
 from tests.support.scoring import Pool, obedient_functions
 from tests.support.trajectories import make_trajectory
@@ -130,3 +134,56 @@ async def test_a_process_whose_loop_has_ended_is_replaced(tmp_path: Path) -> Non
         assert (await pool.score("await asyncio.sleep(0)", 30)).value == 1.0
     finally:
         await pool.close()
+
+
+class SaysItsCompletion:
+    """Requests to a judge whose answer is what it judges."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.words = ""
+
+    async def ask(self, *_: Any) -> JudgeAnswer:
+        return JudgeAnswer(self.words, 1, 1)
+
+    def count(self, fault: RemoteFault) -> None:
+        self.kinds.append(fault.kind)
+
+    async def close(self) -> None:
+        pass
+
+
+READS = """
+    import os, time
+    def read(words):
+        if words == "sleeps": time.sleep(3600)
+        if words == "exits": os._exit(3)
+        if words == "interrupts": raise KeyboardInterrupt
+        return float(words)
+"""
+
+
+@pytest.mark.parametrize("kind", ["regex", "function"])
+async def test_reading_a_verdict_is_limited_and_holds_up_nothing(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "verdicts.py"
+    path.write_text(dedent(READS))
+    said = {"a" * 64 + "b": "within 0.5 s"}
+    if kind == "function":
+        said = {"sleeps": "within 0.5 s", "exits": "exit code 3", "interrupts": "KeyboardInterrupt"}
+    verdict = {"regex": r"(?:a+)+$|\d"} if kind == "regex" else {"function": f"{path}:read"}
+    calls = SaysItsCompletion()
+    config = JudgeConfig.model_validate({"model": "m", "template": "{{ completion }}", "verdict": verdict})
+    judge = JudgeReward("j", config, calls, 0.5)  # type: ignore[arg-type]
+    sample = RewardSample((0, 0), False, "", "text", None)
+    try:
+        for calls.words, reason in said.items():
+            failing = asyncio.create_task(judge.score(sample))
+            await asyncio.sleep(0)  # this loop goes on meanwhile
+            assert not failing.done()
+            with pytest.raises(RemoteFault, match=f"no verdict: reading it: .*{reason}|{reason}"):
+                await failing
+        calls.words = "7"
+        assert (await judge.score(sample)).value == 7.0
+        assert calls.kinds == ["no_verdict"] * len(said)
+    finally:
+        await judge.close()

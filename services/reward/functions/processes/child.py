@@ -11,6 +11,7 @@ many run at once; with one at a time everything happens in the main thread.
 
 import contextlib
 import ctypes
+import importlib
 import io
 import os
 import queue
@@ -71,8 +72,7 @@ def main(descriptor: int, parent: int) -> None:
             return
         send = _sender(channel)
         try:
-            is_group = spec.pop("is_group", False)
-            function: Callee = load_group_function(**spec) if is_group else load_function(**spec)
+            function = _loaded(spec)
         except ConfigError as error:
             send({"error": str(error)})
             return
@@ -85,6 +85,15 @@ def main(descriptor: int, parent: int) -> None:
             calls.serve()
         finally:  # it never returns; should it, the worker sees a process that died, and starts another
             os._exit(1)
+
+
+def _loaded(spec: dict[str, Any]) -> Callee:
+    """What `spec` describes: a reward function, a group function, or what `maker` makes of the rest."""
+    if maker := spec.pop("maker", ""):
+        module, _, name = maker.partition(":")
+        made: Callee = getattr(importlib.import_module(module), name)(**spec)
+        return made
+    return load_group_function(**spec) if spec.pop("is_group", False) else load_function(**spec)
 
 
 class ThreadCalls:
