@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.config import NamedRewardConfig
@@ -36,7 +37,7 @@ from services.reward.remote.faults import (
 from services.reward.remote.limiter import Permit
 from services.reward.remote.router import Replica
 from services.reward.remote.serving import check_local_replicas
-from services.reward.remote.verdict import Reading, make_verdict, unread
+from services.reward.remote.verdict import NONCE, Reading, make_verdict, unread
 from services.reward.sample import RewardSample
 
 if TYPE_CHECKING:
@@ -294,6 +295,24 @@ def check_judge(name: str, config: NamedRewardConfig) -> None:
     check_local_replicas(name, config)
     JudgePrompt(name, config.judge)
     make_verdict(config.judge.verdict)
+    if not config.judge.router_only:
+        _check_template(name, config.judge)
+
+
+def _check_template(name: str, config: JudgeConfig) -> None:
+    """See that the judge is shown what it judges, and the nonce where its verdict is read by it."""
+    parsed = [ImmutableSandboxedEnvironment().parse(text) for text in (config.template, config.system)]
+    shown = {each for tree in parsed for each in find_undeclared_variables(tree)}
+    where = f"reward.rewards.{name}.judge.template"
+    if "completion" not in shown:
+        raise ConfigError(
+            f"{where} does not show the judge the completion: put {{{{ completion }}}} where it should be"
+        )
+    if NONCE in config.verdict.regex + config.verdict.json_field and "nonce" not in shown:
+        raise ConfigError(
+            f"{where} does not show the nonce by which the verdict is read: ask in it for a line such as "
+            f"'Score {{{{ nonce }}}}: N', or take {NONCE} out of the verdict"
+        )
 
 
 def _check_client(name: str, config: JudgeConfig) -> None:

@@ -1,7 +1,9 @@
 """From a judge's words to a number: what counts as a verdict, and that nothing else ever becomes a number."""
 
+import json
 import time
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 from common.config import RewardConfig
 from common.config.reward_kinds import JudgeConfig, VerdictConfig
 from common.errors import ConfigError
+from services.reward.check import main as check
 from services.reward.check import readings
 from services.reward.outcome import AttemptError
 from services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
@@ -256,3 +259,28 @@ def test_a_template_that_cannot_be_filled_in_is_an_error_of_the_check() -> None:
     both = {"j": tree | {"lanes": ["eval"]}, "f": {"function": "exact_match"}}
     texts = readings(RewardConfig(rewards=both), row)
     assert "cannot be filled in" in texts["j"]
+
+
+JUDGE = {"model": "m", "template": "{{ completion }}"}
+ROW = '{"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"level": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ({"j": {"judge": JUDGE | {"template": "{{ prompt }}"}}}, "put {{ completion }} where"),
+        ({"j": {"judge": JUDGE | {"verdict": {"regex": r"{nonce}: (\d)"}}}}, "does not show the nonce"),
+        ({"f": {"function": "exact_match", "router": "j"}}, "router names 'j', which is no judge"),
+        ({"f": {"function": "exact_match", "tokenizer": "/no/where"}}, "tokenizer /no/where does not exist"),
+        ({"f": {"function": "FILE:lists"}}, "takes solution, which is no column of the dataset; it has"),
+        ({"f": {"function": "FILE:lists", "kwargs": {"solution": 1}}}, ""),
+        ({"j": {"judge": JUDGE}, "f": {"function": "exact_match", "router": "j"}}, ""),
+    ],
+)
+def test_the_check_refuses_what_would_fail_every_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rewards: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "mine.py").write_text("def lists(completions, solution, level): return [1.0]")
+    config = json.dumps({"rewards": rewards}).replace("FILE", f"{tmp_path}/mine.py")
+    assert check(config, ROW) == (2 if said else 0)
+    assert said in capsys.readouterr().err
