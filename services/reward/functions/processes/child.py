@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
@@ -83,6 +84,8 @@ def main(descriptor: int, parent: int) -> None:
         threading.Thread(target=_beat_for_ever, args=(calls, send), daemon=True).start()
         try:
             calls.serve()
+        except BaseException:
+            traceback.print_exc()
         finally:  # it never returns; should it, the worker sees a process that died, and starts another
             os._exit(1)
 

@@ -78,7 +78,7 @@ class LoopCalls:
         asyncio.set_event_loop(self._loop)
         self._turn()
         while not self._loop.is_closed():
-            with contextlib.suppress(BaseException):  # asyncio has told whoever awaits that task
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # whoever awaits that task was told
                 self._loop.run_forever()
 
     def _turn(self) -> None:
