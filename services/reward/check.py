@@ -20,6 +20,8 @@ from common.run.chat_template import ChatTemplate, RenderError
 from common.run.dataset import PROMPT
 from services.reward.functions.group_functions import load_group_function
 from services.reward.functions.loading import load_function
+from services.reward.functions.reward_function import RewardFunction, TrlLog, trl_arguments
+from services.reward.functions.signature import Style
 from services.reward.outcome import AttemptError
 from services.reward.remote.judge import JudgePrompt
 from services.reward.remote.serving import template_file
@@ -34,11 +36,14 @@ def main(argument: str, row: str = "", call: str = "") -> int:
     """
     try:
         config = RewardConfig.model_validate(json.loads(argument))
+        functions = {}
         for name, reward in config.named.items():
-            check_reward(name, reward)
+            functions[name] = check_reward(name, reward)
+            _check_names(name, reward, config)
         if config.group:
             load_group_function(config.group, config.group_kwargs)
         if row:
+            _check_columns(config, functions, json.loads(row))
             print(READS + json.dumps(readings(config, json.loads(row))))
         if call:
             run_main(_call_functions(config, json.loads(row)))
@@ -46,6 +51,50 @@ def main(argument: str, row: str = "", call: str = "") -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _check_names(name: str, reward: NamedRewardConfig, config: RewardConfig) -> None:
+    """See that there is what a function's `router` and `tokenizer` name.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    servers = [other for other, one in config.named.items() if one.remote is not None]
+    if reward.router and reward.router not in servers:
+        raise ConfigError(
+            f"reward {name}: router names {reward.router!r}, which is no judge or reward model of "
+            f"reward.rewards; there is {', '.join(servers) or 'none'}. Name one of them, or leave it out."
+        )
+    if reward.tokenizer.startswith(("/", "~", ".")) and not Path(reward.tokenizer).exists():
+        raise ConfigError(
+            f"reward {name}: the tokenizer {reward.tokenizer} does not exist on this machine; give the "
+            "folder of a tokenizer, or its name on the hub"
+        )
+
+
+def _check_columns(
+    config: RewardConfig, functions: dict[str, RewardFunction | None], row: dict[str, Any]
+) -> None:
+    """See that the row has the columns on which functions in TRL's style insist.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    sample = RewardSample((0, 0), False, row["data_source"], "", row["ground_truth"], row["extra"])
+    for name, reward in config.named.items():
+        scores = not reward.applies_to or sample.data_source in reward.applies_to
+        function = functions[name]
+        if function is None or function.how.style is not Style.TRL:
+            continue
+        if not scores or "train" not in reward.lanes:
+            continue
+        try:
+            trl_arguments(function.how, [sample], TrlLog(), {} if function.is_made else reward.kwargs)
+        except AttemptError as error:
+            raise ConfigError(
+                f"reward {name}: {reward.function} {error}. Add the column, give the argument in kwargs, or "
+                "a default in the function."
+            ) from None
 
 
 async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
@@ -78,7 +127,11 @@ TEMPLATED = "(the prompt in the policy's chat template)"
 
 
 def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
-    """By the reward's name, the text of a request about this row; rewards without servers are left out."""
+    """By the reward's name, the text of a request about this row; rewards without servers are left out.
+
+    Raises:
+        ConfigError: the template of a judge cannot be filled in for it.
+    """
     prompt = row["prompt"]
     extra = dict(row["extra"]) | ({PROMPT: prompt} if isinstance(prompt, list) else {})
     own = prompt if isinstance(prompt, str) else ""
@@ -101,7 +154,9 @@ def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
         try:
             messages = JudgePrompt(name, reward.judge).messages(sample)
         except AttemptError as error:
-            return str(error)
+            if "train" not in reward.lanes:
+                return str(error)  # the rows of an evaluation may have other columns
+            raise ConfigError(f"reward {name}: for the first training row, {error}") from None
         return _lines(messages) if reward.judge.api == "chat" else messages[-1]["content"]
     assert reward.model is not None
     if reward.model.input == "ids":

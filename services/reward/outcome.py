@@ -1,9 +1,10 @@
 """What one attempt at a reward comes to: an outcome with a finite value, or an error in plain words.
 
-Invariant: code that belongs to users ends in one of the two, whatever it does. `contained` is the only
-place of this service where a broad `except` stands.
+Invariant: code that belongs to users ends in one of the two, whatever it does. `contained` and `users_own`
+are the only places of this service that catch whatever comes.
 """
 
+import asyncio
 import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,6 +84,30 @@ def contained() -> Iterator[None]:
         raise AttemptError(describe(error)) from error
 
 
+@contextmanager
+def users_own() -> Iterator[None]:
+    """The same around a user's code, of which everything is contained: an interrupt, or a cancellation too.
+
+    Only a cancellation that was asked of this task goes on as one.
+    """
+    try:
+        yield
+    except AttemptError:
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+            raise
+        raise AttemptError(describe(error)) from error
+
+
+def _is_being_cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return False
+    return task is not None and task.cancelling() > 0
+
+
 def interpret(returned: Any, where: str = "") -> RewardOutcome:
     """Read what a reward function returned for one sample.
 
@@ -147,11 +172,20 @@ def _elements(returned: Any, count: int) -> Sequence[Any]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the code that raised it."""
-    text = " ".join(str(error).split())
+    """An exception in one line, with the place in the code that raised it. A group names what is in it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}"[:MAX_ERROR_CHARS] + where
+    return _named(error, MAX_DEPTH)[:MAX_ERROR_CHARS] + where
+
+
+def _named(error: BaseException, depth: int) -> str:
+    try:
+        text = " ".join(str(error).split())
+    except BaseException:  # its own `__str__` is code of users too
+        text = "its text cannot be read"
+    parts = list(error.exceptions)[:MAX_DEPTH] if isinstance(error, BaseExceptionGroup) and depth else []
+    inside = f": {'; '.join(_named(part, depth - 1) for part in parts)}" if parts else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{inside}"
 
 
 def _finite(returned: Any, verb: str) -> float:
@@ -217,7 +251,10 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except BaseException:  # too deep, or a `__repr__` that raises; the score beside it counts
+        text = f"{type(value).__name__}, which cannot be shown"
     return sendable(text[:MAX_DETAIL_CHARS])
 
 

@@ -19,7 +19,7 @@ from services.reward.builtin.groups import GROUP_FUNCTIONS
 from services.reward.functions.loading import import_function
 from services.reward.functions.request import Request
 from services.reward.functions.signature import is_async, signature_of
-from services.reward.outcome import RewardOutcome, contained, interpret_list
+from services.reward.outcome import RewardOutcome, interpret_list, users_own
 
 EXPECTED = "function(scores, samples, **kwargs) -> list, plain or async"
 
@@ -41,12 +41,12 @@ class GroupFunction:
 
     def call(self, request: Request) -> list[RewardOutcome]:
         """Call a plain function; raises AttemptError."""
-        with contained():
+        with users_own():
             return interpret_list(self.function(**self._arguments(request)), len(request.samples))
 
     async def call_async(self, request: Request) -> list[RewardOutcome]:
         """Call an async function; raises AttemptError."""
-        with contained():
+        with users_own():
             return interpret_list(await self.function(**self._arguments(request)), len(request.samples))
 
     def _arguments(self, request: Request) -> dict[str, Any]:

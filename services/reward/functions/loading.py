@@ -20,7 +20,7 @@ from common.process.programs import import_from_here
 from services.reward.builtin import BUILTINS
 from services.reward.functions.reward_function import RewardFunction
 from services.reward.functions.signature import EXPECTED, Style, recognise, signature_of
-from services.reward.outcome import AttemptError, contained
+from services.reward.outcome import AttemptError, users_own
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ def _load_module(module_name: str, reference: str) -> ModuleType:
 
 def _importing(run: Callable[[], T], what: str, reference: str) -> T:
     try:
-        with contained():
+        with users_own():
             return run()
     except AttemptError as error:
         cause = error.__cause__

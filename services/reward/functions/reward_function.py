@@ -21,10 +21,10 @@ from services.reward.functions.signature import (
 from services.reward.outcome import (
     AttemptError,
     RewardOutcome,
-    contained,
     interpret,
     interpret_batch,
     interpret_list,
+    users_own,
 )
 from services.reward.sample import RewardSample
 
@@ -82,7 +82,7 @@ class RewardFunction:
         Raises:
             AttemptError: it raised, or returned no finite number for a sample.
         """
-        with contained():
+        with users_own():
             if request.scores is not None:
                 work, is_awaited = self._post_processed(request.scores), is_async(self._post_process)
                 return run_main(work) if is_awaited else _run_through(work)
@@ -92,7 +92,7 @@ class RewardFunction:
 
     async def call_async(self, request: Request) -> list[RewardOutcome]:
         """Call an async function; raises as `call` does."""
-        with contained():
+        with users_own():
             if request.scores is not None:
                 return await self._post_processed(request.scores, in_thread=True)
             log = TrlLog()
@@ -232,7 +232,7 @@ def trl_arguments(
         "log_metric": log.log_metric,
     }
     if "is_evaluation" in how.names:
-        offered["is_evaluation"] = [sample.is_evaluation for sample in samples]
+        offered["is_evaluation"] = samples[0].is_evaluation  # a call has one lane, and a list would be true
     if missing := sorted(how.required - offered.keys() - kwargs.keys()):
         raise AttemptError(
             f"takes {', '.join(missing)}, which is no column of the dataset; it has {', '.join(names)}",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.config import NamedRewardConfig
@@ -19,6 +20,8 @@ from common.config.reward_kinds import JudgeConfig
 from common.errors import ConfigError
 from common.run.replicas import key_for
 from common.wire.codec import sendable
+from services.reward.functions.processes.pool import execution_of
+from services.reward.functions.request import Request
 from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome, describe
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.dependencies import RewardDependencies
@@ -34,7 +37,7 @@ from services.reward.remote.faults import (
 from services.reward.remote.limiter import Permit
 from services.reward.remote.router import Replica
 from services.reward.remote.serving import check_local_replicas
-from services.reward.remote.verdict import make_verdict
+from services.reward.remote.verdict import NONCE, Reading, make_verdict, unread
 from services.reward.sample import RewardSample
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 4
 NO_KEY = "none"
+REGEX_PROCESSES = 2
+"""One is busy with an expression that takes long, while the other reads."""
 
 ChatMessage = dict[str, str]
 
@@ -108,6 +113,8 @@ class JudgeAnswer:
     words: str
     prompt_tokens: int
     completion_tokens: int
+    is_cut: bool = False
+    """Whether `max_tokens` ended it."""
 
     @property
     def tokens(self) -> int:
@@ -190,12 +197,13 @@ class OpenAIRequests:
             if words is None:
                 words = ""  # a model that said nothing, or refused: no verdict, but an answer
             usage = answer.usage
-            counts = [int(usage.prompt_tokens), int(usage.completion_tokens)] if usage else [0, 0]
+            counts = (int(usage.prompt_tokens), int(usage.completion_tokens)) if usage else (0, 0)
+            is_cut = getattr(choice, "finish_reason", None) == "length"
         except (AttributeError, LookupError, TypeError, ValueError):
             raise _garbage(replica, str(answer)) from None
         if not isinstance(words, str):
             raise _garbage(replica, f"choices[0] holds {type(words).__name__} in place of text")
-        return JudgeAnswer(sendable(words), *counts)
+        return JudgeAnswer(sendable(words), *counts, is_cut)
 
 
 def _garbage(replica: Replica, said: str) -> RemoteFault:
@@ -208,9 +216,19 @@ class JudgeReward:
 
     slots: int | None = None
 
-    def __init__(self, name: str, config: JudgeConfig, calls: RemoteCalls) -> None:
-        self.name, self.config, self.calls = name, config, calls
-        self._prompt, self._verdict = JudgePrompt(name, config), make_verdict(config.verdict)
+    def __init__(
+        self,
+        name: str,
+        config: JudgeConfig,
+        calls: RemoteCalls,
+        timeout_s: float,
+        num_processes: int = 1,
+        threads: int = 1,
+    ) -> None:
+        self.name, self.config, self.calls, self._timeout_s = name, config, calls, timeout_s
+        self._prompt = JudgePrompt(name, config)
+        most = num_processes if config.verdict.function else min(num_processes, REGEX_PROCESSES)
+        self._reading = execution_of(Reading(name, config.verdict), most, threads)
         self._requests = OpenAIRequests(config)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -225,11 +243,7 @@ class JudgeReward:
             sample.lane,
             sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN + self.config.max_tokens,
         )
-        try:
-            outcome = self._verdict(answer.words, sample.solution_str, nonce)
-        except RemoteFault as fault:
-            self.calls.count(fault)
-            raise
+        outcome = await self._read(answer, sample, nonce)
         detail = {
             "judgement": answer.words[:MAX_DETAIL_CHARS],
             "judge_tokens": answer.tokens,
@@ -239,8 +253,20 @@ class JudgeReward:
 
     async def close(self) -> None:
         """Close connections, and give back what the limits hold for this worker."""
+        await self._reading.close()
         await self.calls.close()
         await self._requests.close()
+
+    async def _read(self, answer: JudgeAnswer, sample: RewardSample, nonce: str) -> RewardOutcome:
+        """The verdict. A user's regex or function reads it in a scoring process, within `timeout_s`."""
+        given = {"words": answer.words, "nonce": nonce, "is_cut": answer.is_cut}
+        try:
+            (outcome,) = await self._reading.run(Request([sample], given), self._timeout_s)
+        except AttemptError as error:
+            fault = unread(answer.words, error)
+            self.calls.count(fault)
+            raise fault from None
+        return outcome
 
     async def _send(self, replica: Replica, permit: Permit, messages: list[ChatMessage]) -> JudgeAnswer:
         answer = await self._requests.send(replica, messages)
@@ -253,7 +279,9 @@ def make_judge(name: str, config: NamedRewardConfig, dependencies: RewardDepende
     """The judge called `name`, ready to be asked; raises as `check_judge` does."""
     assert config.judge is not None
     _check_client(name, config.judge)
-    return JudgeReward(name, config.judge, dependencies.make_calls(name, config.judge, config.timeout_s))
+    calls = dependencies.make_calls(name, config.judge, config.timeout_s)
+    section = dependencies.config.reward
+    return JudgeReward(name, config.judge, calls, config.timeout_s, section.processes, section.threads)
 
 
 def check_judge(name: str, config: NamedRewardConfig) -> None:
@@ -267,6 +295,24 @@ def check_judge(name: str, config: NamedRewardConfig) -> None:
     check_local_replicas(name, config)
     JudgePrompt(name, config.judge)
     make_verdict(config.judge.verdict)
+    if not config.judge.router_only:
+        _check_template(name, config.judge)
+
+
+def _check_template(name: str, config: JudgeConfig) -> None:
+    """See that the judge is shown what it judges, and the nonce where its verdict is read by it."""
+    parsed = [ImmutableSandboxedEnvironment().parse(text) for text in (config.template, config.system)]
+    shown = {each for tree in parsed for each in find_undeclared_variables(tree)}
+    where = f"reward.rewards.{name}.judge.template"
+    if "completion" not in shown:
+        raise ConfigError(
+            f"{where} does not show the judge the completion: put {{{{ completion }}}} where it should be"
+        )
+    if NONCE in config.verdict.regex + config.verdict.json_field and "nonce" not in shown:
+        raise ConfigError(
+            f"{where} does not show the nonce by which the verdict is read: ask in it for a line such as "
+            f"'Score {{{{ nonce }}}}: N', or take {NONCE} out of the verdict"
+        )
 
 
 def _check_client(name: str, config: JudgeConfig) -> None:

@@ -7,20 +7,29 @@ from typing import Any, Protocol
 
 from common.config.reward_kinds import SCORE, VerdictConfig
 from services.reward.functions.loading import import_function
-from services.reward.outcome import AttemptError, RewardOutcome, contained, interpret
+from services.reward.functions.request import Request
+from services.reward.outcome import AttemptError, RewardOutcome, interpret, users_own
 from services.reward.remote.faults import FaultKind, RemoteFault
 
 SHOWN_CHARS = 200
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?(?![\w%]|\.\d)")
+
+LAST_WORD = re.compile(r"\S+\Z")
+CUT = ", and the answer was cut off (max_tokens)"
 
 NONCE = "{nonce}"
 """In a regex or field: the word that the template showed the judge, which no completion can know."""
 
 
 class VerdictReader(Protocol):
-    """Reads a judge's words. `completion` is what it judged: the words may quote it."""
+    """Reads a judge's words. `completion` is what it judged: the words may quote it.
 
-    def __call__(self, words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
+    Where `is_cut`, the judge was stopped by `max_tokens`: what touches the end may be a part of more.
+    """
+
+    def __call__(
+        self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False
+    ) -> RewardOutcome:
         """The verdict; its value is None where the function that reads it says so."""
         ...
 
@@ -33,8 +42,8 @@ def make_verdict(config: VerdictConfig) -> VerdictReader:
     """
     read = _function_reader(config) if config.function else _reader(config)
 
-    def verdict(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
-        outcome = read(words, completion, nonce)
+    def verdict(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
+        outcome = read(words, completion, nonce, is_cut)
         if outcome.value is None:
             return outcome
         return RewardOutcome(_in_range(config, outcome.value, words), outcome.components, outcome.detail)
@@ -42,19 +51,63 @@ def make_verdict(config: VerdictConfig) -> VerdictReader:
     return verdict
 
 
+class Reading:
+    """Reads verdicts as a scoring process calls functions: a user's regex or function may take for ever.
+
+    A request has the words, the nonce and `is_cut` beside the sample that was judged.
+    """
+
+    is_async = False
+
+    def __init__(self, name: str, config: VerdictConfig) -> None:
+        self.name, self._config, self._verdict = name, config, make_verdict(config)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether nothing of the user's runs."""
+        return not (self._config.regex or self._config.function)
+
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to load the same."""
+        config = self._config.model_dump_json()
+        return {"maker": f"{__name__}:{load_reading.__name__}", "reference": self.name, "config": config}
+
+    def call(self, request: Request) -> list[RewardOutcome]:
+        """The verdict. Raises RemoteFault: there is none."""
+        return [self._verdict(completion=request.samples[0].solution_str, **request.given)]
+
+    async def call_async(self, request: Request) -> list[RewardOutcome]:
+        """The same."""
+        return self.call(request)
+
+
+def load_reading(reference: str, config: str) -> Reading:
+    """What `Reading.spec` describes."""
+    return Reading(reference, VerdictConfig.model_validate_json(config))
+
+
+def unread(words: str, error: AttemptError) -> RemoteFault:
+    """The fault where reading a verdict in another process came to `error`."""
+    if error.kind == FaultKind.NO_VERDICT:
+        return RemoteFault(FaultKind.NO_VERDICT, str(error))
+    return _none(words, f"reading it: {error}")
+
+
 def _reader(config: VerdictConfig) -> VerdictReader:
-    def read(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
+    def read(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
         is_all = not config.regex and not config.json_field
         if config.regex:
-            found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion)
+            found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion, is_cut)
         elif config.json_field:
             found = _field(config.json_field.replace(NONCE, nonce), words, completion)
         else:
-            found = words
+            found = LAST_WORD.sub("", words) if is_cut else words
         value = _chosen(config.choices, found, is_all) if config.choices else _number(found, is_all)
         if value is None or not math.isfinite(value):
             wanted = f"one of {', '.join(config.choices)}" if config.choices else "one finite number"
-            raise _none(words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}")
+            raise _none(
+                words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}{CUT if is_cut else ''}"
+            )
         return RewardOutcome(value)
 
     return read
@@ -63,9 +116,9 @@ def _reader(config: VerdictConfig) -> VerdictReader:
 def _function_reader(config: VerdictConfig) -> VerdictReader:
     function = import_function(config.function, "judge.verdict.function", ())
 
-    def read(words: str, completion: str = "", nonce: str = "") -> RewardOutcome:
+    def read(words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
         try:
-            with contained():
+            with users_own():
                 return interpret(function(words))
         except AttemptError as error:
             raise _none(words, str(error)) from error
@@ -73,12 +126,15 @@ def _function_reader(config: VerdictConfig) -> VerdictReader:
     return read
 
 
-def _matched(regex: str, words: str, completion: str) -> str:
+def _matched(regex: str, words: str, completion: str, is_cut: bool) -> str:
     pattern = re.compile(regex)
     group: int | str = SCORE if SCORE in pattern.groupindex else min(1, pattern.groups)
-    matches = [(match[0], match[group] or "") for match in pattern.finditer(words)]
+    found = list(pattern.finditer(words))
+    if found and is_cut and found[-1].end() == len(words):
+        raise _none(words, f"the last match of {regex!r} touches the end{CUT}")
+    matches = [(match[0], match[group] or "") for match in found]
     if not matches:
-        raise _none(words, f"nothing matches {regex!r}")
+        raise _none(words, f"nothing matches {regex!r}{CUT if is_cut else ''}")
     return str(_own(matches, words, completion))
 
 

@@ -99,21 +99,22 @@ def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDepend
     return make_judge(name, config, dependencies)
 
 
-def check_reward(name: str, config: NamedRewardConfig) -> None:
+def check_reward(name: str, config: NamedRewardConfig) -> RewardFunction | None:
     """Find what is wrong with a reward without a run: what `tidemill check` asks for each of them.
+
+    Returns the function, where it is one.
 
     Raises:
         ConfigError: it cannot be loaded or called as configured.
     """
     if config.function is not None:
-        _function(name, config)
-        return
+        return _function(name, config)
     if config.judge is not None:
         check_judge(name, config)
-        return
     if config.model is not None:
         check_model_reward(name, config.model)
         check_local_replicas(name, config)
+    return None
 
 
 def _function(name: str, config: NamedRewardConfig) -> RewardFunction:

@@ -1,17 +1,24 @@
 """Functions that misbehave, in a real worker: the outcome is what the policy says, and the run goes on."""
 
+import asyncio
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
+from common.config.reward_kinds import JudgeConfig
 from common.process.heartbeats import FAILURES, Heartbeat
 from common.redis.broker import Broker
 from common.streams import append
 from common.wire.keys import Keys
 from common.wire.messages import ScoreStatus
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.remote.faults import RemoteFault
+from services.reward.remote.judge import JudgeAnswer, JudgeReward
+from services.reward.sample import RewardSample
 from tests.support.reward_worker import num_pending, scores, worker
+from tests.support.scoring import Pool, obedient_functions
 from tests.support.trajectories import make_trajectory
 
 SOURCE = """
@@ -82,3 +89,101 @@ async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_c
     assert beat.counts[f"{FAILURES}mine:timeout"] == 1
     assert beat.counts[f"{FAILURES}mine:error"] == len(faults) - 1
     assert await num_pending(broker, keys) == 0
+
+
+RAISED = {
+    "raise KeyboardInterrupt('mine')": "KeyboardInterrupt: mine",
+    "raise GeneratorExit": "GeneratorExit",
+    "raise asyncio.CancelledError": "CancelledError",
+    "raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})": "Mute: its text cannot be read",
+    "raise BaseExceptionGroup('all', [KeyError('x'), SystemExit(3)])": "KeyError: 'x'; SystemExit: 3",
+}
+IN_TASKS = {
+    "async def inner(): raise KeyboardInterrupt('inner')\nawait asyncio.create_task(inner())": "inner",
+    "asyncio.get_running_loop().stop()\nraise ValueError('went on')": "went on",
+}
+
+
+@pytest.mark.parametrize("name", ["plain", "awaited"])
+async def test_whatever_is_raised_is_that_calls_outcome_at_once(tmp_path: Path, name: str) -> None:
+    is_async = name == "awaited"
+    pool = Pool(f"{obedient_functions(tmp_path)}:{name}", is_async=is_async)
+    waits = "await asyncio.sleep(0.5)" if is_async else "time.sleep(0.1)"
+    raised = RAISED | (IN_TASKS if is_async else {})
+    try:
+        first = await pool.score(f"print(chr(0xD800)); {waits}")
+        calls = [pool.score(code, 30, index=index) for index, code in enumerate([*raised, waits])]
+        async with asyncio.timeout(20):
+            *failures, neighbour = await asyncio.gather(*calls, return_exceptions=True)
+        for failure, said in zip(failures, raised.values(), strict=True):
+            assert isinstance(failure, AttemptError) and not failure.is_timeout
+            assert said in str(failure)
+        assert isinstance(neighbour, RewardOutcome)
+        assert neighbour.components["pid"] == first.components["pid"]  # nobody was killed
+    finally:
+        await pool.close()
+
+
+async def test_a_process_whose_loop_has_ended_is_replaced(tmp_path: Path) -> None:
+    pool = Pool(f"{obedient_functions(tmp_path)}:awaited", is_async=True)
+    loop = "asyncio.get_running_loop()"
+    try:
+        with pytest.raises(AttemptError, match="died"):
+            async with asyncio.timeout(20):
+                await pool.score(f"{loop}._closed = True; {loop}.stop(); await asyncio.sleep(60)", 30)
+        assert (await pool.score("await asyncio.sleep(0)", 30)).value == 1.0
+    finally:
+        await pool.close()
+
+
+class SaysItsCompletion:
+    """Requests to a judge whose answer is what it judges."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.words = ""
+
+    async def ask(self, *_: Any) -> JudgeAnswer:
+        return JudgeAnswer(self.words, 1, 1)
+
+    def count(self, fault: RemoteFault) -> None:
+        self.kinds.append(fault.kind)
+
+    async def close(self) -> None:
+        pass
+
+
+READS = """
+    import os, time
+    def read(words):
+        if words == "sleeps": time.sleep(3600)
+        if words == "exits": os._exit(3)
+        if words == "interrupts": raise KeyboardInterrupt
+        return float(words)
+"""
+
+
+@pytest.mark.parametrize("kind", ["regex", "function"])
+async def test_reading_a_verdict_is_limited_and_holds_up_nothing(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "verdicts.py"
+    path.write_text(dedent(READS))
+    said = {"a" * 64 + "b": "within 0.5 s"}
+    if kind == "function":
+        said = {"sleeps": "within 0.5 s", "exits": "exit code 3", "interrupts": "KeyboardInterrupt"}
+    verdict = {"regex": r"(?:a+)+$|\d"} if kind == "regex" else {"function": f"{path}:read"}
+    calls = SaysItsCompletion()
+    config = JudgeConfig.model_validate({"model": "m", "template": "{{ completion }}", "verdict": verdict})
+    judge = JudgeReward("j", config, calls, 0.5)  # type: ignore[arg-type]
+    sample = RewardSample((0, 0), False, "", "text", None)
+    try:
+        for calls.words, reason in said.items():
+            failing = asyncio.create_task(judge.score(sample))
+            await asyncio.sleep(0)  # this loop goes on meanwhile
+            assert not failing.done()
+            with pytest.raises(RemoteFault, match=f"no verdict: reading it: .*{reason}|{reason}"):
+                await failing
+        calls.words = "7"
+        assert (await judge.score(sample)).value == 7.0
+        assert calls.kinds == ["no_verdict"] * len(said)
+    finally:
+        await judge.close()

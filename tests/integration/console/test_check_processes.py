@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.console.check import preflight
-from services.console.check.explain import describe
+from services.console.plan.explain import describe
 from tests.support.checked_runs import make_folder, write_run
 
 
@@ -102,5 +102,5 @@ class TestServers:
             "template": "Q: {{ prompt }}\nA: {{ completion }}",
         }
         assert check({"judge": judge}).reads == {"rm": "user: Q: a b\nA: (the completion)"}
-        broken = check({"judge": judge | {"template": "{{ extra.level }}"}})
-        assert "cannot be filled in" in broken.reads["rm"]
+        with pytest.raises(preflight.PreflightError, match="rm: for the first training row, the judge"):
+            check({"judge": judge | {"template": "{{ extra.level }} {{ completion }}"}})

@@ -75,6 +75,8 @@ def test_a_function_sees_whether_it_scores_training_or_evaluation(load: Any) -> 
     evaluated = RewardSample((0, 0), True, "", "text", None)
     for function in (by_name, by_info):
         assert [call(function, s)[0].value for s in (sample(), evaluated)] == [0.0, 1.0]
+    listed = load("def reward(completions, is_evaluation): return [float(bool(is_evaluation))]", "reward")
+    assert [call(listed, s)[0].value for s in (sample(), evaluated)] == [0.0, 1.0]
 
 
 SEEN = """

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret
+from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret, users_own
 
 
 @pytest.mark.parametrize(
@@ -139,3 +139,44 @@ def test_whatever_a_function_raises_is_contained_with_its_place(error: BaseExcep
 def test_cancellation_and_ctrl_c_are_not_contained(error: type[BaseException]) -> None:
     with pytest.raises(error), contained():
         raise error
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt("stop"), "KeyboardInterrupt: stop"),
+        (GeneratorExit(), "GeneratorExit"),
+        (asyncio.CancelledError("odd"), "CancelledError: odd"),
+        (Mute(), "Mute: its text cannot be read"),
+        (ExceptionGroup("two", [ValueError("a"), Mute()]), r"two.*: ValueError: a; Mute: its text"),
+    ],
+)
+def test_whatever_a_users_code_raises_is_an_outcome_in_words(error: BaseException, said: str) -> None:
+    with pytest.raises(AttemptError, match=said), users_own():
+        raise error
+
+
+async def test_a_cancellation_that_was_asked_for_stays_one() -> None:
+    async def waits() -> None:
+        with users_own():
+            await asyncio.sleep(3600)
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_detail_that_cannot_be_shown_does_not_cost_the_score() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    outcome = interpret({"score": 0.5, "deep": deep, "mute": Mute()})
+    assert outcome.value == 0.5
+    assert "list, which cannot be shown" in str(outcome.detail["deep"])

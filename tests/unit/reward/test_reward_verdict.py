@@ -1,14 +1,19 @@
 """From a judge's words to a number: what counts as a verdict, and that nothing else ever becomes a number."""
 
+import json
 import time
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from common.config import RewardConfig
 from common.config.reward_kinds import JudgeConfig, VerdictConfig
 from common.errors import ConfigError
+from services.reward.check import main as check
+from services.reward.check import readings
 from services.reward.outcome import AttemptError
 from services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
 from services.reward.remote.judge import JudgePrompt
@@ -219,3 +224,63 @@ def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> Non
         (0, 0), False, "", "2", "2", {"prompt": [{"role": "system", "content": "Be brief"}, *chat]}, ""
     )
     assert make_prompt("{{ prompt }}").text(two) == "system: Be brief\n\nuser: 1+1?"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"regex": r"Score: *(\d+)"}, "Score: 1"),
+        ({"regex": r"Score: *(\d+)"}, "Score: 8, or rather Score: 1"),
+        ({}, "Score: 1"),
+        ({}, "0."),
+        ({"choices": {"yes": 1, "yesterday": 0}}, "Yes"),
+    ],
+)
+def test_what_touches_the_end_of_an_answer_that_was_cut_off_is_no_verdict(
+    config: dict[str, Any], words: str
+) -> None:
+    verdict = make_verdict(VerdictConfig(**config))
+    with pytest.raises(RemoteFault, match=r"cut off \(max_tokens\)"):
+        verdict(words, is_cut=True)
+    assert verdict(words.replace("8", "1")).value == {"0.": 0.0}.get(words, 1.0)
+
+
+def test_what_stands_before_the_end_of_an_answer_that_was_cut_off_is_read() -> None:
+    assert make_verdict(VerdictConfig())("7 points, beca", is_cut=True).value == 7.0
+    assert make_verdict(VerdictConfig(regex=r"Score: *(\d+)"))("Score: 7 beca", is_cut=True).value == 7.0
+    assert make_verdict(VerdictConfig(json_field="score"))('{"score": 7}', is_cut=True).value == 7.0
+
+
+def test_a_template_that_cannot_be_filled_in_is_an_error_of_the_check() -> None:
+    row = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {}}
+    tree = {"judge": {"model": "m", "template": "{{ extra.level }}: {{ completion }}"}}
+    with pytest.raises(ConfigError, match=r"reward j: for the first training row, .*no attribute 'level'"):
+        readings(RewardConfig(rewards={"j": tree}), row)
+    both = {"j": tree | {"lanes": ["eval"]}, "f": {"function": "exact_match"}}
+    texts = readings(RewardConfig(rewards=both), row)
+    assert "cannot be filled in" in texts["j"]
+
+
+JUDGE = {"model": "m", "template": "{{ completion }}"}
+ROW = '{"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"level": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ({"j": {"judge": JUDGE | {"template": "{{ prompt }}"}}}, "put {{ completion }} where"),
+        ({"j": {"judge": JUDGE | {"verdict": {"regex": r"{nonce}: (\d)"}}}}, "does not show the nonce"),
+        ({"f": {"function": "exact_match", "router": "j"}}, "router names 'j', which is no judge"),
+        ({"f": {"function": "exact_match", "tokenizer": "/no/where"}}, "tokenizer /no/where does not exist"),
+        ({"f": {"function": "FILE:lists"}}, "takes solution, which is no column of the dataset; it has"),
+        ({"f": {"function": "FILE:lists", "kwargs": {"solution": 1}}}, ""),
+        ({"j": {"judge": JUDGE}, "f": {"function": "exact_match", "router": "j"}}, ""),
+    ],
+)
+def test_the_check_refuses_what_would_fail_every_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rewards: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "mine.py").write_text("def lists(completions, solution, level): return [1.0]")
+    config = json.dumps({"rewards": rewards}).replace("FILE", f"{tmp_path}/mine.py")
+    assert check(config, ROW) == (2 if said else 0)
+    assert said in capsys.readouterr().err

@@ -11,6 +11,8 @@ many run at once; with one at a time everything happens in the main thread.
 
 import contextlib
 import ctypes
+import importlib
+import io
 import os
 import queue
 import resource
@@ -19,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
@@ -39,7 +42,7 @@ from services.reward.functions.request import (
     frame_of,
     outcomes_to_wire,
 )
-from services.reward.outcome import AttemptError
+from services.reward.outcome import AttemptError, users_own
 
 _PR_SET_PDEATHSIG = 1
 BEAT_S = 0.5
@@ -57,6 +60,9 @@ def main(descriptor: int, parent: int) -> None:
     _die_with(parent)
     # Nobody can send it Ctrl-C; with Python's own handler `asyncio.run` would want the main thread.
     signal.signal(signal.SIGINT, lambda *_: None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # printing must not fail a sample
     os.set_inheritable(descriptor, False)  # what the function starts must not keep the socket open
     for name in ("signal", "alarm", "setitimer"):
         if hasattr(signal, name):
@@ -67,8 +73,7 @@ def main(descriptor: int, parent: int) -> None:
             return
         send = _sender(channel)
         try:
-            is_group = spec.pop("is_group", False)
-            function: Callee = load_group_function(**spec) if is_group else load_function(**spec)
+            function = _loaded(spec)
         except ConfigError as error:
             send({"error": str(error)})
             return
@@ -77,7 +82,21 @@ def main(descriptor: int, parent: int) -> None:
         calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
         threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
         threading.Thread(target=_beat_for_ever, args=(calls, send), daemon=True).start()
-        calls.serve()
+        try:
+            calls.serve()
+        except BaseException:
+            traceback.print_exc()
+        finally:  # it never returns; should it, the worker sees a process that died, and starts another
+            os._exit(1)
+
+
+def _loaded(spec: dict[str, Any]) -> Callee:
+    """What `spec` describes: a reward function, a group function, or what `maker` makes of the rest."""
+    if maker := spec.pop("maker", ""):
+        module, _, name = maker.partition(":")
+        made: Callee = getattr(importlib.import_module(module), name)(**spec)
+        return made
+    return load_group_function(**spec) if spec.pop("is_group", False) else load_function(**spec)
 
 
 class ThreadCalls:
@@ -113,7 +132,8 @@ class ThreadCalls:
     def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
         _thread.was_refused = False
         try:
-            answer = outcomes_to_wire(self._function.call(Request.from_wire(frame["call"])))
+            with users_own():
+                answer = outcomes_to_wire(self._function.call(Request.from_wire(frame["call"])))
         except AttemptError as error:
             answer = failure_to_wire(error)
         if _thread.was_refused:

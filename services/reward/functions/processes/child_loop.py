@@ -7,6 +7,7 @@ than its limit does.
 """
 
 import asyncio
+import contextlib
 import contextvars
 import sys
 import threading
@@ -23,7 +24,7 @@ from services.reward.functions.request import (
     failure_to_wire,
     outcomes_to_wire,
 )
-from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.outcome import AttemptError, RewardOutcome, users_own
 
 TICK_S = 0.1
 BLOCKED_S = 0.5
@@ -43,6 +44,8 @@ class LoopCalls:
         self._loop.set_task_factory(self._task)
         self._thread = threading.get_ident()
         self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._broken_off: set[int] = set()
+        """Calls that the worker has cancelled: no answer is wanted."""
         self._owners: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
         self._turned_at, self._lost_s = time.monotonic(), 0.0
         self._step: tuple[int | None, float] = (None, 0.0)
@@ -71,10 +74,12 @@ class LoopCalls:
         }
 
     def serve(self) -> None:
-        """Run the loop for ever."""
+        """Run the loop for ever. An interrupt or exit in a task that a call has started does not end it."""
         asyncio.set_event_loop(self._loop)
         self._turn()
-        self._loop.run_forever()
+        while not self._loop.is_closed():
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # whoever awaits that task was told
+                self._loop.run_forever()
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -94,17 +99,27 @@ class LoopCalls:
         _current.set(number)  # the context is this callback's own
         task = self._loop.create_task(self._answer(number, frame["call"], frame["timeout_s"]))
         self._tasks[number] = task
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        task.add_done_callback(lambda _: self._drop(number))
+
+    def _drop(self, number: int) -> None:
+        self._tasks.pop(number, None)
+        self._broken_off.discard(number)
 
     def _cancel(self, frame: dict[str, Any]) -> None:
         if task := self._tasks.get(frame["cancel"]):
+            self._broken_off.add(frame["cancel"])
             task.cancel()
 
     async def _answer(self, number: int, call: dict[str, Any], timeout_s: float) -> None:
         try:
-            answer = outcomes_to_wire(await self._run(Request.from_wire(call), timeout_s))
+            with users_own():
+                answer = outcomes_to_wire(await self._run(Request.from_wire(call), timeout_s))
         except AttemptError as error:
             answer = failure_to_wire(error)
+        except asyncio.CancelledError:
+            if number in self._broken_off:
+                raise
+            answer = failure_to_wire(AttemptError("the function's task was cancelled from inside"))
         self._send({"id": number, **answer})
 
     async def _run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
