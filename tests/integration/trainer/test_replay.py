@@ -175,7 +175,7 @@ async def buggy_ticket(history: History, config: RunConfig) -> Ticket:
     commit = await history.commit(BUGGY_STEP)
     assert commit is not None and len(commit.groups) == config.trainer.groups_per_step
     for number in commit.groups:
-        ticket, scores = await history.ticket(number), await history.scores(number)
-        if ticket is not None and 0 < sum(score.value or 0.0 for score in scores) < len(scores):
-            return ticket
+        group = await read_group(history, number)
+        if group.ticket is not None and 0 < sum(it.reward or 0.0 for it in group.samples) < len(group.samples):
+            return group.ticket
     raise AssertionError(f"no group of step {BUGGY_STEP} has mixed rewards")
