@@ -17,6 +17,7 @@ import yaml
 from common.archive.writer import archive_stream, writing
 from common.config import RunConfig, load_config
 from common.history import History, StreamName
+from common.history.records import read_group
 from common.redis.embedded import EmbeddedRedis
 from common.wire.messages import Commit, Ticket
 from tests.support.preloaded import PreloadedRun
@@ -176,6 +177,7 @@ async def buggy_ticket(history: History, config: RunConfig) -> Ticket:
     assert commit is not None and len(commit.groups) == config.trainer.groups_per_step
     for number in commit.groups:
         group = await read_group(history, number)
-        if group.ticket is not None and 0 < sum(it.reward or 0.0 for it in group.samples) < len(group.samples):
+        rewards = [sample.reward or 0.0 for sample in group.samples]
+        if group.ticket is not None and 0 < sum(rewards) < len(rewards):
             return group.ticket
     raise AssertionError(f"no group of step {BUGGY_STEP} has mixed rewards")
