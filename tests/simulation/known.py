@@ -109,27 +109,4 @@ KNOWN = {
             Fault(4.874, "failover", "", {"for_s": 2.35, "lose": 46, "clock_s": -11.5}),
         ),
     ),
-    "what a trainer held that died, and Redis has lost": Schedule(
-        1214,
-        Setup(
-            groups_per_step=1,
-            group_size=8,
-            batch_order="as_ready",
-            checkpoint_every=3,
-            archive=True,
-            rollouts=1,
-        ),
-        (
-            Fault(3.719, "tear", "trainer", {"what": "manifest:prompts", "share": 0.466}),
-            Fault(
-                5.216,
-                "restart",
-                "",
-                {"for_s": 0.68, "lose_commits": 2, "before": ["XINFO STREAM", "commits"]},
-            ),
-            Fault(6.235, "kill", "trainer"),
-            Fault(6.828, "cut_off", "reward-0", {"for_s": 5.38}),
-            Fault(13.957, "tear", "trainer", {"what": "manifest:trajectories", "share": 0.883}),
-        ),
-    ),
 }

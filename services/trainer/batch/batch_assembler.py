@@ -148,8 +148,6 @@ class BatchAssembler:
         self.group_filter, self.precompute = group_filter, precompute
         self.dropped: list[Dropped] = []
         self._dropped_in_a_row = 0
-        self._doubted_at = time.monotonic()
-        """When Redis, or the trainer before this one, last may have lost what nobody else holds."""
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
         """Wait until at least one group is there for `step` (all of them, unless `start_early`). Taken groups
@@ -265,7 +263,6 @@ class BatchAssembler:
     async def _recover_from_restart(self) -> None:
         """Another Redis answers than before, and may lack the last second of what the old one held."""
         log.warning("Redis has restarted; comparing what it holds, and reading what is not trained again")
-        self._doubted_at = time.monotonic()
         self.join.reread()
         await self.reconciler.restore_lost()
 
@@ -274,10 +271,8 @@ class BatchAssembler:
             await self._recover_from_restart()
         else:
             await self.reconciler.restore_lost()
-        # Where something arrived that nobody could read, a group waits for it in vain; where Redis restarted
-        # or an earlier trainer died, also for what it alone still held. No need to be patient then.
-        doubted_at = max(self.join.unread_at, self._doubted_at)
-        is_suspicious = time.monotonic() - doubted_at < 2 * self.trainer.reissue_after_s
+        # Where something arrived that nobody could read, a group waits for it in vain: no need to be patient.
+        is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
             for ticket in await self.reconciler.find_abandoned(self.join.groups.values()):
                 log.warning("no stream holds what is missing of this group", ticket=ticket)
