@@ -104,6 +104,10 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
                     "TIDEMILL_REDIS_USERNAME": role,
                     "TIDEMILL_REDIS_PASSWORD": PASSWORDS[role],
                 }
+            # Workers that come before the trainer has loaded the scripts ask once whether they may.
+            run.start("trainer")
+            await wait_until(lambda: admin.exists(run.keys.prompts()), 120)
+            for role in SERVICES[1:]:
                 run.start(role)
             start_worker_of_jobs(run)
             admin.xadd(run.keys.trajectories(), {"p": b"poison"})
