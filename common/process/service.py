@@ -66,6 +66,10 @@ LAG_PROBE_S = 0.25
 T = TypeVar("T")
 
 
+class StoppedError(Exception):
+    """The service must stop: what waits or is half done is given up, and done after the restart."""
+
+
 @dataclass
 class ServiceContext:
     """What a service is given: who it is, its run, and how it learns that it must stop."""
@@ -110,7 +114,8 @@ class ServiceContext:
         """Run `work` in the background; if it fails, so does the service, instead of limping on."""
 
         def finished(task: "asyncio.Task[None]") -> None:
-            if not task.cancelled() and (error := task.exception()):
+            error = None if task.cancelled() else task.exception()
+            if error and not isinstance(error, StoppedError):
                 log.error("a background task failed", task=name, error=str(error))
                 self.fail(error)
 
@@ -215,7 +220,11 @@ async def _serve(
         context.reporters.append(context.stand_in.report)
         _handle_signals(context)
         async with _heartbeat(context, endpoint):
-            await load()(context)
+            try:
+                await load()(context)
+            except StoppedError:
+                log.info("stopped before it had begun; nothing was changed")
+                context.raise_failure()
         return 0
     finally:
         await broker.close()

@@ -94,6 +94,12 @@ async def update_state(broker: Broker, keys: Keys, **values: Any) -> None:
     await broker.execute("HSET", keys.state, *flat)
 
 
+async def finish_state(broker: Broker, keys: Keys, last_commit_id: str, **values: Any) -> bool:
+    """Set fields of the state of a run that is over, where Redis holds its last commit; False where not."""
+    flat = [part for name, value in values.items() for part in (name, json.dumps(value))]
+    return bool(await broker.script("finish", [keys.commits, keys.state], [last_commit_id, *flat]))
+
+
 async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
     """The run's state, empty for a run that has not started."""
     raw = await broker.execute("HGETALL", keys.state)

@@ -30,8 +30,9 @@ from common.streams.entries import (
 from common.streams.log import (
     Backlog,
     GroupStatus,
+    Mark,
+    MarkLostError,
     OffsetReader,
-    Trail,
     append,
     append_after,
     append_missing,
@@ -50,6 +51,7 @@ from common.streams.log import (
     scan,
     trim_before,
 )
+from common.streams.trail import Rung, Trail
 
 __all__ = [
     "DONE",
@@ -63,8 +65,11 @@ __all__ = [
     "Fields",
     "Garbled",
     "GroupStatus",
+    "Mark",
+    "MarkLostError",
     "OffsetReader",
     "Progress",
+    "Rung",
     "Trail",
     "append",
     "append_after",

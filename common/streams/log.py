@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import xxhash
 from redis import exceptions as redis_errors
 
+from common.errors import TidemillError
 from common.redis.broker import MAX_BLOCK_S, Broker
 from common.streams.entries import (
     START,
@@ -22,54 +22,10 @@ from common.streams.entries import (
     id_before,
     id_order,
 )
+from common.streams.trail import Trail
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.messages import Message
-
-MAX_RUNGS = 256
-"""When there are more, every second one goes: they stay spread over all that was read."""
-LOOKED_AT_ONCE = 16
-
-Rung = tuple[str, str]
-"""Id of an entry, and a hash over its values."""
-
-
-class Trail:
-    """Rungs in the order of reading, spread evenly."""
-
-    def __init__(self, rungs: list[Rung] | None = None) -> None:
-        self.rungs: list[Rung] = [(entry_id, mark) for entry_id, mark in rungs or []]
-        self._stride, self._num_passed = 1, 0
-
-    def follow(self, entry_id: str, raw: list[bytes]) -> None:
-        """The reader has passed an entry."""
-        self._num_passed += 1
-        if self._num_passed % self._stride:
-            return
-        self.rungs.append((entry_id, _mark(raw)))
-        if len(self.rungs) > MAX_RUNGS:
-            del self.rungs[::2]
-            self._stride *= 2
-
-    async def last_standing(self, broker: Broker, key: str) -> str:
-        """Id of the newest rung that the stream holds unchanged; what is above it is forgotten.
-
-        `START` where there is none: what stands is trimmed, or nothing does.
-        """
-        while self.rungs:
-            newest = self.rungs[-LOOKED_AT_ONCE:]
-            found = await broker.pipeline([("XRANGE", key, entry_id, entry_id) for entry_id, _ in newest])
-            while newest:
-                (entry_id, mark), entries = newest.pop(), found.pop()
-                if entries and not isinstance(entries, Exception) and _mark(entries[0][1]) == mark:
-                    return entry_id
-                self.rungs.pop()
-        return START
-
-
-def _mark(raw: list[bytes]) -> str:
-    return xxhash.xxh3_64_hexdigest(b"\0".join(raw))
-
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
@@ -122,10 +78,33 @@ async def append_missing(
         await broker.script("append_after", [key], [last, SCHEMA, *part])
 
 
-async def append_after(broker: Broker, key: str, last: str, entry_id: str, message: Message) -> bool:
-    """Append a message under an id if the stream still ends with the id `last`; False where it does not."""
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A value in a hash. A server that has it has all that was written before: it loses the newest first."""
+
+    key: str
+    field: str
+    value: bytes
+
+
+class MarkLostError(TidemillError):
+    """A mark is gone, and with it perhaps what was written before it."""
+
+
+async def append_after(
+    broker: Broker, key: str, last: str, entry_id: str, message: Message, mark: Mark | None = None
+) -> bool:
+    """Append a message under an id if the stream still ends with the id `last`; False where it does not.
+
+    Raises:
+        MarkLostError: the server has not got the `mark`; nothing was appended.
+    """
+    keys, condition = ([key, mark.key], (mark.field, mark.value)) if mark else ([key], ())
     pair = (entry_id, codec.encode_payload(message))
-    return bool(await broker.script("append_after", [key], [last, SCHEMA, *pair]))
+    reply = int(await broker.script("append_after", keys, [last, SCHEMA, *condition, *pair]))
+    if reply < 0:
+        raise MarkLostError(f"Redis has lost a mark in {keys[-1]}")
+    return bool(reply)
 
 
 async def _append(broker: Broker, key: str, pairs: Sequence[tuple[str, bytes]]) -> list[bytes]:
@@ -207,9 +186,18 @@ async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[
     return None
 
 
-async def trim_before(broker: Broker, key: str, entry_id: str) -> int:
-    """Remove entries below `entry_id`; returns how many. The only way in which entries ever go."""
-    return int(await broker.execute("XTRIM", key, "MINID", entry_id))
+async def trim_before(broker: Broker, key: str, entry_id: str, mark: Mark | None = None) -> int:
+    """Remove entries below `entry_id`; returns how many. The only way in which entries ever go.
+
+    Raises:
+        MarkLostError: the server has not got the `mark`; nothing was removed.
+    """
+    if mark is None:
+        return int(await broker.execute("XTRIM", key, "MINID", entry_id))
+    removed = int(await broker.script("trim", [key, mark.key], [entry_id, mark.field, mark.value]))
+    if removed < 0:
+        raise MarkLostError(f"Redis has lost a mark in {mark.key}")
+    return removed
 
 
 async def length(broker: Broker, key: str) -> int:
@@ -285,7 +273,7 @@ class OffsetReader(Generic[M]):
         self.broker, self.key, self.message_type = broker, key, message_type
         self.position = position
         self.trail = Trail() if trail is None else trail
-        self._is_sure = not self.trail.rungs
+        self._is_sure = trail is None
 
     @property
     def safe_position(self) -> str:
@@ -310,7 +298,8 @@ class OffsetReader(Generic[M]):
 
     def reread(self, position: str) -> "OffsetReader[M]":
         """A reader that goes back to `position`, or further where the stream has lost its tail since."""
-        return OffsetReader(self.broker, self.key, self.message_type, position, self.trail)
+        # A trail of its own: this reader may still be given an answer of the server that is gone.
+        return OffsetReader(self.broker, self.key, self.message_type, position, Trail(self.trail.sure))
 
 
 def fields_of(raw: Sequence[bytes]) -> Fields:

@@ -184,13 +184,13 @@ class Evaluator:
         await delete_results(self.context.broker, self.context.keys, Lane.EVAL, ())
         if not self.context.config.streams.trim:
             return
-        broker, keys = self.context.broker, self.context.keys
+        broker, keys, history = self.context.broker, self.context.keys, self.trimmer.history
         below = {
             stream: id_after(await last_id(broker, stream.key(keys)))
             for stream in (StreamName.TRAJECTORIES_EVAL, StreamName.SCORES_EVAL)
         }
         below[StreamName.PROMPTS_EVAL] = entry_id_of((version + 1) * len(self.prompts))
-        await self.trimmer.let_go(below)
+        await self.trimmer.let_go(below, history)
 
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:
         """Append the tickets that the stream does not have; False where it had them and let them go."""

@@ -9,11 +9,12 @@ from common.config.trainer import HealthyRange
 from common.files import locked
 from common.process.checks import check_loggers
 from common.process.heartbeats import Heartbeat
-from common.process.service import ServiceContext
+from common.process.service import ServiceContext, StoppedError
 from common.run.state import METRICS_FILE, read_records, read_state
 from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import BatchAssembler, StoppedError
+from services.trainer.batch.batch_assembler import BatchAssembler
 from services.trainer.batch.prompts import (
+    Prompt,
     PromptSource,
     load_eval_prompts,
     load_tokenizer,
@@ -58,13 +59,15 @@ async def serve(context: ServiceContext) -> None:
 
 async def _train(context: ServiceContext) -> None:
     context.activity.enter("load", "model and data")
-    trimmer = Trimmer(context)
-    prompts, evaluator = await asyncio.to_thread(_load_data, context, trimmer)
+    prompts, evaluation = await asyncio.to_thread(_load_data, context)
+    streams = _make_streams(context, prompts)
+    trimmer = Trimmer(context, streams.reconciler)
+    evaluator = Evaluator(context, evaluation, trimmer)
     thread = PolicyThread()
     policy = await thread.call(open_policy, context.config)
     try:
         runner = StepRunner(context, policy, thread, GroupFilter(context.config))
-        await _train_policy(context, runner, _make_streams(context, prompts), evaluator, trimmer)
+        await _train_policy(context, runner, streams, evaluator, trimmer)
     finally:
         if isinstance(policy, ShardedPolicy):
             await thread.call(policy.close)
@@ -98,6 +101,7 @@ async def _train_policy(
         for sender in await asyncio.to_thread(_open_loggers, context):
             recorder.attach(sender)
         background = [context.start(join.read(name), f"reader of {name}") for name in STREAMS]
+        background.append(context.start(reconciler.watch(), "watch over the run's mark"))
         try:
             await replayer.replay(commits, recorder)
             assembler = BatchAssembler(context, streams, runner.group_filter, runner.precompute)
@@ -162,9 +166,9 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
     beat.counts["complete"] = len(trainer.join.complete)
 
 
-def _load_data(context: ServiceContext, trimmer: Trimmer) -> tuple[PromptSource, Evaluator]:
+def _load_data(context: ServiceContext) -> tuple[PromptSource, dict[str, list[Prompt]]]:
     config = context.config
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_training_prompts(config.data, tokenizer, config.seed)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
-    return prompts, Evaluator(context, evaluation, trimmer)
+    return prompts, evaluation

@@ -21,10 +21,11 @@ import structlog
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.process.activity import Activity
+from common.process.service import StoppedError
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute, StoppedError
+from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
 from services.trainer.groups.samples import (
     MicroBatch,

@@ -16,13 +16,13 @@ import structlog
 from common.errors import WeightsError
 from common.files import free_share
 from common.process.activity import BOOKKEEPING, WAIT
-from common.process.service import ServiceContext
-from common.run.state import FINISHED, RUNNING, read_state, update_state
+from common.process.service import ServiceContext, StoppedError
+from common.run.state import FINISHED, RUNNING, finish_state, read_state, update_state
 from common.run.weight_files import verified_files
-from common.streams import read_newest
+from common.streams import Mark, MarkLostError, entry_id_of, read_newest
 from common.telemetry import metrics
 from common.wire.messages import Commit, Lane, WeightManifest
-from services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler, StoppedError
+from services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
 from services.trainer.batch.reconciler import delete_results
 from services.trainer.durable.checkpointing import Checkpointer, on_disk, until_stored
 from services.trainer.durable.commits import (
@@ -99,10 +99,18 @@ class Trainer:
                 await self._step(self.version)
             await self._finish_evaluation()
             await self._save()
-            await self._restore_commits()
-            await self._report(status=FINISHED)
+            await self._finish()
         except StoppedError:
             await self._stop()
+
+    async def _finish(self) -> None:
+        """Say that the run is over, on a server that has all of its history."""
+        last = entry_id_of(self.config.steps - 1)
+        while True:
+            await self._restore_commits()
+            state = self._state() | {"status": FINISHED}
+            if await finish_state(self.context.broker, self.context.keys, last, **state):
+                return
 
     async def _resume(self) -> None:
         """Announce the version that the run is at; finish what a crash cut off before that."""
@@ -154,28 +162,33 @@ class Trainer:
         """Make the step durable: in Redis, and after a restart of Redis in a checkpoint before that.
 
         What was trained on may be gone then, and neither this commit nor one that Redis has lost with it
-        could be replayed.
+        could be replayed. So the mark comes first, then it is asked whether Redis is the same as before, and
+        the commit is taken only where the mark still stands.
         """
         await on_disk(self.context, self.durability.journal.append, commit)
         self.version = self.join.version = commit.version
         self.assembler.settle(result.groups)
+        mark = await self.reconciler.mark()
         if await self.reconciler.may_lack_records():
             await self._save()
         await self.reconciler.restore_lost()
         with metrics.COMMIT_SECONDS.time():
-            await self._append(commit)
+            await self._append(commit, mark)
         if await self.reconciler.may_lack_records():
             await self._save()
 
-    async def _append(self, commit: Commit) -> None:
+    async def _append(self, commit: Commit, mark: Mark) -> None:
         """Append a commit, and before it those that Redis has lost: the stream takes no step below its last.
         Of what is lost, the newest records go first: where a commit is missing, they are too."""
         while True:
             try:
-                return await append_commit(self.context.broker, self.context.keys, commit)
+                return await append_commit(self.context.broker, self.context.keys, commit, mark)
             except LostTailError:
                 await self._save()
                 await self._restore_commits(below=commit.step)
+            except MarkLostError:
+                await self._save()
+                mark = await self.reconciler.mark()
 
     async def _restore_commits(self, below: int | None = None) -> None:
         await restore_commits(self.context.broker, self.context.keys, self.durability.journal, below)
@@ -282,20 +295,20 @@ class Trainer:
         self._evaluation = None
 
     async def _report(self, **values: object) -> None:
+        await update_state(self.context.broker, self.context.keys, **(self._state() | values))
+
+    def _state(self) -> dict[str, object]:
         """The run's state, for people."""
-        await update_state(
-            self.context.broker,
-            self.context.keys,
-            version=self.version,
-            steps=self.config.steps,
-            tickets_issued=self.scheduler.next_ticket,
-            trajectories_seen=self.join.num_trajectories,
-            trainer_idle_share=self.context.activity.idle_share(),
-            evaluations=self._evaluations,
-            warnings=self.outputs.diagnostics.as_state(),
-            best=self.outputs.best.as_state(),
-            **values,
-        )
+        return {
+            "version": self.version,
+            "steps": self.config.steps,
+            "tickets_issued": self.scheduler.next_ticket,
+            "trajectories_seen": self.join.num_trajectories,
+            "trainer_idle_share": self.context.activity.idle_share(),
+            "evaluations": self._evaluations,
+            "warnings": self.outputs.diagnostics.as_state(),
+            "best": self.outputs.best.as_state(),
+        }
 
     def _observe(self, commit: Commit, result: StepResult) -> None:
         observe_step(commit, result)

@@ -1,6 +1,7 @@
 """The whole trainer in the test's process, with workers that answer at once: run, stopped, crashed."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ async def crash_after_commit(context: ServiceContext, step: int) -> None:
     """Run a trainer that dies when it has committed `step`, before it does anything else."""
     append_commit = trainer_module.append_commit
 
-    async def append_and_die(broker: Broker, keys: Keys, commit: Commit) -> None:
-        await append_commit(broker, keys, commit)
+    async def append_and_die(broker: Broker, keys: Keys, commit: Commit, *mark: Any) -> None:
+        await append_commit(broker, keys, commit, *mark)
         if commit.step == step:
             raise InterruptedError
 

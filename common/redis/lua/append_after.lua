@@ -1,7 +1,9 @@
 -- Append numbered entries, if the stream still ends where the caller saw it end: Redis may have lost its tail
 -- since, and behind a later number there is no place for an earlier one any more.
--- KEYS: stream.  ARGV: id of the last entry as last seen, schema, then (id, payload) pairs in ascending order.
--- Returns 1 appended, or 0 where the stream ends elsewhere; then nothing is.
+-- KEYS: stream, and a hash where the append depends on a mark in it.
+-- ARGV: id of the last entry as last seen, schema, with a hash its field and the mark, then (id, payload) pairs in
+-- ascending order.  Returns 1 appended, 0 where the stream ends elsewhere, or -1 where the mark is gone; then
+-- nothing is.
 local last = '0-0'
 local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
 if not info.err then
@@ -16,7 +18,14 @@ end
 if last ~= ARGV[1] then
   return 0
 end
-for i = 3, #ARGV, 2 do
+local first = 3
+if KEYS[2] then
+  if redis.call('HGET', KEYS[2], ARGV[3]) ~= ARGV[4] then
+    return -1
+  end
+  first = 5
+end
+for i = first, #ARGV, 2 do
   redis.call('XADD', KEYS[1], ARGV[i], 'v', ARGV[2], 'p', ARGV[i + 1])
 end
 return 1

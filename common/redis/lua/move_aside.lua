@@ -2,11 +2,15 @@
 -- Without that the stream would refuse every further number of its own.
 -- KEYS: stream, dead letters.
 -- ARGV: schema, least last id that the stream may be left with, then (entry's id, letter) pairs; an empty letter
--- is one that is there already.  Returns how many entries were still there.
+-- is one that is there already.  Returns how many entries were still there, or -1 where the stream is not.
 local function number(id)
   return tonumber(string.match(id, '^%d+'))
 end
-local groups = redis.call('XINFO', 'GROUPS', KEYS[1])
+local groups = redis.pcall('XINFO', 'GROUPS', KEYS[1])
+if groups.err then
+  -- Redis was emptied since the caller looked: nothing is in the way any more.
+  return string.find(groups.err, 'no such key', 1, true) and -1 or groups
+end
 local moved = 0
 for i = 3, #ARGV, 2 do
   if redis.call('XDEL', KEYS[1], ARGV[i]) == 1 then

@@ -12,7 +12,7 @@ import structlog
 
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
-from common.process.service import ServiceContext
+from common.process.service import ServiceContext, StoppedError
 from common.streams import bury, dead_letter, has_entry
 from common.telemetry import metrics
 from common.wire import codec
@@ -91,10 +91,6 @@ Dropped = tuple[int, int, str]
 """`(ticket, index, reason)`; index -1 means the whole group."""
 
 
-class StoppedError(Exception):
-    """The service must stop; the step in progress is abandoned and trained after the restart."""
-
-
 def select_groups(
     groups: Mapping[int, PendingGroup],
     complete: Sequence[int],
@@ -159,7 +155,7 @@ class BatchAssembler:
                 raise StoppedError
             await self._replace_dead(step)
             selected = await self._select(step, places - len(taken))
-            if selected and await self.reconciler.has_restarted():
+            if selected and await self._has_restarted():
                 await self._recover_from_restart()
                 continue
             for ticket in selected:
@@ -260,14 +256,22 @@ class BatchAssembler:
             log.warning("group is dead, replacing it", ticket=ticket, error=error)
             await self.drop(ticket, f"dead: {error}"[:200], step)
 
+    async def _has_restarted(self) -> bool:
+        """Whether another Redis answers than before. If not, what was read until now was read from one."""
+        seen = self.join.seen()
+        if await self.reconciler.has_restarted():
+            return True
+        self.join.trust(seen)
+        return False
+
     async def _recover_from_restart(self) -> None:
         """Another Redis answers than before, and may lack the last second of what the old one held."""
         log.warning("Redis has restarted; comparing what it holds, and reading what is not trained again")
-        self.join.reread()
+        self.join.reread(self.reconciler.history)
         await self.reconciler.restore_lost()
 
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
-        if await self.reconciler.has_restarted():
+        if await self._has_restarted():
             await self._recover_from_restart()
         else:
             await self.reconciler.restore_lost()

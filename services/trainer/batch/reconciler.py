@@ -7,6 +7,7 @@ if nothing had happened: the run's mark goes with everything else, and the confi
 published again.
 """
 
+import asyncio
 import secrets
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
@@ -15,15 +16,16 @@ from pathlib import Path
 import structlog
 import yaml
 
-from common.config import RunConfig, load_recorded
+from common.config import load_recorded
 from common.errors import ConfigError, TidemillError
 from common.files import write_atomically
 from common.process.service import ServiceContext
 from common.redis.broker import Broker
-from common.run.state import CONFIG_FILE, RUNNING, publish_config, update_state
+from common.run.state import CONFIG_FILE, RUNNING, update_state
 from common.streams import (
     START,
     Entry,
+    Mark,
     append_after,
     entry_id_of,
     group_status,
@@ -35,7 +37,7 @@ from common.streams import (
     read_range,
 )
 from common.wire.codec import SCHEMA
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RUNS, Keys
 from common.wire.messages import Commit, Lane, WeightManifest
 from services.trainer.batch.scheduler import Scheduler
 from services.trainer.batch.strays import move_strays_aside
@@ -45,6 +47,10 @@ log = structlog.get_logger(__name__)
 
 MARK = "trainer"
 """Field of the run's state: who has marked it."""
+COMMITTING, TRIMMING = "committing", "trimming"
+"""Fields of the run's state: marks of what is about to come."""
+WATCH_S = 5.0
+"""How often it is looked for the mark, whatever the trainer does."""
 TERM_FILE = "trainer.term"
 """Below the run's folder: the number of the newest trainer process."""
 
@@ -73,8 +79,15 @@ class Registration:
         return True
 
     async def _register(self) -> None:
-        await publish_if_lost(self.broker, self.keys, self.config)
-        await self.broker.execute("HSET", self.keys.state, MARK, self._mark)
+        """Config and mark in one unit: a Redis that is emptied between them would have the mark alone, and
+        nobody would look for the config again."""
+        config = self.config.model_copy(update={"run_id": self.keys.run_id})
+        await self.broker.execute("SADD", RUNS, self.keys.run_id)
+        unit = [
+            ("SET", self.keys.config, config.model_dump_json(), "NX"),
+            ("HSET", self.keys.state, MARK, self._mark),
+        ]
+        await self.broker.pipeline(unit, atomic=True)
 
     def _keep_config(self) -> None:
         path = self.run_dir / CONFIG_FILE
@@ -85,12 +98,6 @@ class Registration:
             pass  # not there yet, or of another release
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(path, yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
-
-
-async def publish_if_lost(broker: Broker, keys: Keys, config: RunConfig) -> None:
-    """Publish the config of a run that Redis does not know any more."""
-    if await broker.execute("GET", keys.config) is None:
-        await publish_config(broker, keys, config.model_copy(update={"run_id": keys.run_id}))
 
 
 def next_term(run_dir: Path) -> int:
@@ -117,6 +124,8 @@ class Reconciler:
         self._announced_as = ""
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
+        self.history = 0
+        """How often another server has answered, or an emptied one; ids of one history mean nothing in another."""
         self._server = ""
         self._is_news = False
 
@@ -133,6 +142,16 @@ class Reconciler:
         for key, kind in ((self.keys.weights, WeightManifest), (self.keys.commits, Commit)):
             await move_strays_aside(self.broker, self.keys, key, kind)
 
+    async def mark(self, field: str = COMMITTING) -> Mark:
+        """Note that a commit (or a trim) is about to come, which is done only where this note stands.
+
+        A server that has lost the note may lack what was trained on. And a commit that a trainer before this
+        one has sent finds its own note no more.
+        """
+        mark = Mark(self.keys.state, field, f'"{secrets.token_hex(8)}"'.encode())
+        await self.broker.execute("HSET", mark.key, mark.field, mark.value)
+        return mark
+
     async def has_restarted(self) -> bool:
         """Whether another server process answers than when this was last asked, or an emptied one."""
         await self.may_lack_records()
@@ -142,11 +161,18 @@ class Reconciler:
     async def may_lack_records(self) -> bool:
         """Whether Redis has restarted since the last checkpoint, and may lack what was trained on since."""
         before, self._server = self._server, await self._identity()
-        if before not in ("", self._server):
+        is_other = before not in ("", self._server)
+        if (self.registration is not None and await self.registration.is_lost()) or is_other:
             self._is_news = self.needs_checkpoint = True
-        if self.registration is not None and await self.registration.is_lost():
-            self._is_news = self.needs_checkpoint = True
+            self.history += 1
         return self.needs_checkpoint
+
+    async def watch(self) -> None:
+        """Ask that again and again, for ever: while a step or an evaluation takes its time, workers may start
+        on an emptied Redis, and wait for their run only so long."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self.may_lack_records()
 
     async def _identity(self) -> str:
         """Changes with each process that serves, and with each failover: one back to the first server too."""

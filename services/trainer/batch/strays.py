@@ -49,8 +49,9 @@ Record = Entry[Any] | Garbled
 async def move_strays_aside(
     broker: Broker, keys: Keys, key: str, message_type: type[Message], floor: str = START
 ) -> int:
-    """Move strays at the end of a numbered stream to the dead letters; returns how many entries. Where the
-    stream has no entry of its own left, its last id becomes `floor`: what lies below was trimmed."""
+    """Move strays at the end of a numbered stream to the dead letters; returns how many entries, and not 0
+    either where the stream has vanished meanwhile. Where it has no entry of its own left, its last id becomes
+    `floor`: what lies below was trimmed."""
     newest = await last_id(broker, key)
     own = await read_back(broker, key, message_type, count=1)
     if not own and newest in (START, floor):
@@ -71,6 +72,8 @@ async def move_strays_aside(
         pairs += [stray.entry_id, payload]
     # Without a stray: someone has removed it by hand, and only the last id is left to be taken back.
     moved = int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
+    if moved < 0:
+        return 1
     log.error(
         "foreign entries moved to the dead letters, and the stream taken back to its own last entry",
         stream=name,

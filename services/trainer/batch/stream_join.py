@@ -21,13 +21,13 @@ from common.streams import (
     Entry,
     Garbled,
     OffsetReader,
+    Rung,
     Trail,
     bury_unread,
     id_before,
     id_order,
     read_raw,
 )
-from common.streams.log import Rung
 from common.telemetry import metrics
 from common.wire.keys import Keys
 from common.wire.messages import DeadLetter, Message, Score, Trajectory
@@ -115,6 +115,8 @@ class StreamJoin:
         self.version = UNKNOWN_VERSION
         """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
+        self.history = 0
+        """In which of the reconciler's histories its positions are valid."""
         self._seen_up_to: dict[str, str] = {}
         self._readers: dict[str, OffsetReader[Any]] = {
             TRAJECTORIES: OffsetReader(broker, keys.trajectories(), Trajectory),
@@ -169,7 +171,7 @@ class StreamJoin:
                     else:
                         takers[stream](entry)
 
-    def reread(self) -> None:
+    def reread(self, history: int = 0) -> None:
         """Forget what has arrived of groups that no step has taken, and read it again.
 
         After Redis has lost its tail, a trajectory that was read may be gone, and another one of the same key
@@ -185,6 +187,7 @@ class StreamJoin:
         for group in untaken:
             group.forget()
         self.complete.clear()
+        self.history = history
 
     def positions(self) -> dict[str, str]:
         """Per stream, a position below every entry that an outstanding group has taken in."""
@@ -198,13 +201,22 @@ class StreamJoin:
 
     async def has_read_all(self) -> bool:
         """Whether the streams hold nothing that the readers have not been given."""
-        ends = {self._readers[stream].key: position for stream, position in self.high_water().items()}
+        ends = {self._readers[name].key: self.seen()[name] for name in (TRAJECTORIES, SCORES)}
         unread = [await read_raw(self._broker, key, f"({end}", count=1) for key, end in ends.items()]
         return not any(unread)
 
     def trails(self) -> dict[str, list[Rung]]:
         """Per stream, some of what was read: tells whether a position can still be relied on."""
-        return {stream: reader.trail.rungs for stream, reader in self._readers.items()}
+        return {stream: reader.trail.sure for stream, reader in self._readers.items()}
+
+    def seen(self) -> dict[str, str]:
+        """Per stream, how far it is read."""
+        return {stream: reader.safe_position for stream, reader in self._readers.items()}
+
+    def trust(self, seen: Mapping[str, str]) -> None:
+        """Until it was `seen` so far, no other server has taken over."""
+        for stream, entry_id in seen.items():
+            self._readers[stream].trail.trust(entry_id)
 
     def restore(
         self,
@@ -214,7 +226,8 @@ class StreamJoin:
     ) -> None:
         """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
         for stream, old in self._readers.items():
-            first, trail = positions.get(stream, START), Trail(trails.get(stream))
+            first = positions.get(stream, START)
+            trail = Trail(trails[stream]) if stream in trails else None  # an older release kept none
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
         self._seen_up_to = dict(high_water)
 
@@ -243,9 +256,8 @@ class StreamJoin:
         if self._is_new(TRAJECTORIES, entry.entry_id):
             self.num_trajectories += 1
         group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
-        if group is not None:
+        if group is not None and self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES):
             group.is_ahead |= sample.max_version > self.version
-            self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES)
 
     def _take_score(self, entry: Entry[Score]) -> None:
         group = self._group_of(entry.message.ticket, SCORES, entry.entry_id)
@@ -263,14 +275,16 @@ class StreamJoin:
 
     def _join(
         self, group: PendingGroup, parts: dict[int, Entry[M]], index: int, entry: Entry[M], stream: str
-    ) -> None:
+    ) -> bool:
+        """Whether it is the first entry of its key."""
         if index in parts or index >= group.group_size:
             self._count_duplicate(stream, entry.entry_id)
-            return
+            return False
         parts[index] = entry
         if group.is_complete:
             self.complete.append(group.ticket)
         self.changed.set()
+        return True
 
     def _group_of(self, ticket: int, stream: str, entry_id: str) -> PendingGroup | None:
         group = self.groups.get(ticket)

@@ -16,12 +16,23 @@ from common.archive import stream_folder
 from common.archive.manifest import Manifest, note_trim
 from common.errors import ArchiveError
 from common.files import StorageError
-from common.process.service import ServiceContext
-from common.streams import START, entry_id_of, id_after, id_before, id_order, read_raw, trim_before
+from common.process.service import ServiceContext, StoppedError
+from common.streams import (
+    START,
+    Mark,
+    MarkLostError,
+    Trail,
+    entry_id_of,
+    id_after,
+    id_before,
+    id_order,
+    read_raw,
+    trim_before,
+)
 from common.streams.selection import StreamName
 from common.telemetry import metrics
-from services.trainer.batch.batch_assembler import Dropped, StoppedError
-from services.trainer.batch.reconciler import RunStreams
+from services.trainer.batch.batch_assembler import Dropped
+from services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
 from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 from services.trainer.durable.archive_requests import ArchiveJobs
 from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
@@ -63,18 +74,31 @@ async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]
 
 
 class Trimmer:
-    """Trims unneeded entries; archived ones only, if archiving is on."""
+    """Trims unneeded entries; archived ones only, if archiving is on.
 
-    def __init__(self, context: ServiceContext) -> None:
-        self.context = context
+    What may go was decided by the ids of one history (`Reconciler.history`), and goes in that one only.
+    """
+
+    def __init__(self, context: ServiceContext, reconciler: Reconciler | None = None) -> None:
+        self.context, self.reconciler = context, reconciler
         self.archives = context.config.streams.archive.enabled
         self.jobs = ArchiveJobs(context, self.trim)
         self._below: dict[StreamName, str] = {}
         """Entries below these ids may go, and some are still there."""
+        self._decided_in = 0
         self._changing = asyncio.Lock()
 
-    async def let_go(self, below: Mapping[StreamName, str], is_urgent: bool = False) -> None:
-        """Trim what lies below these ids, now or when it is archived. `is_urgent`: memory runs low."""
+    @property
+    def history(self) -> int:
+        """The one that ids which are looked up now belong to."""
+        return self.reconciler.history if self.reconciler else 0
+
+    async def let_go(self, below: Mapping[StreamName, str], history: int, is_urgent: bool = False) -> None:
+        """Trim what lies below these ids of a history, now or when it is archived. `is_urgent`: memory runs
+        low."""
+        if history != self._decided_in:
+            self._below.clear()
+            self._decided_in = history
         for stream, entry_id in below.items():
             known = self._below.get(stream, START)
             self._below[stream] = max(entry_id, known, key=id_order)
@@ -86,18 +110,33 @@ class Trimmer:
         """Trim as far as that is allowed by now; returns how many entries went."""
         removed = 0
         async with self._changing:
+            mark = await self._mark() if self._below else None
             for stream, wanted in list(self._below.items()):
                 allowed = await asyncio.to_thread(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)
                 if allowed is not None and first != START:
                     await on_disk(self.context, note_trim, stream_folder(self.context.run_dir, stream), first)
-                removed += await trim_before(broker, key, first)
+                try:
+                    removed += await trim_before(broker, key, first, mark)
+                except MarkLostError:
+                    self._below.clear()
+                    break
                 if first == wanted or not await read_raw(broker, key, last=id_before(wanted), count=1):
-                    del self._below[stream]
+                    self._below.pop(stream, None)
         if removed:
             log.debug("streams trimmed", entries=removed)
         return removed
+
+    async def _mark(self) -> Mark | None:
+        """First the mark, then the question which history this is: so the mark stands for the answer."""
+        if self.reconciler is None:
+            return None
+        mark = await self.reconciler.mark(TRIMMING)
+        await self.reconciler.may_lack_records()
+        if self.history != self._decided_in:
+            self._below.clear()  # the next checkpoint will tell what may go
+        return mark
 
     @property
     def is_waiting(self) -> bool:
@@ -139,6 +178,8 @@ class Checkpointer:
         # Those above the restored one are not whole; the store removes them when it saves.
         known = [state for state in store.states() if state.version <= version]
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
+        self._histories: dict[int, int] = {}
+        """Per version of a checkpoint of this process, the history that its positions are valid in."""
         self._changing = asyncio.Lock()
 
     async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
@@ -158,6 +199,7 @@ class Checkpointer:
             data={"fingerprint": scheduler.prompts.fingerprint},
             counters={"trajectories": join.num_trajectories},
         )
+        self._histories[version] = join.history
         async with self._changing:
             await self._save(state)
 
@@ -187,13 +229,26 @@ class Checkpointer:
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
+        history = self.trimmer.history
+        positions = await self._positions(oldest, history)
         outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
         first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
         keep_from = max(0, oldest.version - self.context.config.trainer.keep_weights)
         below = {
-            StreamName.TRAJECTORIES: oldest.positions[TRAJECTORIES],
-            StreamName.SCORES: oldest.positions[SCORES],
+            StreamName.TRAJECTORIES: positions[TRAJECTORIES],
+            StreamName.SCORES: positions[SCORES],
             StreamName.PROMPTS: entry_id_of(first_ticket),
             StreamName.WEIGHTS: entry_id_of(keep_from),
         }
-        await self.trimmer.let_go(below, is_urgent)
+        await self.trimmer.let_go(below, history, is_urgent)
+
+    async def _positions(self, state: TrainerState, history: int) -> dict[str, str]:
+        """From where this checkpoint would read: below its positions, where Redis has lost its tail since."""
+        if self._histories.get(state.version) == history:
+            return state.positions
+        positions, trails = dict(state.positions), state.intake.get("trails", {})
+        for stream in (StreamName.TRAJECTORIES, StreamName.SCORES):
+            key, trail = stream.key(self.context.keys), Trail(trails.get(stream))
+            standing = await trail.last_standing(self.context.broker, key)
+            positions[stream] = min(positions[stream], standing, key=id_order)
+        return positions

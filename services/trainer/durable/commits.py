@@ -22,6 +22,7 @@ from common.redis.broker import Broker
 from common.streams import (
     Entry,
     Garbled,
+    Mark,
     append_after,
     append_missing,
     entry_id_of,
@@ -178,21 +179,22 @@ class SecondTrainerError(TidemillError):
     """Another trainer has committed this step."""
 
 
-async def append_commit(broker: Broker, keys: Keys, commit: Commit) -> None:
+async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark | None = None) -> None:
     """Append a commit under its step's id, right behind that of the step before, in one atomic unit.
 
     Raises:
         LostTailError: the commit before is not there: it has to come back first.
+        MarkLostError: the `mark` is not there: what the step was trained on may be gone as well.
         SecondTrainerError: the step has a commit that is not this one.
     """
     entry_id = entry_id_of(commit.step)
     while id_order(last := await last_id(broker, keys.commits)) < id_order(entry_id):
         if commit.step and id_order(last) < id_order(entry_id_of(commit.step - 1)):
             raise LostTailError(f"the commits of run {keys.run_id} end before step {commit.step - 1}")
-        if await append_after(broker, keys.commits, last, entry_id, commit):
+        if await append_after(broker, keys.commits, last, entry_id, commit, mark):
             return
     if await move_strays_aside(broker, keys, keys.commits, Commit):
-        return await append_commit(broker, keys, commit)
+        return await append_commit(broker, keys, commit, mark)
     found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
     for entry in found:
         if isinstance(entry, Garbled):

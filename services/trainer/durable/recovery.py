@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.config import RunConfig
 from common.errors import TidemillError, WeightsError
-from common.process.service import ServiceContext
+from common.process.service import ServiceContext, StoppedError
 from common.redis.broker import Broker
 from common.run.weight_files import WEIGHTS_FOLDER, read_manifest, version_name
 from common.streams import entry_id_of, read_raw
@@ -23,7 +23,7 @@ from common.telemetry import metrics
 from common.wire import codec
 from common.wire.keys import Keys
 from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import QUIET_S, Dropped, StoppedError
+from services.trainer.batch.batch_assembler import QUIET_S, Dropped
 from services.trainer.batch.reconciler import RunStreams
 from services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
 from services.trainer.durable.checkpointing import on_disk
@@ -103,6 +103,7 @@ class Replayer:
         """Take in what an earlier process did after `version`: the tickets it issued, and its commits. Before
         the readers start, which do not keep what belongs to no outstanding ticket."""
         await self.reconciler.has_restarted()
+        await self.reconciler.mark()
         await self.reconciler.move_strays_aside()
         await self._restore_commits(version)
         adopted = await self.scheduler.adopt_issued()

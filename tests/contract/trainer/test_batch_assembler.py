@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from common.process.service import StoppedError
 from common.redis.broker import Broker
 from common.streams import append
 from common.wire.keys import Keys
 from common.wire.messages import DeadLetter, Ticket
-from services.trainer.batch.batch_assembler import BatchAssembler, StoppedError
+from services.trainer.batch.batch_assembler import BatchAssembler
 from services.trainer.batch.reconciler import Reconciler, RunStreams
 from services.trainer.groups.group_filter import GroupFilter
 from tests.support.training import (

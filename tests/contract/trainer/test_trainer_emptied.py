@@ -96,10 +96,10 @@ async def test_a_trainer_that_dies_right_after_redis_was_emptied_leaves_a_run_to
     await publish_config(broker, keys, context.config)
     append_commit = trainer_module.append_commit
 
-    async def never(_broker: Broker, _keys: Keys, commit: Commit) -> None:
+    async def never(_broker: Broker, _keys: Keys, commit: Commit, *mark: Any) -> None:
         if commit.step == 4:
             raise InterruptedError
-        await append_commit(_broker, _keys, commit)
+        await append_commit(_broker, _keys, commit, *mark)
         if commit.step == 3:
             await empty(broker, keys)
 
