@@ -216,7 +216,10 @@ class Evaluator:
         is_exhausted = False
         dead: dict[str, set[TrajectoryKey]] = {}
         while wanted - scores.keys() - set().union(*dead.values()) and not is_exhausted:
-            is_exhausted = await self._is_exhausted(tickets)
+            if is_exhausted := await self._is_exhausted(tickets):
+                # A last look from the start: a server that took over may have given lower ids since.
+                trajectory_reader = OffsetReader(broker, keys.trajectories(Lane.EVAL), Trajectory)
+                score_reader = OffsetReader(broker, keys.scores(Lane.EVAL), Score)
             for entry in await trajectory_reader.read(READ_COUNT):
                 if isinstance(entry, Entry) and entry.message.key in wanted:
                     trajectories.setdefault(entry.message.key, entry.message)

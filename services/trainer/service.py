@@ -106,6 +106,8 @@ async def _train_policy(
             await replayer.replay(commits, recorder)
             assembler = BatchAssembler(context, streams, runner.group_filter, runner.precompute)
             assembler.dropped += replayer.pending_drops
+            for ticket in replayer.passed_over:
+                await assembler.drop(ticket, "lost: its ticket", version)
             checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer, restored)
             memory = MemoryWatch(context, checkpointer)
             background.append(context.start(memory.watch(), "memory watch"))

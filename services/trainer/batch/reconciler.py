@@ -125,7 +125,7 @@ class Reconciler:
         self.needs_checkpoint = False
         """Whether entries that were trained on may be gone, so that commits could not be replayed."""
         self.history = 0
-        """How often another server has answered, or an emptied one; ids of one history mean nothing in another."""
+        """How often another server has answered, or an emptied one: ids of before may say nothing there."""
         self._server = ""
         self._is_news = False
 

@@ -17,7 +17,7 @@ import structlog
 from common.config import RunConfig
 from common.errors import TidemillError
 from common.redis.broker import Broker
-from common.streams import START, Entry, append_missing, entry_id_of, last_id, read_range
+from common.streams import START, Entry, append_missing, entry_id_of, id_order, last_id, read_range
 from common.telemetry import metrics
 from common.wire.codec import SCHEMA
 from common.wire.keys import Keys
@@ -100,6 +100,20 @@ class Scheduler:
         if orphans:
             await self._withdraw(orphans)
         return adopted
+
+    async def passed_over(self) -> list[int]:
+        """Outstanding tickets that the stream has not got although it goes beyond them.
+
+        Redis had lost them, and the trainer before this one, which had trained them, gave back only those
+        that follow. There is no place for them any more.
+        """
+        key = self.keys.prompts()
+        end = id_order(await last_id(self.broker, key))
+        places = {n: entry_id_of(n) for n in sorted(self.outstanding) if id_order(entry_id_of(n)) <= end}
+        if not places:
+            return []
+        found = await self.broker.pipeline([("XRANGE", key, place, place) for place in places.values()])
+        return [number for number, entries in zip(places, found, strict=True) if entries == []]
 
     async def _withdraw(self, orphans: list[Entry[Ticket]]) -> None:
         """Take tickets back that follow no other: an earlier trainer gave them to a Redis that was emptied.

@@ -98,6 +98,8 @@ class Replayer:
         self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
         self.pending_drops: list[Dropped] = []
         """Replacements that no commit tells of yet: the next one must."""
+        self.passed_over: list[int] = []
+        """Outstanding tickets that no worker will ever be given: they have to be replaced."""
 
     async def adopt(self, version: int, dropped: list[Dropped]) -> list[Commit]:
         """Take in what an earlier process did after `version`: the tickets it issued, and its commits. Before
@@ -117,6 +119,8 @@ class Replayer:
             self.join.close(ticket)
         untold = [*dropped, *((ticket, -1, "replaced before a restart") for ticket in replaced)]
         self.pending_drops = [item for item in untold if item[0] not in told]
+        trained = {ticket for commit in commits for ticket in commit.groups}
+        self.passed_over = [t for t in await self.scheduler.passed_over() if t not in trained]
         return commits
 
     async def _restore_commits(self, version: int) -> None:
