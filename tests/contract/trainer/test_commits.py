@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import TidemillError
 from common.redis.broker import Broker
-from common.streams import append_numbered, entry_id_of, last_id
+from common.streams import Mark, MarkLostError, append_numbered, entry_id_of, last_id
 from common.wire.keys import Keys
 from common.wire.messages import Commit
 from services.trainer.durable.commits import (
@@ -129,3 +129,14 @@ def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
         "1": [s.advantage for s in samples[4:]],
         "0": [s.advantage for s in samples[:4]],
     }
+
+
+async def test_a_commit_is_not_appended_where_its_mark_is_gone(broker: Broker, keys: Keys) -> None:
+    """What its step was trained on may be gone as well."""
+    mark = Mark(keys.state, "committing", b'"1"')
+    with pytest.raises(MarkLostError):
+        await append_commit(broker, keys, commit_of(0), mark)
+    await broker.execute("HSET", mark.key, mark.field, mark.value)
+    for _ in range(2):
+        await append_commit(broker, keys, commit_of(0), mark)
+    assert await read_commits(broker, keys, 0) == [commit_of(0)]

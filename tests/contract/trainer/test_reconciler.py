@@ -1,16 +1,19 @@
 """After Redis lost its tail, or a worker its work, the streams hold again what they should."""
 
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from common.redis.broker import Broker
-from common.streams import Consumer, append, ensure_group, entry_id_of, last_id
+from common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
+from common.streams.selection import StreamName
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
 from services.trainer.batch.reconciler import Reconciler
 from services.trainer.batch.scheduler import Scheduler
 from services.trainer.batch.stream_join import StreamJoin
+from services.trainer.durable.checkpointing import Trimmer
 from services.trainer.durable.commits import (
     CommitJournal,
     append_commit,
@@ -20,6 +23,7 @@ from services.trainer.durable.commits import (
 from tests.support.training import (
     commits_of,
     lose_tail,
+    make_context,
     make_parts,
     make_score,
     messages,
@@ -113,6 +117,27 @@ class TestLostTails:
         assert await reconciler.has_restarted()
         assert reconciler.needs_checkpoint
         assert not await reconciler.has_restarted()
+
+    async def test_nothing_is_trimmed_by_ids_of_another_history(self, parts, broker, keys, monkeypatch):
+        """A server whose clock is behind has given lower ids to what is needed."""
+        _, _, reconciler = parts
+        trimmer = Trimmer(make_context(broker, keys, trainer_config()), reconciler)
+        await reconciler.may_lack_records()
+        history = trimmer.history
+        for index in range(2):
+            await append(broker, keys.trajectories(), make_trajectory(0, index, group_size=2))
+        below = {StreamName.TRAJECTORIES: id_after(await last_id(broker, keys.trajectories()))}
+        with monkeypatch.context() as patch:
+            patch.setattr(reconciler, "_identity", AsyncMock(return_value="another"))
+            await trimmer.let_go(below, history)
+            assert await broker.execute("XLEN", keys.trajectories()) == 2
+            assert not trimmer.is_waiting
+            patch.setattr(reconciler, "may_lack_records", lambda: broker.execute("DEL", keys.state))
+            await trimmer.let_go(below, trimmer.history)
+            assert await broker.execute("XLEN", keys.trajectories()) == 2
+        monkeypatch.setattr(reconciler, "_identity", AsyncMock(return_value="another"))
+        await trimmer.let_go(below, trimmer.history)
+        assert await broker.execute("XLEN", keys.trajectories()) == 0
 
 
 class TestAbandonedGroups:

@@ -224,6 +224,16 @@ class TestAfterRedisLostItsTail:
         await second.adopt_issued()
         assert second.state() == first.state()
 
+    async def test_tickets_that_a_trainer_before_did_not_issue_again_are_found(self, make, broker, keys):
+        first = make()
+        await first.admit(0)
+        state = first.state()
+        first.settle(2)  # trained; its commit is lost with the ticket
+        await lose_tail(broker, keys.prompts(), entry_id_of(1))
+        await first.reissue_lost()
+        second = make(state)
+        assert await second.passed_over() == [2]
+
 
 class TestWritersBesideTheTrainer:
     async def test_the_same_tickets_from_two_processes_are_in_the_stream_once(self, make, broker, keys):

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from common.errors import TidemillError
 from common.redis.broker import Broker
-from common.streams import ensure_group, entry_id_of, group_status, last_id
+from common.streams import START, ensure_group, entry_id_of, group_status, last_id
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
 from common.wire.keys import ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, DeadLetter, Lane, Ticket, WeightManifest
@@ -141,3 +141,8 @@ async def assert_moved(broker: Broker, keys: Keys, key: str, stray: str) -> None
     letters = [letter for letter in await messages(broker, keys.dead, DeadLetter) if letter.entry_id == stray]
     assert [(letter.origin, letter.fields) for letter in letters] == [(keys.name_of(key), {"by": b"hand"})]
     assert not await broker.execute("XRANGE", key, stray, stray)
+
+
+async def test_a_stream_that_has_vanished_meanwhile_has_no_strays(broker, keys):
+    arguments = [SCHEMA, START, entry_id_of(4), b""]
+    assert await broker.script("move_aside", [keys.prompts(), keys.dead], arguments) == -1

@@ -304,6 +304,45 @@ class TestAfterRedisLostItsTail:
             join.reread()
             await wait_until(lambda: join.groups[2].trajectories)
 
+    async def test_what_got_lower_ids_is_read_also_where_the_reader_has_gone_on_since(
+        self, make, broker, keys
+    ):
+        """It was noticed late that another server had taken over."""
+        join: Any = make(0, 1, 2)
+
+        async def add(ticket: int, index: int, entry_id: str) -> None:
+            fields = codec.encode(make_trajectory(ticket, index, group_size=2))
+            flat = [part for pair in fields.items() for part in pair]
+            await broker.execute("XADD", keys.trajectories(), entry_id, *flat)
+
+        async with reading(join):
+            await add(0, 0, "100-0")
+            await wait_until(lambda: join.groups[0].trajectories)
+            join.trust(join.seen())
+            join.close(0)
+            await add(1, 0, "300-0")
+            await wait_until(lambda: join.groups[1].trajectories)
+            await lose_tail(broker, keys.trajectories(), "100-0")
+            await add(2, 0, "200-0")
+            await add(1, 1, "400-0")
+            await wait_until(lambda: len(join.groups[1].trajectories) == 2)
+            join.reread()
+            await wait_until(lambda: join.groups[2].trajectories)
+
+    async def test_a_late_copy_that_names_a_version_of_the_future_does_not_spoil_its_group(
+        self, make, broker, keys
+    ):
+        join: Any = make(0)
+        join.version = 1
+        async with reading(join):
+            await publish_group(broker, keys, 0)
+            await wait_until(lambda: join.complete == [0])
+            await append(broker, keys.trajectories(), make_trajectory(0, 0, group_size=2, spans=((7, 0),)))
+            await append(broker, keys.trajectories(), make_trajectory(0, 1, group_size=2))
+            end = await last_id(broker, keys.trajectories())
+            await wait_until(lambda: join.high_water()[TRAJECTORIES] == end)
+        assert not join.groups[0].is_ahead
+
     async def test_positions_of_a_checkpoint_are_not_relied_on_where_the_stream_is_another(
         self, make, broker, keys
     ):

@@ -7,11 +7,14 @@ import pytest
 
 from common.errors import TidemillError
 from common.redis.broker import Broker
-from common.streams import Entry, read_range
+from common.run.state import FINISHED, read_state
+from common.streams import Entry, entry_id_of, read_range
 from common.wire.keys import Keys
-from common.wire.messages import Lane, Score, Trajectory, WeightManifest
+from common.wire.messages import Commit, Lane, Score, Trajectory, WeightManifest
+from services.trainer import trainer as trainer_module
 from services.trainer.durable.checkpointing import Checkpointer
 from services.trainer.step import StepRunner
+from services.trainer.trainer import Trainer
 from tests.support.training import (
     answering,
     commits_of,
@@ -217,3 +220,41 @@ async def _lose_group(broker: Broker, key: str, ticket: int) -> None:
     for entry in await read_range(broker, key, kind):
         if isinstance(entry, Entry) and entry.message.ticket == ticket:
             await broker.execute("XDEL", key, entry.entry_id)
+
+
+async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, keys, monkeypatch):
+    """Another server may take over between the last commit and the word that the run is finished."""
+    finish, lost = trainer_module.finish_state, []
+
+    async def lose_and_finish(*arguments: Any, **state: Any) -> bool:
+        if not lost:
+            lost.append(await lose_tail(broker, keys.commits, entry_id_of(3)))
+        return await finish(*arguments, **state)
+
+    monkeypatch.setattr(trainer_module, "finish_state", lose_and_finish)
+    async with answering(broker, keys):
+        await run(make())
+    await assert_trained_once(broker, keys, 6)
+    assert (await read_state(broker, keys))["status"] == FINISHED
+
+
+async def test_a_checkpoint_comes_before_a_commit_whose_mark_is_lost(make, broker, keys, monkeypatch):
+    """What the step was trained on may be gone with the mark: nobody could replay the commit."""
+    append_commit, save, order = trainer_module.append_commit, Trainer._save, []
+
+    async def lose_and_append(_broker: Broker, _keys: Keys, commit: Commit, *mark: Any) -> None:
+        if commit.step == 3 and "lost" not in order:
+            order.append("lost")
+            await broker.execute("HDEL", keys.state, "committing")
+        await append_commit(_broker, _keys, commit, *mark)
+        order.append(commit.step)
+
+    async def note_save(trainer: Trainer) -> None:
+        await save(trainer)
+        order.append(f"version {trainer.version}")
+
+    monkeypatch.setattr(trainer_module, "append_commit", lose_and_append)
+    monkeypatch.setattr(Trainer, "_save", note_save)
+    async with answering(broker, keys):
+        await run(make(checkpoint_every=100))
+    assert order[order.index("lost") :][:3] == ["lost", "version 4", 3]
