@@ -1,74 +1,146 @@
 """Service processes that start in a tenth of a second: forked from a server that has imported what is heavy.
 
-For tests that start many runs with real models. The processes are as real as others: own memory, own
-connections, signals, exit codes; only the imports are shared.
+The processes are as real as others: own memory, own connections, signals, exit codes; only the imports are
+shared. Where a process must differ in what is read while modules are imported, it is started from nothing.
 """
 
-import multiprocessing
 import os
-import runpy
+import select
 import signal
+import socket
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from json import dumps
 from pathlib import Path
-from typing import Any
 
-from tests.support.runs import REPO, ServiceRun
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "services.trainer.policy.transformers_policy",
-        "services.rollout.engines.transformers",
-        "services.reward.worker",
-    ]
-)
+REPO = Path(__file__).resolve().parent.parent.parent
+OWN = ("TIDEMILL_", "PYTEST_")
+"""Variables that are read when they are used, never while a module is imported, or not at all."""
+AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+"""What the server has in its own environment besides; models of tests are folders."""
 
 
-def run_service(role: str, arguments: list[str], variables: dict[str, str], log: Path) -> None:
-    """What a forked process does: become `python -m services.ROLE`."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.chdir(REPO)
-    os.environ.update(variables)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [f"services.{role}", *arguments]
-    runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
+class Server:
+    """The process to fork from, started at first use; it ends with this one."""
+
+    def __init__(self) -> None:
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, self._lock = own, threading.Lock()
+        self.environment = dict(os.environ)
+        command = [sys.executable, "-m", "tests.support.fork_server", str(other.fileno())]
+        self._process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env=os.environ | AT_IMPORT,
+            pass_fds=(other.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        other.close()
+
+    def fork(self, request: Mapping[str, object], log: int) -> socket.socket:
+        """Ask for a process; returns the socket that tells its id, and at its end its exit code."""
+        own, other = socket.socketpair()
+        with self._lock, other:
+            socket.send_fds(self._control, [dumps(request).encode()], [log, other.fileno()])
+        return own
+
+
+server = cache(Server)
 
 
 class ForkedProcess:
-    """The part of `subprocess.Popen` that `ServiceRun` uses."""
+    """The part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._process = CONTEXT.Process(target=run_service, args=arguments, daemon=True)
-        self._process.start()
+    def __init__(self, request: Mapping[str, object], log: int) -> None:
+        self.args = request["module"]
+        self.returncode: int | None = None
+        self._lock, self._buffer = threading.Lock(), b""
+        self._status = server().fork(request, log)
+        self._status.setblocking(False)
+        while (line := self._line()) is None:
+            select.select([self._status], [], [])
+        self.pid = int(line)
+
+    def _line(self) -> bytes | None:
+        """The next line from the server, if it is there."""
+        with suppress(BlockingIOError):
+            received = self._status.recv(100)
+            if not received and b"\n" not in self._buffer:
+                raise RuntimeError("the server to fork from has ended: see its output above")
+            self._buffer += received
+        line, newline, rest = self._buffer.partition(b"\n")
+        if not newline:
+            return None
+        self._buffer = rest
+        return line
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs; negative: the signal that ended it."""
+        with self._lock:
+            if self.returncode is None and (line := self._line()) is not None:
+                self.returncode = int(line)
+                self._status.close()
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise TimeoutError(f"{self._process.name} did not end in {timeout} s")
-        return self._process.exitcode
+        """Wait for its end."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left_s = 1.0 if deadline is None else deadline - time.monotonic()
+            if left_s <= 0 and timeout is not None:
+                raise subprocess.TimeoutExpired(str(self.args), timeout)
+            with suppress(ValueError, OSError):  # another thread has seen the end
+                select.select([self._status], [], [], min(left_s, 1.0))
+        return code
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        """Nothing happens where it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._process.kill()
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
-class PreloadedRun(ServiceRun):
-    """A `ServiceRun` whose processes are forked."""
+Process = subprocess.Popen[bytes] | ForkedProcess
 
-    def start(  # type: ignore[override]
-        self, role: str, name: str = "", *overrides: str, arguments: tuple[str, ...] = ()
-    ) -> ForkedProcess:
-        """Fork one service process; its output goes into `<name>.log`."""
-        name = name or role
-        command = ["--run", self.keys.run_id, "--name", name]
-        command += [part for override in overrides for part in ("--set", override)]
-        variables = {"TIDEMILL_REDIS_URL": self.url, "TIDEMILL_RUNS_DIR": str(self.folder)}
-        log = self.folder / f"{name}.log"
-        process = ForkedProcess(role, [*command, *arguments], variables, log)
-        self.processes[name] = process  # type: ignore[assignment]
-        return process
+
+def start_plain(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    """Start a command from nothing; its output is added to `log`."""
+    with open(log, "ab") as file:
+        return subprocess.Popen(command, cwd=REPO, env=environment, stdout=file, stderr=file)
+
+
+def start_module(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    """Start `python -m MODULE ARGUMENTS`, forked where that makes no difference; `log` gets its output."""
+    if not can_fork(environment):
+        return start_plain([sys.executable, "-m", module, *arguments], log, environment)
+    request = {
+        "module": module,
+        "arguments": list(arguments),
+        "environment": dict(environment),
+        "folder": str(REPO),
+    }
+    with open(log, "ab") as file:
+        return ForkedProcess(request, file.fileno())
+
+
+def can_fork(environment: Mapping[str, str]) -> bool:
+    """Whether all that this environment changes is read after the imports."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    there = server().environment
+    names = {name for name in there.keys() | environment.keys() if there.get(name) != environment.get(name)}
+    return all(name.startswith(OWN) or environment.get(name) == AT_IMPORT.get(name) for name in names)

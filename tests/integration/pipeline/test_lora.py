@@ -9,8 +9,7 @@ from common.run.state import read_state
 from common.run.weight_files import version_name
 from services.trainer.durable.checkpoint import CheckpointStore
 from services.trainer.policy.state import PolicyState
-from tests.support.preloaded import PreloadedRun
-from tests.support.runs import REPO
+from tests.support.runs import REPO, ServiceRun
 from tests.support.training import commits_of, num_commits
 from tests.support.waiting import wait_until
 
@@ -40,7 +39,7 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
             "expect.eval_gain=null",
         ],
     )
-    async with PreloadedRun(tmp_path, config, "lora") as run:
+    async with ServiceRun(tmp_path, config, "lora") as run:
         for role in ("rollout", "reward", "trainer"):
             run.start(role)
 

@@ -20,8 +20,7 @@ from common.history import History, StreamName
 from common.history.records import read_group
 from common.redis.embedded import EmbeddedRedis
 from common.wire.messages import Commit, Ticket
-from tests.support.preloaded import PreloadedRun
-from tests.support.runs import REPO, simulated_config
+from tests.support.runs import REPO, ServiceRun, simulated_config
 from tests.support.training import commits_of
 
 STEPS, BUGGY_STEP = 24, 2
@@ -36,7 +35,7 @@ def tidemill(runs: Path, *words: str, url: str = "") -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=240)
 
 
-async def train(run: PreloadedRun) -> None:
+async def train(run: ServiceRun) -> None:
     """All steps, by real services."""
     for role in ("rollout", "reward", "trainer"):
         run.start(role)
@@ -65,7 +64,7 @@ def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]
 
 
 async def train_and_archive(runs: Path, config: RunConfig) -> list[Commit]:
-    async with PreloadedRun(runs, config, "arith") as run:
+    async with ServiceRun(runs, config, "arith") as run:
         await train(run)
         with writing(run.run_dir):
             for stream in StreamName:
@@ -143,11 +142,11 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path: Path) -> No
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
     try:
-        async with PreloadedRun(tmp_path, config, "good", server.url) as good:
+        async with ServiceRun(tmp_path, config, "good", server.url) as good:
             await train(good)
             ticket = await buggy_ticket(History("good", None, good.broker), config)
         plant_bug(config, str(ticket.ground_truth))
-        async with PreloadedRun(tmp_path, config, "bad", server.url) as bad:
+        async with ServiceRun(tmp_path, config, "bad", server.url) as bad:
             await train(bad)
 
         found = tidemill(tmp_path, "diff", "good", "bad", url=server.url)
