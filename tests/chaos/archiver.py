@@ -34,6 +34,8 @@ class ArchiverKiller:
             job = await self._next_job()
             await asyncio.sleep(self.rng.uniform(0, LONGEST_DELAY_S))
             with contextlib.suppress(psutil.NoSuchProcess):
+                if self._is_done(job):
+                    continue  # too late: the next one
                 job.kill()
                 self.num_kills += 1
                 if self.rng.random() < 0.5:
@@ -51,11 +53,12 @@ class ArchiverKiller:
             await asyncio.sleep(POLL_S)
 
     async def _until_done(self, job: psutil.Process) -> None:
-        def is_done() -> bool:
-            return not job.is_running() or job.status() == psutil.STATUS_ZOMBIE
-
         with contextlib.suppress(psutil.NoSuchProcess):
-            await wait_until(is_done, STUCK_S)
+            await wait_until(lambda: self._is_done(job), STUCK_S)
+
+    @staticmethod
+    def _is_done(job: psutil.Process) -> bool:
+        return not job.is_running() or job.status() == psutil.STATUS_ZOMBIE
 
 
 async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, async_playwright
 
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE_MS = 60_000.0

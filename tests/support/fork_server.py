@@ -29,6 +29,11 @@ PRELOADED = (
     "services.rollout.engines.transformers",
     "services.rollout.engines.simulated",
     "services.reward.worker",
+    "services.console.exporter.exporter",
+    "services.reward.model_server.app",
+    "services.jobs.known_jobs",
+    "services.jobs.archive",
+    "common.archive.archiver",
     "transformers.models.llama.modeling_llama",
 )
 MAX_REQUEST_BYTES = 1 << 18

@@ -21,8 +21,13 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent.parent
 OWN = ("TIDEMILL_", "PYTEST_")
 """Variables that are read when they are used, never while a module is imported, or not at all."""
-AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-"""What the server has in its own environment besides; models of tests are folders."""
+AT_IMPORT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""What the server has in its own environment besides, as services set it themselves or `tidemill up` does."""
 
 
 class Server:

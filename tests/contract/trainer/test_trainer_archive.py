@@ -26,7 +26,7 @@ from services.trainer.durable.checkpointing import Trimmer
 from services.trainer.service import serve
 from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.training import answering, make_context, trainer_config
 from tests.support.waiting import wait_until

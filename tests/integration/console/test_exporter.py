@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.preloaded import start_module
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.waiting import wait_until
 
@@ -51,11 +50,9 @@ def exporter(tmp_path: Path) -> Iterator[Any]:
 
     def start(run: ServiceRun, **variables: str) -> str:
         port = free_port()
-        command = [sys.executable, "-m", "services.console.exporter", run.keys.run_id, "--port", str(port)]
-        command += ["--every", "0.5"]
+        words = [run.keys.run_id, "--port", str(port), "--every", "0.5"]
         env = os.environ | {"TIDEMILL_REDIS_URL": run.url} | variables
-        with open(tmp_path / "exporter.log", "ab") as log:
-            processes.append(subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=log))
+        processes.append(start_module("services.console.exporter", words, tmp_path / "exporter.log", env))
         return f"http://127.0.0.1:{port}"
 
     yield start

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.preloaded import REPO
 from tests.support.prometheus import (
     PROMETHEUS,
     PrometheusServer,
@@ -17,7 +18,7 @@ from tests.support.prometheus import (
     start_exporter,
     substituted,
 )
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import RedisServer, newest_server
 from tests.support.slow_redis import DistantRedis
 from tests.support.training import num_commits

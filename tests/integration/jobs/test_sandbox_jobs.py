@@ -27,7 +27,7 @@ from services.reward.outcome import AttemptError
 from services.reward.rewards import sandbox
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward, extract_code
 from services.reward.sample import RewardSample
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 

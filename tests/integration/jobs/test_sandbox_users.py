@@ -17,7 +17,7 @@ from common.run.state import publish_config
 from common.wire.keys import Keys
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
 from services.reward.sample import RewardSample
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.trajectories import make_config
 

@@ -10,7 +10,8 @@ from common.config import load_config
 from common.redis.embedded import EmbeddedRedis
 from common.run.state import read_state
 from common.wire.messages import Commit
-from tests.support.runs import REPO, ServiceRun
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun
 from tests.support.training import commits_of
 
 STEPS, LEAST_GAIN = 6, 0.05

@@ -18,8 +18,8 @@ from common.wire.messages import SamplingParams
 from services.rollout.engines import build_engine
 from services.rollout.engines.engine import GenerationRequest
 from services.rollout.engines.gpu_sharing import GpuSharingEngine
+from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier
-from tests.support.runs import REPO
 from tests.support.waiting import wait_until
 
 HOLDER = """

@@ -9,7 +9,8 @@ from common.run.state import read_state
 from common.run.weight_files import version_name
 from services.trainer.durable.checkpoint import CheckpointStore
 from services.trainer.policy.state import PolicyState
-from tests.support.runs import REPO, ServiceRun
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun
 from tests.support.training import commits_of, num_commits
 from tests.support.waiting import wait_until
 

@@ -34,7 +34,7 @@ async def test_a_run_with_real_models_leaves_everything_it_promises(tmp_path: Pa
         trainer__checkpoint_every=2,
         trainer__evaluation={"every": 2},
     )
-    async with ServiceRun(tmp_path, config) as run:
+    async with ServiceRun(tmp_path, config, is_forked=False) as run:
         for role in ("rollout", "reward", "trainer"):
             run.start(role)
         assert await run.wait("trainer") == 0, run.log_of("trainer")

@@ -20,7 +20,7 @@ from common.redis.client import make_blocking_client
 from common.run.state import publish_config
 from common.wire.keys import Keys
 from services.reward.rewards.sandbox import SandboxJobs
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.servers import INFRA, RedisServer, newest_server, server_version
 from tests.support.trajectories import make_config
 

@@ -27,7 +27,8 @@ from common.wire.keys import Keys
 from common.wire.messages import Lane
 from services.console.exporter.exporter import MetricsReader
 from tests.support.letters import make_ticket
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import (
     INFRA,
     RedisServer,
@@ -98,7 +99,7 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
     config = users_config(tmp_path)
     with RedisServer(tmp_path / "redis", *options) as server:
         admin = client_of(server, "admin", ssl=True, ssl_ca_certs=str(certificate))
-        async with ServiceRun(tmp_path, config, url=server.url) as run:
+        async with ServiceRun(tmp_path, config, url=server.url, is_forked=False) as run:
             for role in SERVICES:
                 run.variables[role] = {
                     "TIDEMILL_REDIS_USERNAME": role,

@@ -21,8 +21,8 @@ from services.reward.model_server.app import ScoringApp
 from services.reward.model_server.batcher import Batcher, BatchLimits
 from services.reward.model_server.requests import Inputs
 from services.reward.model_server.scoring_model import ScoringModel
+from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
-from tests.support.runs import REPO
 from tests.support.waiting import wait_until
 
 ROWS = [[5, 6, 7], [9] * 20, [3]]

@@ -20,7 +20,8 @@ from common.history import History, StreamName
 from common.history.records import read_group
 from common.redis.embedded import EmbeddedRedis
 from common.wire.messages import Commit, Ticket
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import commits_of
 
 STEPS, BUGGY_STEP = 24, 2

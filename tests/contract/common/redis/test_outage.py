@@ -16,7 +16,7 @@ from common.redis.embedded import EmbeddedRedis
 from common.streams import Consumer, append, ensure_group
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import Trajectory
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 
