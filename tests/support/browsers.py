@@ -53,7 +53,7 @@ async def serving(runs: Path, url: str, *arguments: str) -> AsyncIterator[str]:
         yield line.partition("http://")[2].strip()
     finally:
         process.send_signal(signal.SIGINT)
-        await asyncio.to_thread(process.wait, 30)
+        await asyncio.to_thread(process.wait, 120)
 
 
 @contextlib.asynccontextmanager

@@ -65,31 +65,33 @@ class ForkedProcess:
     def __init__(self, request: Mapping[str, object], log: int) -> None:
         self.args = request["module"]
         self.returncode: int | None = None
-        self._lock, self._buffer = threading.Lock(), b""
+        self._pid, self._told = 0, b""
+        self._lock = threading.Lock()
         self._status = server().fork(request, log)
         self._status.setblocking(False)
-        while (line := self._line()) is None:
-            select.select([self._status], [], [])
-        self.pid = int(line)
 
-    def _line(self) -> bytes | None:
-        """The next line from the server, if it is there."""
-        with suppress(BlockingIOError):
-            received = self._status.recv(100)
-            if not received and b"\n" not in self._buffer:
-                raise RuntimeError("the server to fork from has ended: see its output above")
-            self._buffer += received
-        line, newline, rest = self._buffer.partition(b"\n")
-        if not newline:
-            return None
-        self._buffer = rest
-        return line
+    @property
+    def pid(self) -> int:
+        """Waits while the server is still importing."""
+        while self.poll() is None and not self._pid:
+            self._await_news(None)
+        return self._pid
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs; negative: the signal that ended it."""
         with self._lock:
-            if self.returncode is None and (line := self._line()) is not None:
-                self.returncode = int(line)
+            if self.returncode is not None:
+                return self.returncode
+            with suppress(BlockingIOError):
+                news = self._status.recv(100)
+                if not news:
+                    raise RuntimeError("the server to fork from has ended: see its output above")
+                self._told += news
+            lines = self._told.split(b"\n")[:-1]  # the process id, and at the end the exit code
+            if lines:
+                self._pid = int(lines[0])
+            if len(lines) > 1:
+                self.returncode = int(lines[1])
                 self._status.close()
             return self.returncode
 
@@ -97,18 +99,22 @@ class ForkedProcess:
         """Wait for its end."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            left_s = 1.0 if deadline is None else deadline - time.monotonic()
-            if left_s <= 0 and timeout is not None:
-                raise subprocess.TimeoutExpired(str(self.args), timeout)
-            with suppress(ValueError, OSError):  # another thread has seen the end
-                select.select([self._status], [], [], min(left_s, 1.0))
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise subprocess.TimeoutExpired(str(self.args), timeout or 0.0)
+            self._await_news(left_s)
         return code
+
+    def _await_news(self, at_most_s: float | None) -> None:
+        with suppress(ValueError, OSError):  # another thread has seen the end, and closed it
+            select.select([self._status], [], [], 1.0 if at_most_s is None else min(at_most_s, 1.0))
 
     def send_signal(self, number: int) -> None:
         """Nothing happens where it has ended."""
+        pid = self.pid
         if self.poll() is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(pid, number)
 
     def terminate(self) -> None:
         """SIGTERM."""

@@ -148,7 +148,7 @@ class PrometheusServer:
 
     async def __aenter__(self) -> "PrometheusServer":
         self._start()
-        await wait_until(self._is_ready, 60, "Prometheus is ready")
+        await wait_until(self._is_ready, what="Prometheus is ready")
         return self
 
     async def __aexit__(
@@ -196,7 +196,7 @@ class PrometheusServer:
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 found: dict[str, Any] = json.load(answer)
         except urllib.error.HTTPError as error:
             found = json.load(error)

@@ -19,7 +19,6 @@ MOST_BYTES = 16 << 20
 """Of the whole process; 1,500 steps see 6,000 trajectories and write 1,500 versions."""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 async def test_memory_is_flat_over_two_thousand_steps(make, broker, keys, monkeypatch):
     step, seen = Trainer._step, {}

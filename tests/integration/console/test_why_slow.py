@@ -60,7 +60,7 @@ async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None
                 run.variables[role] = {"TIDEMILL_REDIS_URL": far.url}
                 run.start(role)
             exporter = start_exporter(run) if PROMETHEUS else ""
-            await wait_until(lambda: has_steps(run), 120)
+            await wait_until(lambda: has_steps(run))
             status, plan, shown = await asyncio.gather(
                 asyncio.to_thread(tidemill, run, "status", "test"),
                 asyncio.to_thread(tidemill, run, "plan", str(file), "--run", "test"),
@@ -79,7 +79,7 @@ async def shown_bottleneck(folder: Path, exporter: str) -> str:
     # Started late, so that nothing of the run's own start is in its rates.
     async with PrometheusServer(folder, exporter) as prometheus:
         looked = "sum(count_over_time(tidemill:bottleneck[1m])) >= 6"
-        await wait_until(lambda: prometheus.query(looked), 90, "six evaluations of the rules")
+        await wait_until(lambda: prometheus.query(looked), what="six evaluations of the rules")
         panel = next(item for item in panel_expressions() if item.place.startswith("pipeline: Bottleneck"))
         found = await prometheus.query(substituted(panel.promql, "20s", "test"))
         return " and ".join(str(series["metric"]["stage"]) for series in found)

@@ -87,7 +87,7 @@ async def test_a_worker_of_the_run_does_it_where_there_is_one(
     )
     queue = Queue(Keys("one").jobs_queue, connection=Redis.from_url(url))
     try:
-        await wait_until(lambda: Worker.count(queue=queue) == 1, timeout_s=60)
+        await wait_until(lambda: Worker.count(queue=queue) == 1)
         done = await asyncio.to_thread(
             tidemill, run, "--version", "best", "-o", str(tmp_path / "out"), url=url
         )
@@ -99,7 +99,7 @@ async def test_a_worker_of_the_run_does_it_where_there_is_one(
         assert queue.count == 0 and Worker.all(queue=queue)[0].successful_job_count == 1
     finally:
         worker.terminate()
-        await asyncio.wait_for(worker.wait(), 60)
+        await asyncio.wait_for(worker.wait(), 120)
     assert_is_policy(tmp_path / "out", 0)
 
 

@@ -62,7 +62,7 @@ async def test_code_is_scored_without_a_refusal(tmp_path: Path, monkeypatch: pyt
             outcome = await asyncio.wait_for(SandboxReward(CONFIG, jobs).score(sample), 120)
         finally:
             worker.send_signal(signal.SIGTERM)
-            code = await asyncio.to_thread(worker.wait, 60)
+            code = await asyncio.to_thread(worker.wait, 120)
             await jobs.close()
             await broker.close()
         assert (outcome.value, code) == (1.0, 0), (tmp_path / "log").read_text()

@@ -20,7 +20,6 @@ STEPS, LEAST_GAIN = 6, 0.05
 """With this seed the score rises from 0.32 to about 0.5."""
 
 
-@pytest.mark.timeout(400)
 async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path) -> None:
     config = load_config(
         REPO / "examples/arith/config.yaml",
@@ -50,7 +49,7 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
         await wait_until(is_between_checkpoints, 150)
         run.kill("trainer")
         run.start("trainer")
-        assert await run.wait("trainer", 150) == 0, run.log_of("trainer")
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
         commits = await commits_of(run.broker, run.keys)
         evaluations = (await read_state(run.broker, run.keys))["evaluations"]
         log = run.log_of("trainer")

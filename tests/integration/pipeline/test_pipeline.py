@@ -99,7 +99,7 @@ async def test_every_service_stops_when_asked_and_the_run_can_be_resumed(tmp_pat
         async def has_commits() -> bool:
             return await num_commits(run.broker, run.keys) >= 3
 
-        await wait_until(has_commits, 90)
+        await wait_until(has_commits)
         for role in ("trainer", "rollout", "reward"):
             assert await run.stop(role) == 0, run.log_of(role)
         assert (await read_state(run.broker, run.keys))["status"] != FINISHED

@@ -6,7 +6,6 @@ test loads every version's weights file and recomputes the logprobs of the token
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -43,7 +42,6 @@ def _config() -> RunConfig:
     )
 
 
-@pytest.mark.timeout(600)
 async def test_engine_and_trainer_agree_after_every_in_flight_update(tmp_path: Path) -> None:
     """Max difference 1e-3 in fp32, for every version, over every trajectory of one version."""
     async with ServiceRun(tmp_path, _config(), is_forked=False) as run:

@@ -72,7 +72,7 @@ class Worker:
             yield self
         finally:
             self.context.stopping.set()
-            await asyncio.wait_for(working, 20)
+            await asyncio.wait_for(working, 120)
 
     async def put(self, count: int, lane: Lane = Lane.TRAIN, first: int = 0) -> None:
         made = [make_trajectory(t, text=f"answer {t}") for t in range(first, first + count)]

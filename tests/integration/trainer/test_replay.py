@@ -40,7 +40,7 @@ async def train(run: ServiceRun) -> None:
     """All steps, by real services."""
     for role in ("rollout", "reward", "trainer"):
         run.start(role)
-    assert await run.wait("trainer", 240) == 0, run.log_of("trainer")
+    assert await run.wait("trainer") == 0, run.log_of("trainer")
     (run.run_dir / "config.yaml").write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
 
 
