@@ -70,21 +70,22 @@ class ForkServer:
                 if key.fileobj is not self._control:
                     self._ended(key.fd)
                     continue
-                request, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 2)
+                request, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 3)
                 if not request:
                     self._end_all()
                     return None
                 if self._fork(*descriptors):
                     return dict(json.loads(request))
 
-    def _fork(self, log: int, status: int) -> bool:
+    def _fork(self, output: int, errors: int, status: int) -> bool:
         """Whether this is the new process."""
         pid = os.fork()
         if pid == 0:
-            self._leave(log)
+            self._leave(output, errors)
             os.close(status)
             return True
-        os.close(log)
+        os.close(output)
+        os.close(errors)
         child = Child(pid, socket.socket(fileno=status))
         child.status.sendall(f"{pid}\n".encode())
         descriptor = os.pidfd_open(pid)
@@ -92,17 +93,17 @@ class ForkServer:
         self._selector.register(descriptor, selectors.EVENT_READ)
         return False
 
-    def _leave(self, log: int) -> None:
-        """Nothing of the server's stays open in the new process, and its output goes into its log."""
+    def _leave(self, output: int, errors: int) -> None:
+        """Nothing of the server's stays open in the new process, and its output goes where it belongs."""
         self._selector.close()
         self._control.close()
         for descriptor, child in self._children.items():
             os.close(descriptor)
             child.status.close()
         self._children.clear()
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        for descriptor, place in ((output, 1), (errors, 2)):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
 
     def _ended(self, descriptor: int) -> None:
         self._selector.unregister(descriptor)
@@ -119,7 +120,6 @@ def become(request: dict[str, Any]) -> NoReturn:
     """Run the module as `__main__`, in the environment that is asked for, and end with its exit code."""
     os.environ.clear()
     os.environ.update(request["environment"])
-    os.chdir(request["folder"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["-m", *request["arguments"]]
     random.seed()

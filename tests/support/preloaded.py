@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,10 @@ from functools import cache
 from json import dumps
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE_S
+
 REPO = Path(__file__).resolve().parent.parent.parent
-OWN = ("TIDEMILL_", "PYTEST_")
+OWN = ("TIDEMILL_", "PYTEST_", "COLUMNS")
 """Variables that are read when they are used, never while a module is imported, or not at all."""
 AT_IMPORT = {
     "OMP_NUM_THREADS": "1",
@@ -48,11 +51,11 @@ class Server:
         )
         other.close()
 
-    def fork(self, request: Mapping[str, object], log: int) -> socket.socket:
+    def fork(self, request: Mapping[str, object], output: int, errors: int) -> socket.socket:
         """Ask for a process; returns the socket that tells its id, and at its end its exit code."""
         own, other = socket.socketpair()
         with self._lock, other:
-            socket.send_fds(self._control, [dumps(request).encode()], [log, other.fileno()])
+            socket.send_fds(self._control, [dumps(request).encode()], [output, errors, other.fileno()])
         return own
 
 
@@ -62,12 +65,16 @@ server = cache(Server)
 class ForkedProcess:
     """The part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, request: Mapping[str, object], log: int) -> None:
-        self.args = request["module"]
+    def __init__(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int, errors: int
+    ) -> None:
+        """`output` and `errors` are file descriptors."""
+        request = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
+        self.args = module
         self.returncode: int | None = None
         self._pid, self._told = 0, b""
         self._lock = threading.Lock()
-        self._status = server().fork(request, log)
+        self._status = server().fork(request, output, errors)
         self._status.setblocking(False)
 
     @property
@@ -101,7 +108,7 @@ class ForkedProcess:
         while (code := self.poll()) is None:
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
-                raise subprocess.TimeoutExpired(str(self.args), timeout or 0.0)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             self._await_news(left_s)
         return code
 
@@ -138,14 +145,26 @@ def start_module(module: str, arguments: Sequence[str], log: Path, environment: 
     """Start `python -m MODULE ARGUMENTS`, forked where that makes no difference; `log` gets its output."""
     if not can_fork(environment):
         return start_plain([sys.executable, "-m", module, *arguments], log, environment)
-    request = {
-        "module": module,
-        "arguments": list(arguments),
-        "environment": dict(environment),
-        "folder": str(REPO),
-    }
     with open(log, "ab") as file:
-        return ForkedProcess(request, file.fileno())
+        return ForkedProcess(module, arguments, environment, file.fileno(), file.fileno())
+
+
+def tidemill(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command `tidemill` in exactly this environment, forked where that makes no difference."""
+    if not can_fork(environment):
+        command = [sys.executable, "-m", "services.console", *words]
+        return subprocess.run(
+            command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
+        )
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = ForkedProcess("services.console", words, environment, output.fileno(), errors.fileno())
+        try:
+            code = process.wait(2 * PATIENCE_S)
+        finally:
+            process.kill()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(list(words), code, output.read(), errors.read())
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:

@@ -3,14 +3,12 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.preloaded import REPO
+from tests.support import preloaded
 from tests.support.prometheus import (
     PROMETHEUS,
     PrometheusServer,
@@ -92,7 +90,6 @@ async def has_steps(run: ServiceRun) -> bool:
 def tidemill(run: ServiceRun, *arguments: str) -> Any:
     """What a command prints as JSON."""
     environment = os.environ | {"TIDEMILL_REDIS_URL": run.url}
-    command = [sys.executable, "-m", "services.console", *arguments, "--json", "--runs-dir", str(run.folder)]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+    done = preloaded.tidemill(*arguments, "--json", "--runs-dir", str(run.folder), **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -20,6 +20,7 @@ from common.run.weight_files import version_name
 from common.wire.keys import Keys
 from services.jobs.export import export, find_version
 from services.trainer.weights.store import WeightStore
+from tests.support import preloaded
 from tests.support.models import make_policy, tiny_llama, tiny_model
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
@@ -54,17 +55,7 @@ def tidemill(run: Path, *words: str, url: str | None = None) -> subprocess.Compl
     environment = {k: v for k, v in os.environ.items() if k != "TIDEMILL_REDIS_URL"}
     if url:
         environment["TIDEMILL_REDIS_URL"] = url
-    command = [
-        sys.executable,
-        "-m",
-        "services.console",
-        "export",
-        "one",
-        "--runs-dir",
-        str(run.parent),
-        *words,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return preloaded.tidemill("export", "one", "--runs-dir", str(run.parent), *words, **environment)
 
 
 def test_an_export_is_the_policy(run: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from common.history import History, StreamName
 from common.history.records import read_group
 from common.redis.embedded import EmbeddedRedis
 from common.wire.messages import Commit, Ticket
+from tests.support import preloaded
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import commits_of
@@ -32,8 +32,7 @@ def tidemill(runs: Path, *words: str, url: str = "") -> subprocess.CompletedProc
     """A command as a user gives it; without `url` there is no Redis."""
     environment = {k: v for k, v in os.environ.items() if k != "TIDEMILL_REDIS_URL"}
     environment |= {"TIDEMILL_RUNS_DIR": str(runs)} | ({"TIDEMILL_REDIS_URL": url} if url else {})
-    command = [sys.executable, "-m", "services.console", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=240)
+    return preloaded.tidemill(*words, **environment)
 
 
 async def train(run: ServiceRun) -> None:
