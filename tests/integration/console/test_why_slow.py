@@ -33,12 +33,12 @@ QUICK: dict[str, Any] = {
 }
 """Everything takes a little."""
 PLANTED: dict[str, dict[str, Any]] = {
-    "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.4, "capacity": 4}},
-    "reward": {"reward__delay_s": (0.15, 0.25), "reward__max_in_flight": 2},
-    "trainer": {"trainer__simulated": {"group_s": 0.3, "update_s": 0.4}},
+    "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.8, "capacity": 4}},
+    "reward": {"reward__delay_s": (0.3, 0.5), "reward__max_in_flight": 2},
+    "trainer": {"trainer__simulated": {"group_s": 0.6, "update_s": 0.8}},
     "redis": {},
 }
-"""Some 1.6 s of a step: much more than a busy machine takes for the rest."""
+"""Some 3 s of a step: much more than a busy machine takes for the rest."""
 FAR_S = 0.08
 """How late each byte from and to Redis is, where that is the bottleneck."""
 
