@@ -53,7 +53,7 @@ class Fleet:
     def __init__(self, folder: Path, config: RunConfig, is_forked: bool = False) -> None:
         """`is_forked` spares processes their imports."""
         self.folder, self.config, self.keys = folder, config, Keys(config.run_id)
-        self._is_forked = is_forked
+        self.is_forked = is_forked
         self.redis = MortalRedis(folder / "redis")
         self.members: dict[str, Member] = {}
         self.is_finished = False
@@ -157,7 +157,7 @@ class Fleet:
     def _start(self, spec: ServiceSpec, is_kept: bool = True) -> None:
         env = {**service_environment(self.redis.url, self.folder), **spec.env}
         log = self.folder / f"{spec.name}.log"
-        if self._is_forked:
+        if self.is_forked:
             _, _, module, *words = spec.command
             process = start_module(module, words, log, env)
         else:

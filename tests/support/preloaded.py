@@ -138,7 +138,9 @@ Process = subprocess.Popen[bytes] | ForkedProcess
 def start_plain(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
     """Start a command from nothing; its output is added to `log`."""
     with open(log, "ab") as file:
-        return subprocess.Popen(command, cwd=REPO, env=environment, stdout=file, stderr=file)
+        return subprocess.Popen(
+            command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
 
 
 def start_module(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
