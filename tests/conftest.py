@@ -22,22 +22,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 LONGEST = (
-    "contract/trainer/test_trainer_memory.py",
     "integration/pipeline/test_algorithms.py",
-    "integration/docs/test_tutorial.py",
-    "integration/pipeline/test_vllm_training.py",
     "integration/rollout/test_vllm_engine.py",
+    "contract/trainer/test_trainer_memory.py",
+    "integration/trainer/test_replay.py",
+    "chaos/test_short_chaos.py",
+    "integration/pipeline/test_vllm_training.py",
+    "integration/docs/test_tutorial.py",
+    "integration/infra/test_prometheus.py",
+    "integration/console/test_rescore.py",
+    "integration/console/test_console_up.py",
+    "chaos/test_trainer_deaths.py",
+    "integration/pipeline/test_redis_limits.py",
     "integration/reward/test_reward_model_vllm.py",
+    "integration/console/test_why_slow.py",
     "integration/reward/test_reward_replica_vllm.py",
     "integration/pipeline/test_redis_users.py",
-    "integration/console/test_console_up.py",
-    "integration/trainer/test_replay.py",
-    "integration/infra/test_prometheus.py",
-    "integration/console/test_why_slow.py",
-    "integration/pipeline/test_redis_limits.py",
-    "chaos/test_short_chaos.py",
-    "chaos/test_trainer_deaths.py",
-    "integration/console/test_rescore.py",
 )
 """Files that would be waited for at the end of a parallel run if they did not begin first."""
 

@@ -52,7 +52,7 @@ FAULTS = {
     "array": (ScoreStatus.FAILED, "an array of shape (3,)"),
     "nan": (ScoreStatus.FAILED, "returned nan"),
     "empty": (ScoreStatus.FAILED, "without 'score'"),
-    "never ends": (ScoreStatus.TIMEOUT, "no result within 1 s"),
+    "never ends": (ScoreStatus.TIMEOUT, "no result within 2 s"),
 }
 
 
@@ -65,7 +65,7 @@ async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_c
     path.write_text(dedent(SOURCE))
     faults = FAULTS | ({"dies": (ScoreStatus.FAILED, "process of the reward")} if name == "plain" else {})
     texts = [*faults, "fine"]
-    limits: dict[str, Any] = {"timeout_s": 1.0, "max_attempts": 1, "on_failure": policy}
+    limits: dict[str, Any] = {"timeout_s": 2.0, "max_attempts": 1, "on_failure": policy}
     if policy == "value":
         limits["failure_value"] = -0.5
     rewards = {"mine": {"function": f"{path}:{name}", **limits}, "rule": {"function": "exact_match"}}

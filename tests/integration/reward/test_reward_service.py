@@ -162,7 +162,7 @@ async def test_killing_one_of_two_workers_costs_no_trajectory(
 async def test_stuck_training_neither_blocks_evaluation_nor_survives_its_limit(
     broker: Broker, start: Any, reward: Any, tmp_path: Path
 ) -> None:
-    await reward(PLAIN, timeout_s=4.0, max_attempts=1, processes=1)
+    await reward(PLAIN, timeout_s=12.0, max_attempts=1, processes=1)
     stuck = make_trajectory(0, text="hang", ground_truth=str(tmp_path / "pid"))
     await append(broker, KEYS.trajectories(), stuck, *[make_trajectory(t, text="") for t in range(1, 4)])
     worker = await start()
