@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST, TESTS
 from tests.second_look import HEADING
 from tests.support.preloaded import REPO
 
@@ -53,3 +54,7 @@ def test_anything_else_is_no_success(
     found, output = look(tmp_path, *words, **files)
     assert found == code, output
     assert HEADING not in output
+
+
+def test_the_files_that_come_first_are_there() -> None:
+    assert [name for name in LONGEST if not (TESTS / name).exists()] == []
