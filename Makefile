@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 ENGINE ?= transformers
-# Tests wait more than they compute. Files stay whole, and the long ones come first, as they are named.
+# Tests wait more than they compute. Files stay whole, and the longest come first (tests/conftest.py).
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 V ?=
 IMAGE_TAG ?= 0.1.0-cpu
@@ -51,7 +51,8 @@ unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Promet
 	$(BIN)/python -m pytest tests/unit -q -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
-	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m pytest tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
+	@$(BIN)/python -m compileall -q common services tests  # once, and not by every process of the run
+	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
 	$(BIN)/python -m pytest tests/gpu -q -rs $(PYTEST_ARGS)

@@ -21,8 +21,31 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+LONGEST = (
+    "integration/pipeline/test_algorithms.py",
+    "integration/rollout/test_vllm_engine.py",
+    "contract/trainer/test_trainer_memory.py",
+    "integration/trainer/test_replay.py",
+    "chaos/test_short_chaos.py",
+    "integration/pipeline/test_vllm_training.py",
+    "integration/docs/test_tutorial.py",
+    "integration/infra/test_prometheus.py",
+    "integration/console/test_rescore.py",
+    "integration/console/test_console_up.py",
+    "chaos/test_trainer_deaths.py",
+    "integration/pipeline/test_redis_limits.py",
+    "integration/reward/test_reward_model_vllm.py",
+    "integration/console/test_why_slow.py",
+    "integration/reward/test_reward_replica_vllm.py",
+    "integration/pipeline/test_redis_users.py",
+)
+"""Files that would be waited for at the end of a parallel run if they did not begin first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the marker of its folder."""
+    """Give every test the marker of its folder; what takes longest comes first."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).as_posix(), len(order)))
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in ("unit", "contract", "integration", "chaos", "gpu"):

@@ -17,8 +17,10 @@ from tests.support.waiting import wait_until
 ROLE = "jobs"
 POLL_S = 0.02
 STUCK_S = 300.0
-LONGEST_DELAY_S = 0.6
-"""About what a job takes: its imports, some segments."""
+LONGEST_DELAY_S, LONGEST_DELAY_OF_FORKED_S = 0.6, 0.1
+"""About what a job takes: its imports, which forked ones are spared, and some segments.
+
+Half as long after each kill that came too late."""
 
 
 class ArchiverKiller:
@@ -27,13 +29,18 @@ class ArchiverKiller:
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
         self.fleet, self.rng = fleet, rng
         self.num_kills = 0
+        """Of jobs that were at work."""
+        self._longest_delay_s = LONGEST_DELAY_OF_FORKED_S if fleet.is_forked else LONGEST_DELAY_S
 
     async def run(self) -> None:
         """For ever."""
         while True:
             job = await self._next_job()
-            await asyncio.sleep(self.rng.uniform(0, LONGEST_DELAY_S))
+            await asyncio.sleep(self.rng.uniform(0, self._longest_delay_s))
             with contextlib.suppress(psutil.NoSuchProcess):
+                if self._is_done(job):
+                    self._longest_delay_s /= 2
+                    continue
                 job.kill()
                 self.num_kills += 1
                 if self.rng.random() < 0.5:
@@ -47,15 +54,17 @@ class ArchiverKiller:
             for name in self.fleet.running(ROLE):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     for child in psutil.Process(self.fleet.members[name].process.pid).children():
-                        return child
+                        if not self._is_done(child):
+                            return child
             await asyncio.sleep(POLL_S)
 
     async def _until_done(self, job: psutil.Process) -> None:
-        def is_done() -> bool:
-            return not job.is_running() or job.status() == psutil.STATUS_ZOMBIE
-
         with contextlib.suppress(psutil.NoSuchProcess):
-            await wait_until(is_done, STUCK_S)
+            await wait_until(lambda: self._is_done(job), STUCK_S)
+
+    @staticmethod
+    def _is_done(job: psutil.Process) -> bool:
+        return not job.is_running() or job.status() == psutil.STATUS_ZOMBIE
 
 
 async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:

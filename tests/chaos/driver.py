@@ -190,10 +190,11 @@ async def torment(
     load: Callable[[RunConfig], Policy],
     tell: Tell = lambda _: None,
     show: Callable[[Driver], None] = lambda _: None,
+    is_forked: bool = False,
 ) -> Outcome:
     """Do a whole run under chaos, and prove what its history is."""
     started = time.monotonic()
-    async with Fleet(folder, config) as fleet:
+    async with Fleet(folder, config, is_forked) as fleet:
         driver = Driver(fleet, faults, seed, tell)
         show(driver)
         try:

@@ -5,10 +5,8 @@ Guarantees: when the fleet is closed, none of its processes is left.
 """
 
 import asyncio
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from common.wire.keys import Keys
 from services.console.processes.service import ServiceSpec, service_environment, service_specs
 from services.console.processes.supervisor import FIRST_PAUSE_S
 from tests.chaos.mortal_redis import MortalRedis
+from tests.support.preloaded import Process, start_module, start_plain
 
 POLL_S = 0.05
 LEAVE_TIMEOUT_S = 120.0
@@ -36,7 +35,7 @@ class Member:
     """One place in the fleet, and the process that fills it now."""
 
     spec: ServiceSpec
-    process: subprocess.Popen[bytes]
+    process: Process
     started_at: float
     is_kept: bool = True
     """Whether it is started again when it dies."""
@@ -51,8 +50,10 @@ class Member:
 class Fleet:
     """Redis with its append-only file, one trainer, and workers that come and go."""
 
-    def __init__(self, folder: Path, config: RunConfig) -> None:
+    def __init__(self, folder: Path, config: RunConfig, is_forked: bool = False) -> None:
+        """`is_forked` spares processes their imports."""
         self.folder, self.config, self.keys = folder, config, Keys(config.run_id)
+        self.is_forked = is_forked
         self.redis = MortalRedis(folder / "redis")
         self.members: dict[str, Member] = {}
         self.is_finished = False
@@ -155,10 +156,12 @@ class Fleet:
 
     def _start(self, spec: ServiceSpec, is_kept: bool = True) -> None:
         env = {**service_environment(self.redis.url, self.folder), **spec.env}
-        with open(self.folder / f"{spec.name}.log", "ab") as log:
-            process = subprocess.Popen(
-                spec.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=_REPO
-            )
+        log = self.folder / f"{spec.name}.log"
+        if self.is_forked:
+            _, _, module, *words = spec.command
+            process = start_module(module, words, log, env)
+        else:
+            process = start_plain(spec.command, log, env)
         self.members[spec.name] = Member(spec, process, time.time(), is_kept)
 
     async def _keep(self) -> None:
@@ -181,7 +184,3 @@ class Fleet:
                     del due[name]
                     self._start(member.spec)
             await asyncio.sleep(POLL_S)
-
-
-_REPO = Path(__file__).resolve().parents[2]
-assert os.path.isdir(_REPO / "services")

@@ -61,12 +61,12 @@ async def test_a_worker_killed_inside_the_group_function_is_replaced_and_no_scor
         for victim in ("first", "second"):  # the second takes over what the first held, and dies with it too
             seen = len(_lines(tmp_path / "begun"))
             run.start("reward", victim)
-            await wait_until(lambda seen=seen: len(_lines(tmp_path / "begun")) > seen, 60)
+            await wait_until(lambda seen=seen: len(_lines(tmp_path / "begun")) > seen)
             run.kill(victim)
         assert await _scores(run) == []
         (tmp_path / "stuck").unlink()
         run.start("reward", "last")
-        await wait_until(lambda: _has(run, len(wanted)), 60)
+        await wait_until(lambda: _has(run, len(wanted)))
         assert await run.stop("last") == 0
         made = await _scores(run)
         assert sorted(score.key for score in made) == wanted

@@ -31,7 +31,7 @@ async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing
         streams__archive={"enabled": True, "segment_mb": 0.004},
     )
     faults = plan(SEED, NUM_KILLS, STEPS, longest_delay_s=1.0)
-    outcome = await torment(tmp_path, config, faults, SEED, SimulatedPolicy, print)
+    outcome = await torment(tmp_path, config, faults, SEED, SimulatedPolicy, print, is_forked=True)
     kinds = [event.kind for event in outcome.watch.events]
     assert {kind: kinds.count(kind) for kind in KILLS} == dict.fromkeys(KILLS, NUM_KILLS // len(KILLS))
     assert Kind.JOIN in kinds

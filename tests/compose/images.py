@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.compose.docker import Docker, MissingError
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 TAG = "compose-test"
 CPU, PYTHON, DEBIAN = f"tidemill-cpu:{TAG}", f"tidemill-python:{TAG}", f"tidemill-debian:{TAG}"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from infra.make_env import filled
 from tests.compose.docker import Docker, run
 from tests.compose.images import Images
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 POLL_S = 1.0
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from infra.make_env import node_settings, read_settings, write_head
 from tests.compose.docker import Docker
 from tests.compose.images import Images
 from tests.compose.project import Project, wait_for
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 PATIENCE_S = 900.0
 ALONE_STEPS = 5

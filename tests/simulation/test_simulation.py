@@ -15,7 +15,7 @@ from tests.simulation.run import run
 from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
 from tests.simulation.stand_in import TRUSTED
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 DIGEST_OF = """
 from tests.simulation.generate import schedule_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, async_playwright
 
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE_MS = 60_000.0
@@ -53,7 +53,7 @@ async def serving(runs: Path, url: str, *arguments: str) -> AsyncIterator[str]:
         yield line.partition("http://")[2].strip()
     finally:
         process.send_signal(signal.SIGINT)
-        await asyncio.to_thread(process.wait, 30)
+        await asyncio.to_thread(process.wait, 120)
 
 
 @contextlib.asynccontextmanager

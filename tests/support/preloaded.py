@@ -1,74 +1,178 @@
 """Service processes that start in a tenth of a second: forked from a server that has imported what is heavy.
 
-For tests that start many runs with real models. The processes are as real as others: own memory, own
-connections, signals, exit codes; only the imports are shared.
+The processes are as real as others: own memory, own connections, signals, exit codes; only the imports are
+shared. Where a process must differ in what is read while modules are imported, it is started from nothing.
 """
 
-import multiprocessing
 import os
-import runpy
+import select
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from json import dumps
 from pathlib import Path
-from typing import Any
 
-from tests.support.runs import REPO, ServiceRun
+from tests.support.waiting import PATIENCE_S
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "services.trainer.policy.transformers_policy",
-        "services.rollout.engines.transformers",
-        "services.reward.worker",
-    ]
-)
+REPO = Path(__file__).resolve().parent.parent.parent
+OWN = ("TIDEMILL_", "PYTEST_", "COLUMNS")
+"""Variables that are read when they are used, never while a module is imported, or not at all."""
+AT_IMPORT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""What the server has in its own environment besides, as services set it themselves or `tidemill up` does."""
 
 
-def run_service(role: str, arguments: list[str], variables: dict[str, str], log: Path) -> None:
-    """What a forked process does: become `python -m services.ROLE`."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.chdir(REPO)
-    os.environ.update(variables)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [f"services.{role}", *arguments]
-    runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
+class Server:
+    """The process to fork from, started at first use; it ends with this one."""
+
+    def __init__(self) -> None:
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, self._lock = own, threading.Lock()
+        self.environment = dict(os.environ)
+        command = [sys.executable, "-m", "tests.support.fork_server", str(other.fileno())]
+        self._process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env=os.environ | AT_IMPORT,
+            pass_fds=(other.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        other.close()
+
+    def fork(self, request: Mapping[str, object], output: int, errors: int) -> socket.socket:
+        """Ask for a process; returns the socket that tells its id, and at its end its exit code."""
+        own, other = socket.socketpair()
+        with self._lock, other:
+            socket.send_fds(self._control, [dumps(request).encode()], [output, errors, other.fileno()])
+        return own
+
+
+server = cache(Server)
 
 
 class ForkedProcess:
-    """The part of `subprocess.Popen` that `ServiceRun` uses."""
+    """The part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._process = CONTEXT.Process(target=run_service, args=arguments, daemon=True)
-        self._process.start()
+    def __init__(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int, errors: int
+    ) -> None:
+        """`output` and `errors` are file descriptors."""
+        request = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
+        self.args = module
+        self.returncode: int | None = None
+        self._pid, self._told = 0, b""
+        self._lock = threading.Lock()
+        self._status = server().fork(request, output, errors)
+        self._status.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        """Waits while the server is still importing."""
+        while self.poll() is None and not self._pid:
+            self._await_news(None)
+        return self._pid
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs; negative: the signal that ended it."""
+        with self._lock:
+            if self.returncode is not None:
+                return self.returncode
+            with suppress(BlockingIOError):
+                news = self._status.recv(100)
+                if not news:
+                    raise RuntimeError("the server to fork from has ended: see its output above")
+                self._told += news
+            lines = self._told.split(b"\n")[:-1]  # the process id, and at the end the exit code
+            if lines:
+                self._pid = int(lines[0])
+            if len(lines) > 1:
+                self.returncode = int(lines[1])
+                self._status.close()
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise TimeoutError(f"{self._process.name} did not end in {timeout} s")
-        return self._process.exitcode
+        """Wait for its end."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self._await_news(left_s)
+        return code
+
+    def _await_news(self, at_most_s: float | None) -> None:
+        with suppress(ValueError, OSError):  # another thread has seen the end, and closed it
+            select.select([self._status], [], [], 1.0 if at_most_s is None else min(at_most_s, 1.0))
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        """Nothing happens where it has ended."""
+        pid = self.pid
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._process.kill()
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
-class PreloadedRun(ServiceRun):
-    """A `ServiceRun` whose processes are forked."""
+Process = subprocess.Popen[bytes] | ForkedProcess
 
-    def start(  # type: ignore[override]
-        self, role: str, name: str = "", *overrides: str, arguments: tuple[str, ...] = ()
-    ) -> ForkedProcess:
-        """Fork one service process; its output goes into `<name>.log`."""
-        name = name or role
-        command = ["--run", self.keys.run_id, "--name", name]
-        command += [part for override in overrides for part in ("--set", override)]
-        variables = {"TIDEMILL_REDIS_URL": self.url, "TIDEMILL_RUNS_DIR": str(self.folder)}
-        log = self.folder / f"{name}.log"
-        process = ForkedProcess(role, [*command, *arguments], variables, log)
-        self.processes[name] = process  # type: ignore[assignment]
-        return process
+
+def start_plain(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    """Start a command from nothing; its output is added to `log`."""
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+
+
+def start_module(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    """Start `python -m MODULE ARGUMENTS`, forked where that makes no difference; `log` gets its output."""
+    if not can_fork(environment):
+        return start_plain([sys.executable, "-m", module, *arguments], log, environment)
+    with open(log, "ab") as file:
+        return ForkedProcess(module, arguments, environment, file.fileno(), file.fileno())
+
+
+def tidemill(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command `tidemill` in exactly this environment, forked where that makes no difference."""
+    if not can_fork(environment):
+        command = [sys.executable, "-m", "services.console", *words]
+        return subprocess.run(
+            command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
+        )
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = ForkedProcess("services.console", words, environment, output.fileno(), errors.fileno())
+        try:
+            code = process.wait(2 * PATIENCE_S)
+        finally:
+            process.kill()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(list(words), code, output.read(), errors.read())
+
+
+def can_fork(environment: Mapping[str, str]) -> bool:
+    """Whether all that this environment changes is read after the imports."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    there = server().environment
+    names = {name for name in there.keys() | environment.keys() if there.get(name) != environment.get(name)}
+    return all(name.startswith(OWN) or environment.get(name) == AT_IMPORT.get(name) for name in names)

@@ -20,7 +20,8 @@ import yaml
 
 from infra.grafana.boards import BOARDS
 from infra.grafana.panels import INTERVAL
-from tests.support.runs import REPO, ServiceRun
+from tests.support.preloaded import REPO, start_module
+from tests.support.runs import ServiceRun
 from tests.support.servers import free_port
 from tests.support.waiting import wait_until
 
@@ -124,11 +125,10 @@ def _selected(promql: str) -> list[Any]:
 def start_exporter(run: ServiceRun) -> str:
     """Start the run's exporter as a process; gives its address."""
     port = free_port()
-    command = [sys.executable, "-m", "services.console.exporter", run.keys.run_id, "--port", str(port)]
+    words = [run.keys.run_id, "--port", str(port), "--every", "0.5"]
     env = os.environ | {"TIDEMILL_REDIS_URL": run.url}
-    with open(run.folder / "exporter.log", "wb") as log:
-        process = subprocess.Popen([*command, "--every", "0.5"], cwd=REPO, env=env, stdout=log, stderr=log)
-    run.processes["exporter"] = process
+    log = run.folder / "exporter.log"
+    run.processes["exporter"] = start_module("services.console.exporter", words, log, env)
     return f"http://127.0.0.1:{port}"
 
 
@@ -148,7 +148,7 @@ class PrometheusServer:
 
     async def __aenter__(self) -> "PrometheusServer":
         self._start()
-        await wait_until(self._is_ready, 60, "Prometheus is ready")
+        await wait_until(self._is_ready, what="Prometheus is ready")
         return self
 
     async def __aexit__(
@@ -196,7 +196,7 @@ class PrometheusServer:
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 found: dict[str, Any] = json.load(answer)
         except urllib.error.HTTPError as error:
             found = json.load(error)

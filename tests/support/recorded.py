@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from common.run.state import publish_config
 from common.streams import append, append_numbered
 from common.wire.keys import Keys
 from common.wire.messages import Score, Ticket, Trajectory
+from tests.support import preloaded
 
 REPO = Path(__file__).resolve().parent.parent.parent
 
@@ -45,14 +45,8 @@ async def record(
     return folder
 
 
-def tidemill(runs: Path, *arguments: str, timeout_s: float = 240.0) -> "subprocess.CompletedProcess[str]":
+def tidemill(runs: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the command as a user does."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
-    return subprocess.run(
-        [sys.executable, "-m", "services.console", *arguments],
-        cwd=REPO,
-        env={**env, "TIDEMILL_RUNS_DIR": str(runs), "OMP_NUM_THREADS": "1", "COLUMNS": "110"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+    env |= {"TIDEMILL_RUNS_DIR": str(runs), "OMP_NUM_THREADS": "1", "COLUMNS": "110"}
+    return preloaded.tidemill(*arguments, **env)

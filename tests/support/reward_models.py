@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from transformers import (
 )
 
 from tests.support.models import PIECES, write_tokenizer
-from tests.support.runs import REPO
+from tests.support.preloaded import Process, start_module
 
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 SHAPE: dict[str, Any] = {
@@ -62,14 +60,11 @@ def _saved(path: Path, seed: int, kind: Any, config: Any) -> Path:
     return path
 
 
-def start_server(path: Path, log: Path, *arguments: str, **variables: str) -> "subprocess.Popen[bytes]":
+def start_server(path: Path, log: Path, *arguments: str, **variables: str) -> Process:
     """Start `python -m services.reward.model_server` on a free port; see `server_url` for where."""
-    command = [sys.executable, "-m", "services.reward.model_server", "--model", str(path), "--port", "0"]
+    words = ["--model", str(path), "--port", "0", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [*command, *arguments], cwd=REPO, env=environment, stdout=output, stderr=output
-        )
+    return start_module("services.reward.model_server", words, log, environment)
 
 
 def server_url(log: Path) -> str:

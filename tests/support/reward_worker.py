@@ -28,7 +28,7 @@ async def worker(
     try:
         yield context
         context.stopping.set()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 120)
     finally:
         task.cancel()
 
@@ -47,7 +47,7 @@ async def scores(broker: Broker, keys: Keys, count: int, lane: Lane = Lane.TRAIN
         made = [entry.message for entry in entries if isinstance(entry, Entry)]
         return made if len(made) >= count else []
 
-    made = await wait_until(found, 60)
+    made = await wait_until(found)
     assert len(made) == count
     return sorted(made, key=lambda score: score.key)
 

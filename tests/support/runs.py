@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -14,19 +13,23 @@ from common.redis.broker import Broker
 from common.redis.embedded import EmbeddedRedis
 from common.run.state import publish_config
 from common.wire.keys import Keys
-
-REPO = Path(__file__).resolve().parent.parent.parent
+from tests.support.preloaded import Process, start_module, start_plain
 
 
 class ServiceRun:
     """One run: its Redis, its folder, and the service processes that the test starts."""
 
-    def __init__(self, folder: Path, config: RunConfig, run_id: str = "test", url: str = "") -> None:
-        """`url` is a server that the test has started; empty starts one of the run's own."""
+    def __init__(
+        self, folder: Path, config: RunConfig, run_id: str = "test", url: str = "", is_forked: bool = True
+    ) -> None:
+        """`url` is a server that the test has started; empty starts one of the run's own.
+
+        `is_forked` spares processes their imports: without it, they start exactly as users start them.
+        """
         self.folder, self.config, self.keys = folder, config, Keys(run_id)
         self.redis = EmbeddedRedis(folder / "redis")
-        self._url = url
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._url, self._is_forked = url, is_forked
+        self.processes: dict[str, Process] = {}
         self.variables: dict[str, dict[str, str]] = {}
         """Further environment variables of each role's processes."""
 
@@ -66,23 +69,24 @@ class ServiceRun:
         *overrides: str,
         arguments: tuple[str, ...] = (),
         within: tuple[str, ...] = (),
-    ) -> subprocess.Popen[bytes]:
+    ) -> Process:
         """Start one service process; its output goes into `<name>.log`. `within` runs its command."""
         name = name or role
-        command = [*within, sys.executable, "-m", f"services.{role}"]
-        command += ["--run", self.keys.run_id, "--name", name]
-        command += [part for override in overrides for part in ("--set", override)]
-        command += arguments
+        words = ["--run", self.keys.run_id, "--name", name]
+        words += [part for override in overrides for part in ("--set", override)]
+        words += arguments
         variables = {
             "TIDEMILL_REDIS_URL": self.url,
             "TIDEMILL_RUNS_DIR": str(self.folder),
             "OMP_NUM_THREADS": "1",
             **self.variables.get(role, {}),
         }
-        with open(self.folder / f"{name}.log", "ab") as log:
-            self.processes[name] = subprocess.Popen(
-                command, cwd=REPO, env=os.environ | variables, stdout=log, stderr=log
-            )
+        log, environment = self.folder / f"{name}.log", os.environ | variables
+        if self._is_forked and not within:
+            self.processes[name] = start_module(f"services.{role}", words, log, environment)
+        else:
+            command = [*within, sys.executable, "-m", f"services.{role}", *words]
+            self.processes[name] = start_plain(command, log, environment)
         return self.processes[name]
 
     def kill(self, name: str) -> None:

@@ -9,9 +9,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.01
+PATIENCE_S = 120.0
+"""Far longer than anything takes on a busy machine: it is spent only where a test fails."""
 
 
-async def wait_until(predicate: Callable[[], T | Awaitable[T]], timeout_s: float = 20.0, what: str = "") -> T:
+async def wait_until(
+    predicate: Callable[[], T | Awaitable[T]], timeout_s: float = PATIENCE_S, what: str = ""
+) -> T:
     """Return the first true value of `predicate`, plain or async; fail the test when it stays false."""
     deadline = time.monotonic() + timeout_s
     while True:

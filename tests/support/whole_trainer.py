@@ -18,7 +18,7 @@ GROUPS, SIZE = 2, 2
 
 
 async def run(context: ServiceContext) -> None:
-    await asyncio.wait_for(serve(context), 60)
+    await asyncio.wait_for(serve(context), 120)
 
 
 async def crash_after_commit(context: ServiceContext, step: int) -> None:

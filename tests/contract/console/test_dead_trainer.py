@@ -70,16 +70,16 @@ async def test_a_group_whose_score_died_is_replaced_soon_and_not_after_minutes(b
     await publish_group(broker, keys, 1)
     async with reading(assembler.join):
         taking = asyncio.ensure_future(assembler.take(0, 2))
-        (first,) = await asyncio.wait_for(taking, 30)
+        (first,) = await asyncio.wait_for(taking, 120)
         assert first.ticket == 1
         taking = asyncio.ensure_future(assembler.take(0, 1))
 
         async def replacement() -> list[Ticket]:
             return [t for t in await messages(broker, keys.prompts(), Ticket) if t.replaces == 0]
 
-        (fresh,) = await wait_until(replacement, 60)
+        (fresh,) = await wait_until(replacement)
         await publish_group(broker, keys, fresh.ticket)
-        assert [group.ticket for group in await asyncio.wait_for(taking, 30)] == [fresh.ticket]
+        assert [group.ticket for group in await asyncio.wait_for(taking, 120)] == [fresh.ticket]
     assert assembler.drain_dropped() == [(0, -1, "lost")]
 
 
@@ -131,12 +131,12 @@ async def test_an_evaluation_waits_for_what_the_operator_put_back(broker, keys, 
     letter = DeadLetter(origin="prompts:eval", entry_id="1-0", error="refused", ticket=0)
     (letter_id,) = await append(broker, keys.dead, letter)
     evaluating = asyncio.ensure_future(evaluator.evaluate(0))
-    await asyncio.wait_for(read_letter.wait(), 20)
+    await asyncio.wait_for(read_letter.wait(), 120)
     await remove_entries(broker, keys.dead, [letter_id])  # as `requeue` does
     await answer(broker, keys, 1)
     assert not (await asyncio.wait({evaluating}, timeout=1.0))[0], "the other sample is not all of it"
     await answer(broker, keys, 0)
-    (result,) = await asyncio.wait_for(evaluating, 30)
+    (result,) = await asyncio.wait_for(evaluating, 120)
     assert (result.num_samples, result.num_failed) == (2, 0)
 
 

@@ -76,7 +76,7 @@ async def test_what_a_redis_left_is_shown_and_let_go_of_when_nobody_looks(
         redis.stop()
         return True
 
-    await wait_until(lambda: asyncio.to_thread(is_free), 60, "the run could be resumed")
+    await wait_until(lambda: asyncio.to_thread(is_free), what="the run could be resumed")
     monkeypatch.setattr(watched_run, "UNWATCHED_S", 90.0)
     await shows(site, "/groups/1", "words of the judge")
 

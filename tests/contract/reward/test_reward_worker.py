@@ -60,7 +60,7 @@ async def running(main: Awaitable[None], context: ServiceContext) -> AsyncIterat
     try:
         yield task
         context.stopping.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 120)
     finally:
         task.cancel()
 
@@ -328,7 +328,7 @@ async def test_an_error_nobody_expected_ends_the_worker_instead_of_one_lane(
     await append(broker, keys.trajectories(), make_trajectory(1))
     context = make_context(broker, keys, make_config(reward={"function": "gsm8k"}))
     with pytest.raises(ExceptionGroup):
-        await asyncio.wait_for(serve(context), 20)
+        await asyncio.wait_for(serve(context), 120)
 
 
 async def _has(broker: Broker, keys: Keys, count: int, lane: Lane = Lane.TRAIN) -> bool:

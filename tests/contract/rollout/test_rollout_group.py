@@ -161,7 +161,7 @@ class TestWorkerLoop:
         try:
             yield loop
             worker.context.stopping.set()
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 120)
         finally:
             task.cancel()
 

@@ -49,7 +49,7 @@ class TestLostTail:
             await wait_until(lambda: has_samples(broker, keys, 3))
             await lose_samples(broker, keys, num_kept)
             worker.engine.released.set()
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 120)
         samples = await samples_of(broker, keys)
         assert sorted(sample.index for sample in samples) == [0, 1, 2, 3]
         assert len(worker.engine.asked) == 2 * SIZE - num_kept - 1
@@ -72,7 +72,7 @@ class TestLostTail:
                 return is_complete
 
             worker.consumer.publish_sample = publish_and_lose
-            await asyncio.wait_for(worker.generator.generate(await worker.fetch()), 20)
+            await asyncio.wait_for(worker.generator.generate(await worker.fetch()), 120)
         assert sorted(sample.index for sample in await samples_of(broker, keys)) == [0, 1, 2, 3]
 
     async def test_a_ticket_whose_samples_are_all_there_is_acknowledged(self, make, broker, keys):
@@ -81,7 +81,7 @@ class TestLostTail:
             "HSET", keys.progress(0), "version", 0, *(x for i in range(SIZE) for x in (i, ""))
         )
         async with make() as worker:
-            await asyncio.wait_for(worker.generator.generate(await worker.fetch()), 20)
+            await asyncio.wait_for(worker.generator.generate(await worker.fetch()), 120)
             assert worker.engine.asked == []
             assert not worker.consumer.held
         assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
@@ -106,7 +106,7 @@ class TestLostTail:
             await wait_until(lambda: len(worker.engine.asked) == 2 * SIZE)
             assert len(set(worker.engine.request_ids)) == 2 * SIZE
             worker.engine.released.set()
-            await asyncio.wait_for(again, 20)
+            await asyncio.wait_for(again, 120)
             with pytest.raises(ExceptionGroup) as lost:
                 await task
         assert lost.group_contains(LeaseLostError)
@@ -169,7 +169,7 @@ class TestLostHistory:
             await wait_until(lambda: worker.engine.version == 1)
             worker.engine.released.set()
             worker.consumer.lease_s = 0.1  # for the version that the group began with, which never comes
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 120)
         samples = await samples_of(broker, keys)
         assert sorted(sample.index for sample in samples) == [0, 1, 2, 3]
         assert {sample.max_version for sample in samples} == {1}

@@ -52,7 +52,7 @@ def publish(broker: Broker, keys: Keys) -> Callable[..., Any]:
 
 
 async def evaluated(evaluator: Evaluator, version: int) -> dict[str, EvaluationResult]:
-    results = await asyncio.wait_for(evaluator.evaluate(version), 20)
+    results = await asyncio.wait_for(evaluator.evaluate(version), 120)
     assert {result.version for result in results} <= {version}
     return {result.dataset: result for result in results}
 

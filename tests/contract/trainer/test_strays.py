@@ -122,7 +122,7 @@ async def test_a_worker_is_stuck_at_no_stray_entry_among_the_weights(make, broke
             await wait_until(lambda: any(line.get("entry") == stray for line in logs))
         await move_strays_aside(broker, keys, keys.weights, WeightManifest)
         await add(broker, keys.weights, "2-0", manifest(1))
-        await asyncio.wait_for(follower.reach(1), 20)
+        await asyncio.wait_for(follower.reach(1), 120)
     finally:
         following.cancel()
 

@@ -26,7 +26,7 @@ from services.trainer.durable.checkpointing import Trimmer
 from services.trainer.service import serve
 from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.training import answering, make_context, trainer_config
 from tests.support.waiting import wait_until
@@ -52,7 +52,7 @@ def jobs_worker(keys: Keys) -> Iterator[subprocess.Popen[bytes]]:
         yield worker
     finally:
         worker.terminate()
-        worker.wait(60)
+        worker.wait(120)
 
 
 def archived(context: ServiceContext, stream: StreamName = STREAM) -> Manifest:
@@ -69,7 +69,7 @@ async def test_a_worker_archives_and_then_the_entries_go(
     with jobs_worker(keys):
         await trimmer.let_go({STREAM: entries[100][0]}, 0, is_urgent=True)
         assert await length(broker, keys.trajectories()) == 180, "nothing goes before it is archived"
-        await wait_until(lambda: not trimmer.is_waiting, 60)
+        await wait_until(lambda: not trimmer.is_waiting)
     assert archived(context).last_id == entries[99][0]
     assert [entry_id for entry_id, _ in await raw(broker, keys.trajectories())] == [
         i for i, _ in entries[100:]
@@ -93,7 +93,7 @@ async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
     entries = await raw(broker, keys.trajectories())
     trimmer = Trimmer(context)
     await trimmer.let_go({STREAM: entries[40][0]}, 0, is_urgent=True)
-    await wait_until(lambda: not trimmer.is_waiting, 60)
+    await wait_until(lambda: not trimmer.is_waiting)
     assert (await raw(broker, keys.trajectories()))[0][0] == entries[40][0]
     assert f"python -m services.jobs {keys.run_id}" in capfd.readouterr().out
     assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0, "the request was taken back"
@@ -115,7 +115,6 @@ async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
 
 
 @ONE_SERVER
-@pytest.mark.timeout(300)
 async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
     make, broker: Broker, keys: Keys, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +181,7 @@ async def test_trainer_and_archiver_need_no_more_than_their_users_may(
             trimmer = Trimmer(context)
             monkeypatch.setattr(archive_requests, "PATIENCE_S", 600.0)
             await trimmer.let_go({STREAM: f"{entries[-1][0]}9"}, 0)
-            await wait_until(lambda: archived(context).entries > 0, 60)
+            await wait_until(lambda: archived(context).entries > 0)
             await trimmer.close()
         assert await trimmer.trim() > 0
         assert "no worker archives" not in capfd.readouterr().out

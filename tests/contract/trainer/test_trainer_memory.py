@@ -1,6 +1,5 @@
 """A run of hours does not grow: what a trainer holds after two thousand steps is what it held before."""
 
-import asyncio
 import gc
 
 import psutil
@@ -19,7 +18,7 @@ MOST_BYTES = 16 << 20
 """Of the whole process; 1,500 steps see 6,000 trajectories and write 1,500 versions."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # two thousand steps, on a busy machine
 @pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 async def test_memory_is_flat_over_two_thousand_steps(make, broker, keys, monkeypatch):
     step, seen = Trainer._step, {}
@@ -33,7 +32,7 @@ async def test_memory_is_flat_over_two_thousand_steps(make, broker, keys, monkey
     monkeypatch.setattr(Trainer, "_step", measured)
     context = make(STEPS, trims=True, checkpoint_every=50, mini_batches=GROUPS)
     async with answering(broker, keys):
-        await asyncio.wait_for(serve(context), 590)
+        await serve(context)
     (objects, rss), (objects_later, rss_later) = seen[WARM_UP], seen[STEPS - 1]
     num_steps = STEPS - 1 - WARM_UP
     assert (objects_later - objects) / num_steps < MOST_OBJECTS_PER_STEP

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 
 def test_bfloat16_is_refused_where_the_cpu_lists_tiles_that_may_not_be_used() -> None:

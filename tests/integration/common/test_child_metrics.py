@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.telemetry.batched import ChildMetrics
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 CHILD = """
 import os

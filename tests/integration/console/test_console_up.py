@@ -186,16 +186,16 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
     )
     run = config.parents[1] / "runs" / "held"
     log = run / "logs" / "trainer.log"
-    await wait_until(lambda: log.exists() and "waiting" in log.read_text(), timeout_s=60)
+    await wait_until(lambda: log.exists() and "waiting" in log.read_text())
     children = psutil.Process(process.pid).children(recursive=True)
     status = _tidemill("status", "held", "--json")
     assert json.loads(status.stdout)["version"] == 2, "any terminal of this machine can ask"
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"stopped after 2 of 3 steps" in error and b"--run-id held --resume" in error
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert await asyncio.to_thread(subprocess.call, [*command, "resume"], timeout=60) == 0
+    assert await asyncio.to_thread(subprocess.call, [*command, "resume"], timeout=120) == 0
     assert "everything that was expected" in _tidemill("status", "held").stdout
 
 

@@ -105,7 +105,7 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
         async def has_commits() -> bool:
             return await num_commits(run.broker, keys) >= 2
 
-        await wait_until(has_commits, 90)
+        await wait_until(has_commits)
         await poison(run)
         run.kill("trainer")  # or what is among the commits would never be read
         run.start("trainer")

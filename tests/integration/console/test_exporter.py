@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.preloaded import start_module
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.waiting import wait_until
 
@@ -22,7 +21,7 @@ STEPS = 1000
 
 
 def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 
@@ -51,17 +50,15 @@ def exporter(tmp_path: Path) -> Iterator[Any]:
 
     def start(run: ServiceRun, **variables: str) -> str:
         port = free_port()
-        command = [sys.executable, "-m", "services.console.exporter", run.keys.run_id, "--port", str(port)]
-        command += ["--every", "0.5"]
+        words = [run.keys.run_id, "--port", str(port), "--every", "0.5"]
         env = os.environ | {"TIDEMILL_REDIS_URL": run.url} | variables
-        with open(tmp_path / "exporter.log", "ab") as log:
-            processes.append(subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=log))
+        processes.append(start_module("services.console.exporter", words, tmp_path / "exporter.log", env))
         return f"http://127.0.0.1:{port}"
 
     yield start
     for process in processes:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def is_up(address: str) -> bool:
@@ -84,8 +81,8 @@ async def test_every_process_of_a_run_is_discovered_and_scraped(tmp_path, export
         for role in ("trainer", "rollout", "reward"):
             run.start(role)
         wanted = {"exporter", "trainer", "rollout", "reward"}
-        await wait_until(lambda: is_up(address) and set(targets(address)) == wanted, 120)
-        await wait_until(lambda: (sample(fetch(f"{address}/metrics"), "tidemill_run_version") or 0) > 1, 120)
+        await wait_until(lambda: is_up(address) and set(targets(address)) == wanted)
+        await wait_until(lambda: (sample(fetch(f"{address}/metrics"), "tidemill_run_version") or 0) > 1)
         pages = {name: fetch(f"http://{target}/metrics") for name, target in targets(address).items()}
         info = {
             name: sample(page, "tidemill_run_info", run_id="test", role=name) for name, page in pages.items()
@@ -96,18 +93,18 @@ async def test_every_process_of_a_run_is_discovered_and_scraped(tmp_path, export
         assert sample(pages["trainer"], "tidemill_stage_seconds_count", stage="trainer") > 0
         # A second worker appears by itself, and one that leaves is gone.
         run.start("reward", "reward-1")
-        await wait_until(lambda: "reward-1" in targets(address), 60)
+        await wait_until(lambda: "reward-1" in targets(address))
         assert await run.stop("reward-1") == 0
-        await wait_until(lambda: "reward-1" not in targets(address), 60)
+        await wait_until(lambda: "reward-1" not in targets(address))
 
 
 async def test_an_exporter_outlives_its_redis_and_waits_for_its_run(tmp_path, exporter):
     async with ServiceRun(tmp_path, simulated_config(tmp_path)) as run:
         run.start("rollout")
         address = exporter(run)
-        await wait_until(lambda: is_up(address) and "rollout" in targets(address), 120)
+        await wait_until(lambda: is_up(address) and "rollout" in targets(address))
         run.redis.kill()
-        await wait_until(lambda: not is_up(address), 60)
+        await wait_until(lambda: not is_up(address))
         assert "rollout" in targets(address), "the last known targets stand while Redis is away"
         run.redis.start()
-        await wait_until(lambda: is_up(address), 60)
+        await wait_until(lambda: is_up(address))

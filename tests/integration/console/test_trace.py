@@ -36,7 +36,7 @@ async def train_and_archive(runs: Path) -> list[Commit]:
     async with ServiceRun(runs, config, "real") as run:
         for role in ("rollout", "reward", "trainer"):
             run.start(role)
-        assert await run.wait("trainer", 240) == 0, run.log_of("trainer")
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
         (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
         with writing(run.run_dir):
             for stream in StreamName:

@@ -14,7 +14,8 @@ from common.wire.keys import Keys
 from common.wire.messages import Score, ScoreStatus
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.web_runs import (
     LONG,
     RIGHT_TO_LEFT,

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import preloaded
 from tests.support.prometheus import (
     PROMETHEUS,
     PrometheusServer,
@@ -17,7 +16,7 @@ from tests.support.prometheus import (
     start_exporter,
     substituted,
 )
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import RedisServer, newest_server
 from tests.support.slow_redis import DistantRedis
 from tests.support.training import num_commits
@@ -34,12 +33,12 @@ QUICK: dict[str, Any] = {
 }
 """Everything takes a little."""
 PLANTED: dict[str, dict[str, Any]] = {
-    "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.4, "capacity": 4}},
-    "reward": {"reward__delay_s": (0.15, 0.25), "reward__max_in_flight": 2},
-    "trainer": {"trainer__simulated": {"group_s": 0.3, "update_s": 0.4}},
+    "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.8, "capacity": 4}},
+    "reward": {"reward__delay_s": (0.3, 0.5), "reward__max_in_flight": 2},
+    "trainer": {"trainer__simulated": {"group_s": 0.6, "update_s": 0.8}},
     "redis": {},
 }
-"""Some 1.6 s of a step: much more than a busy machine takes for the rest."""
+"""Some 3 s of a step: much more than a busy machine takes for the rest."""
 FAR_S = 0.08
 """How late each byte from and to Redis is, where that is the bottleneck."""
 
@@ -59,7 +58,7 @@ async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None
                 run.variables[role] = {"TIDEMILL_REDIS_URL": far.url}
                 run.start(role)
             exporter = start_exporter(run) if PROMETHEUS else ""
-            await wait_until(lambda: has_steps(run), 120)
+            await wait_until(lambda: has_steps(run))
             status, plan, shown = await asyncio.gather(
                 asyncio.to_thread(tidemill, run, "status", "test"),
                 asyncio.to_thread(tidemill, run, "plan", str(file), "--run", "test"),
@@ -78,7 +77,7 @@ async def shown_bottleneck(folder: Path, exporter: str) -> str:
     # Started late, so that nothing of the run's own start is in its rates.
     async with PrometheusServer(folder, exporter) as prometheus:
         looked = "sum(count_over_time(tidemill:bottleneck[1m])) >= 6"
-        await wait_until(lambda: prometheus.query(looked), 90, "six evaluations of the rules")
+        await wait_until(lambda: prometheus.query(looked), what="six evaluations of the rules")
         panel = next(item for item in panel_expressions() if item.place.startswith("pipeline: Bottleneck"))
         found = await prometheus.query(substituted(panel.promql, "20s", "test"))
         return " and ".join(str(series["metric"]["stage"]) for series in found)
@@ -91,7 +90,6 @@ async def has_steps(run: ServiceRun) -> bool:
 def tidemill(run: ServiceRun, *arguments: str) -> Any:
     """What a command prints as JSON."""
     environment = os.environ | {"TIDEMILL_REDIS_URL": run.url}
-    command = [sys.executable, "-m", "services.console", *arguments, "--json", "--runs-dir", str(run.folder)]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+    done = preloaded.tidemill(*arguments, "--json", "--runs-dir", str(run.folder), **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

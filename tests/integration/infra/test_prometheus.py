@@ -80,7 +80,7 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
             return not missing
 
         try:
-            await wait_until(all_have_data, 120, "data for every expression")
+            await wait_until(all_have_data, what="data for every expression")
         except AssertionError:
             lines = [f"{place}: {wanted[place]}" for place in sorted(missing)]
             raise AssertionError("\n".join(["these have no data:", *lines])) from None
@@ -134,7 +134,7 @@ async def a_run(folder: Path) -> AsyncIterator[ServiceRun]:
 
 async def cause_mishaps(run: ServiceRun, prometheus: PrometheusServer) -> None:
     """Kill a worker that holds something, which others take over; send a message that nobody can read."""
-    await wait_until(lambda: prometheus.query('tidemill_scores_in_flight{worker="reward-1"} > 0'), 120)
+    await wait_until(lambda: prometheus.query('tidemill_scores_in_flight{worker="reward-1"} > 0'))
     run.kill("reward-1")
     await run.broker.execute("XADD", run.keys.trajectories(), "*", "v", "9", "p", "?")
 

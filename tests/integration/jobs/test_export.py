@@ -20,6 +20,7 @@ from common.run.weight_files import version_name
 from common.wire.keys import Keys
 from services.jobs.export import export, find_version
 from services.trainer.weights.store import WeightStore
+from tests.support import preloaded
 from tests.support.models import make_policy, tiny_llama, tiny_model
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
@@ -54,17 +55,7 @@ def tidemill(run: Path, *words: str, url: str | None = None) -> subprocess.Compl
     environment = {k: v for k, v in os.environ.items() if k != "TIDEMILL_REDIS_URL"}
     if url:
         environment["TIDEMILL_REDIS_URL"] = url
-    command = [
-        sys.executable,
-        "-m",
-        "services.console",
-        "export",
-        "one",
-        "--runs-dir",
-        str(run.parent),
-        *words,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return preloaded.tidemill("export", "one", "--runs-dir", str(run.parent), *words, **environment)
 
 
 def test_an_export_is_the_policy(run: Path, tmp_path: Path) -> None:
@@ -87,7 +78,7 @@ async def test_a_worker_of_the_run_does_it_where_there_is_one(
     )
     queue = Queue(Keys("one").jobs_queue, connection=Redis.from_url(url))
     try:
-        await wait_until(lambda: Worker.count(queue=queue) == 1, timeout_s=60)
+        await wait_until(lambda: Worker.count(queue=queue) == 1)
         done = await asyncio.to_thread(
             tidemill, run, "--version", "best", "-o", str(tmp_path / "out"), url=url
         )
@@ -99,7 +90,7 @@ async def test_a_worker_of_the_run_does_it_where_there_is_one(
         assert queue.count == 0 and Worker.all(queue=queue)[0].successful_job_count == 1
     finally:
         worker.terminate()
-        await asyncio.wait_for(worker.wait(), 60)
+        await asyncio.wait_for(worker.wait(), 120)
     assert_is_policy(tmp_path / "out", 0)
 
 

@@ -20,7 +20,7 @@ from common.redis.broker import URL_VARIABLE
 from common.redis.client import make_blocking_client
 from common.redis.embedded import EmbeddedRedis
 from common.wire.keys import Keys
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 KEYS = Keys("jobs.1")
 

@@ -144,11 +144,11 @@ async def test_a_jail_ends_with_whoever_started_it(isolation: dict[str, Any], tm
         )
         os._exit(0)
     try:
-        await wait_until(lambda: [p for p in psutil.process_iter() if mark in _cmdline(p)], 30)
+        await wait_until(lambda: [p for p in psutil.process_iter() if mark in _cmdline(p)])
     finally:
         os.kill(starter, signal.SIGKILL)
         os.waitpid(starter, 0)  # noqa: ASYNC222 (it was killed)
-    await wait_until(lambda: not [p for p in psutil.process_iter() if mark in _cmdline(p)], 30)
+    await wait_until(lambda: not [p for p in psutil.process_iter() if mark in _cmdline(p)])
 
 
 def test_there_is_no_network(isolation: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from services.reward.outcome import AttemptError
 from services.reward.rewards import sandbox
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward, extract_code
 from services.reward.sample import RewardSample
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 
@@ -106,7 +106,7 @@ async def test_code_is_scored_by_the_workers_of_its_run(jobs: SandboxJobs, start
         await reward.score(sample(DOUBLES, tests={"inputs": [1]}))
     assert caught.value.is_final
     worker.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(worker.wait, 60) == 0
+    assert await asyncio.to_thread(worker.wait, 120) == 0
 
 
 async def test_jobs_are_on_the_metrics_of_their_worker(
@@ -124,7 +124,7 @@ async def test_jobs_are_on_the_metrics_of_their_worker(
     page = f"http://{beat.metrics_target}/metrics"
     line = 'tidemill_job_seconds_count{outcome="finished",queue="sandbox"} 3.0'
     # The result is there a moment before RQ's worker has looked after its fork.
-    await wait_until(lambda: line in httpx.get(page).text.splitlines(), 30)
+    await wait_until(lambda: line in httpx.get(page).text.splitlines())
 
 
 async def test_a_run_killed_with_its_worker_is_done_by_another(
@@ -135,7 +135,7 @@ async def test_a_run_killed_with_its_worker_is_done_by_another(
     waiting = asyncio.create_task(
         SandboxReward(CONFIG, jobs).score(sample("import time\ntime.sleep(3)\nprint(int(input()) * 2)"))
     )
-    await wait_until(lambda: _jail_below(first.pid), 60)
+    await wait_until(lambda: _jail_below(first.pid))
     worker = psutil.Process(first.pid)
     for process in [worker, *worker.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended with the one before
@@ -164,7 +164,7 @@ async def test_a_result_is_there_for_whoever_asks_again(
     worker.wait()
     broker = await Broker.connect(redis)
     another = SandboxJobs(broker, KEYS, redis)  # as after the death of a reward worker
-    assert await asyncio.wait_for(SandboxReward(CONFIG, another).score(sample(DOUBLES)), 30) == first
+    assert await asyncio.wait_for(SandboxReward(CONFIG, another).score(sample(DOUBLES)), 120) == first
     await another.close()
     await broker.close()
 
@@ -184,7 +184,7 @@ async def test_a_run_without_sandboxes_is_said_in_words(redis: str, start: Any, 
     await publish_config(broker, KEYS, make_config(run_id=KEYS.run_id))
     await broker.close()
     worker = start()
-    assert await asyncio.to_thread(worker.wait, 60) == 2
+    assert await asyncio.to_thread(worker.wait, 120) == 2
     said = (tmp_path / "sandbox-0.log").read_text()
     assert "no reward of kind sandbox" in said
     assert "Traceback" not in said

@@ -17,7 +17,7 @@ from common.run.state import publish_config
 from common.wire.keys import Keys
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
 from services.reward.sample import RewardSample
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.trajectories import make_config
 
@@ -62,7 +62,7 @@ async def test_code_is_scored_without_a_refusal(tmp_path: Path, monkeypatch: pyt
             outcome = await asyncio.wait_for(SandboxReward(CONFIG, jobs).score(sample), 120)
         finally:
             worker.send_signal(signal.SIGTERM)
-            code = await asyncio.to_thread(worker.wait, 60)
+            code = await asyncio.to_thread(worker.wait, 120)
             await jobs.close()
             await broker.close()
         assert (outcome.value, code) == (1.0, 0), (tmp_path / "log").read_text()

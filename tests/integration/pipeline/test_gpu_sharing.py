@@ -18,8 +18,8 @@ from common.wire.messages import SamplingParams
 from services.rollout.engines import build_engine
 from services.rollout.engines.engine import GenerationRequest
 from services.rollout.engines.gpu_sharing import GpuSharingEngine
+from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier
-from tests.support.runs import REPO
 from tests.support.waiting import wait_until
 
 HOLDER = """
@@ -68,7 +68,7 @@ async def test_two_that_always_have_work_take_turns(tmp_path: Path) -> None:
                 assert device.on == {name}
                 done[name] += 1
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await asyncio.gather(*(work(name) for name in ("a", "a", "b", "b")))
     assert not any(keeper.done() for keeper in keepers)
     assert all(first != second for first, second in zip(device.turns, device.turns[1:], strict=False))
@@ -99,21 +99,21 @@ async def test_a_holder_that_is_killed_frees_the_device_and_its_children_do_not_
         sys.executable, "-c", HOLDER, str(path), cwd=REPO, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"held\n"
+    assert await asyncio.wait_for(process.stdout.readline(), 120) == b"held\n"
     turn, waiting = GpuLock([path]), GpuLock([path])
     acquiring = asyncio.create_task(turn.acquire())
     await wait_until(lambda: waiting.is_wanted())
     assert not acquiring.done()
     process.kill()
     await process.wait()
-    await asyncio.wait_for(acquiring, 30)
+    await asyncio.wait_for(acquiring, 120)
     child = os.fork()
     if child == 0:
         signal.pause()
         os._exit(0)
     try:
         turn.release()  # the child has no part in it
-        await asyncio.wait_for(waiting.acquire(), 30)
+        await asyncio.wait_for(waiting.acquire(), 120)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)  # noqa: ASYNC222 (it was killed)
@@ -130,7 +130,7 @@ async def test_two_that_share_several_devices_do_not_wait_for_each_other(tmp_pat
             await asyncio.sleep(0)
             turn.release()
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await asyncio.gather(*map(take, both))
 
 
@@ -141,10 +141,10 @@ async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: 
     gate = GpuGate(GpuLock([tmp_path / "device-0"]), fail, fail, 1.0)
     gate.start()
     with pytest.raises(Exception, match="out of memory"):
-        async with asyncio.timeout(30), gate.use():
+        async with asyncio.timeout(120), gate.use():
             pass
     other = GpuLock([tmp_path / "device-0"])
-    await asyncio.wait_for(other.acquire(), 30)
+    await asyncio.wait_for(other.acquire(), 120)
     other.release()
 
 
@@ -207,7 +207,7 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
         process.kill()  # it holds the turn
         await asyncio.to_thread(process.wait)
     request = GenerationRequest("last", [1], SamplingParams(max_tokens=4))
-    assert (await asyncio.wait_for(engine.generate(request), 60)).token_ids
+    assert (await asyncio.wait_for(engine.generate(request), 120)).token_ids
     await engine.close()
 
 

@@ -34,7 +34,7 @@ async def test_a_run_with_real_models_leaves_everything_it_promises(tmp_path: Pa
         trainer__checkpoint_every=2,
         trainer__evaluation={"every": 2},
     )
-    async with ServiceRun(tmp_path, config) as run:
+    async with ServiceRun(tmp_path, config, is_forked=False) as run:
         for role in ("rollout", "reward", "trainer"):
             run.start(role)
         assert await run.wait("trainer") == 0, run.log_of("trainer")
@@ -99,7 +99,7 @@ async def test_every_service_stops_when_asked_and_the_run_can_be_resumed(tmp_pat
         async def has_commits() -> bool:
             return await num_commits(run.broker, run.keys) >= 3
 
-        await wait_until(has_commits, 90)
+        await wait_until(has_commits)
         for role in ("trainer", "rollout", "reward"):
             assert await run.stop(role) == 0, run.log_of(role)
         assert (await read_state(run.broker, run.keys))["status"] != FINISHED

@@ -61,7 +61,7 @@ async def test_a_trainer_killed_again_and_again_ends_with_the_weights_of_an_undi
         run.start("reward")
         for threshold in thresholds:
             run.start("trainer")
-            await wait_until(lambda threshold=threshold: _num_scores(run, threshold), 90)
+            await wait_until(lambda threshold=threshold: _num_scores(run, threshold))
             run.kill("trainer")
         run.start("trainer")
         assert await run.wait("trainer") == 0, run.log_of("trainer")
@@ -85,11 +85,11 @@ async def test_who_takes_over_half_done_groups_generates_only_what_is_missing(tm
     async with ServiceRun(tmp_path, config) as run:
         await _issue_tickets(run)
         run.start("rollout", "first")
-        half_done = await wait_until(lambda: _half_done(run), 60)
+        half_done = await wait_until(lambda: _half_done(run))
         run.kill("first")
         before = {sample.key for sample in await messages(run.broker, run.keys.trajectories(), Trajectory)}
         run.start("rollout", "second", "rollout.simulated.group_s=0", "rollout.simulated.capacity=100")
-        await wait_until(lambda: _is_all_generated(run, 8 * SIZE), 60)
+        await wait_until(lambda: _is_all_generated(run, 8 * SIZE))
         samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
         assert await run.stop("second") == 0
         status = await group_status(run.broker, run.keys.prompts(), "rollout")
@@ -114,7 +114,7 @@ async def test_a_run_survives_the_death_of_redis(tmp_path: Path) -> None:
         for role in ("rollout", "reward", "trainer"):
             run.start(role)
         for num_done in (2, 6):
-            await wait_until(lambda num_done=num_done: _has_commits(run, num_done), 90)
+            await wait_until(lambda num_done=num_done: _has_commits(run, num_done))
             run.redis.kill()
             await asyncio.to_thread(run.redis.start)
         assert await run.wait("trainer") == 0, run.log_of("trainer")

@@ -42,16 +42,16 @@ async def test_a_run_survives_the_failover_of_a_sentinel_pair(tmp_path: Path) ->
             async def has_commits() -> bool:
                 return await num_commits(run.broker, run.keys) >= 5
 
-            await wait_until(has_commits, 120)
+            await wait_until(has_commits)
             pair.replica.kill()  # what the master takes now never reaches it
             before = pair.master.client.xlen(run.keys.trajectories())
-            await wait_until(lambda: pair.master.client.xlen(run.keys.trajectories()) > before + 8, 60)
+            await wait_until(lambda: pair.master.client.xlen(run.keys.trajectories()) > before + 8)
             known = pair.master.client.xlen(run.keys.trajectories())
             pair.master.kill()
             await asyncio.to_thread(pair.replica.start)
-            await wait_until(lambda: pair.replica.client.role()[0] == b"master", 60)
+            await wait_until(lambda: pair.replica.client.role()[0] == b"master")
             assert pair.replica.client.xlen(run.keys.trajectories()) < known, "nothing was lost: no test"
-            assert await run.wait("trainer", 200) == 0, run.log_of("trainer")
+            assert await run.wait("trainer") == 0, run.log_of("trainer")
             commits = await commits_of(run.broker, run.keys)
             assert [commit.step for commit in commits] == list(range(steps))
             assert_trained_once(commits, GROUPS)
@@ -79,7 +79,7 @@ async def whole_run(folder: Path, run_id: str, url: str, steps: int) -> None:
     async with ServiceRun(folder, config, run_id, url) as run:
         for role in SERVICES:
             run.start(role)
-        assert await run.wait("trainer", 200) == 0, run.log_of("trainer")
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
         commits = await assert_nothing_lost(run.broker, run.keys, steps * GROUPS)
         assert len(commits) == steps
         for role in ("rollout", "reward"):
@@ -134,10 +134,10 @@ async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothin
         async with ServiceRun(tmp_path, config, url=server.url) as run:
             for role in SERVICES:
                 run.start(role)
-            await wait_until(lambda: "Redis is full and holds only" in run.log_of("trainer"), 120)
-            await wait_until(lambda: "waiting for Redis" in run.log_of("rollout"), 60)
+            await wait_until(lambda: "Redis is full and holds only" in run.log_of("trainer"))
+            await wait_until(lambda: "waiting for Redis" in run.log_of("rollout"))
             server.client.config_set("maxmemory", "100mb")
-            assert await run.wait("trainer", 120) == 0, run.log_of("trainer")
+            assert await run.wait("trainer") == 0, run.log_of("trainer")
             assert_trained_once(await commits_of(run.broker, run.keys), GROUPS)
 
 
@@ -184,11 +184,11 @@ async def test_a_disk_that_takes_no_more_is_waited_out_and_nothing_half_written_
         async def has_commits() -> bool:
             return await num_commits(run.broker, run.keys) >= 2
 
-        await wait_until(has_commits, 120)
+        await wait_until(has_commits)
         trainer = run.processes["trainer"].pid
         _, hard = resource.prlimit(trainer, resource.RLIMIT_FSIZE)
         resource.prlimit(trainer, resource.RLIMIT_FSIZE, (weights_bytes(run) - 1, hard))
-        await wait_until(lambda: "waiting for the disk" in run.log_of("trainer"), 60)
+        await wait_until(lambda: "waiting for the disk" in run.log_of("trainer"))
         stopped_at = await num_commits(run.broker, run.keys)
         announced = await run.broker.execute("XLEN", run.keys.weights)
         written = len(list((run.run_dir / "weights").glob("v*")))
@@ -197,7 +197,7 @@ async def test_a_disk_that_takes_no_more_is_waited_out_and_nothing_half_written_
         assert await run.broker.execute("XLEN", run.keys.weights) == announced
         assert len(list((run.run_dir / "weights").glob("v*"))) == written
         resource.prlimit(trainer, resource.RLIMIT_FSIZE, (hard, hard))
-        assert await run.wait("trainer", 120) == 0, run.log_of("trainer")
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
         assert len(await assert_nothing_lost(run.broker, run.keys, steps * GROUPS)) == steps
         assert "torn" not in run.log_of("rollout")
 

@@ -20,7 +20,7 @@ from common.redis.client import make_blocking_client
 from common.run.state import publish_config
 from common.wire.keys import Keys
 from services.reward.rewards.sandbox import SandboxJobs
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.servers import INFRA, RedisServer, newest_server, server_version
 from tests.support.trajectories import make_config
 
@@ -96,7 +96,7 @@ async def run_code(
     jobs = SandboxJobs(broker, KEYS)
     try:
         tests = {"inputs": ["1"], "outputs": ["2"]}
-        found = await asyncio.wait_for(jobs.run("print(int(input()) * 2)", tests, LIMITS), 90)
+        found = await asyncio.wait_for(jobs.run("print(int(input()) * 2)", tests, LIMITS), 120)
     finally:
         await jobs.close()
         await broker.close()
@@ -132,7 +132,7 @@ def test_a_reward_worker_cannot_give_the_head_a_job(
         cwd=REPO,
         env=os.environ | users.variables("jobs"),
         check=True,
-        timeout=60,
+        timeout=120,
     )
     assert not mark.exists()
 

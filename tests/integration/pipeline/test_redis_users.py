@@ -27,7 +27,8 @@ from common.wire.keys import Keys
 from common.wire.messages import Lane
 from services.console.exporter.exporter import MetricsReader
 from tests.support.letters import make_ticket
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import (
     INFRA,
     RedisServer,
@@ -98,7 +99,7 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
     config = users_config(tmp_path)
     with RedisServer(tmp_path / "redis", *options) as server:
         admin = client_of(server, "admin", ssl=True, ssl_ca_certs=str(certificate))
-        async with ServiceRun(tmp_path, config, url=server.url) as run:
+        async with ServiceRun(tmp_path, config, url=server.url, is_forked=False) as run:
             for role in SERVICES:
                 run.variables[role] = {
                     "TIDEMILL_REDIS_USERNAME": role,
@@ -106,12 +107,12 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
                 }
             # Workers that come before the trainer has loaded the scripts ask once whether they may.
             run.start("trainer")
-            await wait_until(lambda: admin.exists(run.keys.prompts()), 120)
+            await wait_until(lambda: admin.exists(run.keys.prompts()))
             for role in SERVICES[1:]:
                 run.start(role)
             start_worker_of_jobs(run)
             admin.xadd(run.keys.trajectories(), {"p": b"poison"})
-            await wait_until(lambda: admin.xlen(run.keys.commits) > 0, 120)
+            await wait_until(lambda: admin.xlen(run.keys.commits) > 0)
             shown = command_lines([process.pid for process in run.processes.values()])
             run.kill("rollout")
             run.start("rollout", "second-rollout")
@@ -335,13 +336,13 @@ async def test_workers_wait_for_the_trainer_to_load_what_a_new_server_lacks(
             "store_result", [RUN.trajectories(), RUN.results(0), RUN.result_tickets()], [*"0123456"]
         )
     )
-    await wait_until(lambda: ("reward", "script|load") in refusals(admin), 30)
+    await wait_until(lambda: ("reward", "script|load") in refusals(admin))
     assert not call.done()
     with_user(monkeypatch, "trainer")
     trainer = await Broker.connect(server.url)
     await trainer.keep_scripts()
     with contextlib.suppress(redis.ResponseError):  # NOGROUP: it has run
-        await asyncio.wait_for(call, 30)
+        await asyncio.wait_for(call, 120)
     assert {user for user, _ in refusals(admin)} == {"reward"}
     await reward.close()
     await trainer.close()

@@ -78,6 +78,6 @@ async def test_the_scheduler_never_issues_beyond_the_gate(tmp_path: Path) -> Non
             beats = await run.broker.execute("HVALS", run.keys.workers("trainer"))
             return any(b'"wait:trajectories"' in beat for beat in beats)
 
-        await wait_until(is_waiting, 60)
+        await wait_until(is_waiting)
         assert await num_tickets() == 3 * config.trainer.groups_per_step
         assert await run.stop("trainer") == 0

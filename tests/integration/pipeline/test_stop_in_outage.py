@@ -27,7 +27,7 @@ async def test_services_stop_also_while_redis_is_away(tmp_path: Path) -> None:
     async with ServiceRun(tmp_path, config) as run:
         for role in roles:
             run.start(role)
-        await wait_until(has_commits, 90)
+        await wait_until(has_commits)
         run.redis.kill()
         for role in roles:
             assert await run.stop(role, 90) in (0, 1), run.log_of(role)

@@ -6,14 +6,14 @@ test loads every version's weights file and recomputes the logprobs of the token
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from common.config import RunConfig, load_config
 from common.streams import Entry, read_range
 from common.wire.messages import Commit, Lane, Trajectory
-from tests.support.runs import REPO, ServiceRun
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun
 from tests.support.vllm_machine import need_vllm
 
 need_vllm()
@@ -42,10 +42,9 @@ def _config() -> RunConfig:
     )
 
 
-@pytest.mark.timeout(600)
 async def test_engine_and_trainer_agree_after_every_in_flight_update(tmp_path: Path) -> None:
     """Max difference 1e-3 in fp32, for every version, over every trajectory of one version."""
-    async with ServiceRun(tmp_path, _config()) as run:
+    async with ServiceRun(tmp_path, _config(), is_forked=False) as run:
         for role in ("trainer", "rollout", "reward"):
             run.start(role)
         assert await run.wait("trainer", 500) == 0

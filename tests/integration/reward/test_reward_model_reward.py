@@ -59,13 +59,13 @@ async def test_killing_one_of_two_replicas_costs_no_sample(tmp_path: Path) -> No
             arguments = ("--reward", "rm", "--index", str(index))
             run.start("reward.replica", f"replica-{index}", arguments=arguments)
         run.start("reward")
-        await wait_until(lambda: _num_replicas(run, 2), 120)
+        await wait_until(lambda: _num_replicas(run, 2))
         sent = [make_trajectory(ticket, **_completion(ticket)) for ticket in range(COUNT)]
         await append(run.broker, run.keys.trajectories(), *sent[: COUNT // 2])
-        await wait_until(lambda: _num_scores(run, 10), 60)
+        await wait_until(lambda: _num_scores(run, 10))
         await append(run.broker, run.keys.trajectories(), *sent[COUNT // 2 :])
         psutil.Process(run.processes["replica-0"].pid).children()[0].kill()  # the server, not its keeper
-        await wait_until(lambda: _num_scores(run, COUNT), 120)
+        await wait_until(lambda: _num_scores(run, COUNT))
         scores = await _scores(run)
         assert await run.stop("reward") == 0
     assert sorted(score.ticket for score in scores) == list(range(COUNT))

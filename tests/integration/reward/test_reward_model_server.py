@@ -21,8 +21,8 @@ from services.reward.model_server.app import ScoringApp
 from services.reward.model_server.batcher import Batcher, BatchLimits
 from services.reward.model_server.requests import Inputs
 from services.reward.model_server.scoring_model import ScoringModel
+from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
-from tests.support.runs import REPO
 from tests.support.waiting import wait_until
 
 ROWS = [[5, 6, 7], [9] * 20, [3]]
@@ -250,7 +250,7 @@ async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, 
 async def test_a_lone_row_is_computed_without_company(model: ScoringModel) -> None:
     batcher = Batcher(model, LIMITS, flush_s=3600.0, max_queued_rows=8)
     batcher.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await batcher.score([[5, 6]])
     await batcher.close()
 
@@ -260,7 +260,7 @@ async def test_rows_that_expect_company_are_flushed_in_time(model: ScoringModel)
     standing.go.set()
     batcher = Batcher(standing, LIMITS, flush_s=0.3, max_queued_rows=8)  # type: ignore[arg-type]
     batcher.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         burst = [asyncio.create_task(batcher.score([[5] * (6 + i)])) for i in range(4)]
         await asyncio.gather(*burst)  # a burst, then silence: nobody fills the batch
     assert len(standing.batches) == 1
@@ -284,7 +284,7 @@ async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(
 ) -> None:
     process = start_server(path, tmp_path / "log", "--served-model-name", "rm", "--max-batch-rows", "1")
     try:
-        url = await wait_until(lambda: server_url(tmp_path / "log"), 120)
+        url = await wait_until(lambda: server_url(tmp_path / "log"))
         limits = httpx.Limits(max_connections=200)
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
             assert (await client.get("/health")).status_code == 200
@@ -293,10 +293,10 @@ async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(
             counted = {s.name: s.value for family in figures for s in family.samples if not s.labels}
             assert counted["tidemill_reward_model_batch_rows_count"] == 3
             asked = [asyncio.create_task(raw(client, input=[[5] * 250] * 20)) for _ in range(8)]
-            await wait_until(lambda: _is_computing(client), 60)
+            await wait_until(lambda: _is_computing(client))
             process.send_signal(signal.SIGTERM)
             assert [len(scores) for scores in await asyncio.gather(*asked)] == [20] * 8
-        assert await asyncio.to_thread(process.wait, 30) == 0, (tmp_path / "log").read_text()
+        assert await asyncio.to_thread(process.wait, 120) == 0, (tmp_path / "log").read_text()
     finally:
         process.kill()
         process.wait()

@@ -59,7 +59,6 @@ def url(path: Path) -> Iterator[str]:
     process.wait()
 
 
-@pytest.mark.timeout(600)
 async def test_vllm_and_this_project_agree(url: str, path: Path) -> None:
     model = ScoringModel(str(path))
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:

@@ -32,7 +32,7 @@ async def test_several_rewards_and_a_ranking_train_a_run_and_leave_nothing_behin
         for name in ("rollout", "reward-0", "reward-1"):
             run.start(name.partition("-")[0], name)
         run.start("trainer")
-        assert await run.wait("trainer", 120) == 0
+        assert await run.wait("trainer") == 0
         commits = [
             entry.message
             for entry in await read_range(run.broker, run.keys.commits, Commit)

@@ -123,12 +123,12 @@ async def test_killing_one_of_two_replicas_in_the_middle_costs_no_sample(run: Se
     await urls(run, 2)
     run.start("reward", "w1")
     await append(run.broker, run.keys.trajectories(), *[make_trajectory(t, text=str(t)) for t in range(300)])
-    await wait_until(lambda: _num_scores(run), 60)
+    await wait_until(lambda: _num_scores(run))
     run.kill("replica-0")
     await append(
         run.broker, run.keys.trajectories(), *[make_trajectory(t, text=str(t)) for t in range(300, 400)]
     )
-    await wait_until(lambda: _has(run, 400), 60)
+    await wait_until(lambda: _has(run, 400))
     scores = await _scores(run)
     assert {score.status for score in scores} == {ScoreStatus.OK}
     assert sorted(score.key for score in scores) == [(t, 0) for t in range(400)]

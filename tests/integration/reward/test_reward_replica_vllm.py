@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
 from common.run.replicas import ReplicaRegistry
 from common.streams import Entry, append, read_range
@@ -21,7 +20,6 @@ from tests.support.waiting import wait_until
 
 need_vllm()
 
-pytestmark = pytest.mark.timeout(600)
 
 WITHOUT_AMX = (sys.executable, "-m", "tests.support.without_amx")
 VERDICTS = "def read(words):\n    return {'score': float(len(words.split())), 'words': words}\n"

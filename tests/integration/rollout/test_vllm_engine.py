@@ -30,7 +30,7 @@ from tests.support.vllm_machine import need_vllm
 
 need_vllm()
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EOS_IDS = [1, 5]
 VOCAB_SIZE = 256

@@ -20,7 +20,8 @@ from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
 from common.wire.messages import WeightManifest
 from services.rollout.weight_follower import WeightDownload, weight_download
 from services.trainer.weights.store import WeightStore
-from tests.support.runs import REPO, ServiceRun, simulated_config
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.training import assert_nothing_lost
 

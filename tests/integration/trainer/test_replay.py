@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from common.history import History, StreamName
 from common.history.records import read_group
 from common.redis.embedded import EmbeddedRedis
 from common.wire.messages import Commit, Ticket
-from tests.support.preloaded import PreloadedRun
-from tests.support.runs import REPO, simulated_config
+from tests.support import preloaded
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import commits_of
 
 STEPS, BUGGY_STEP = 24, 2
@@ -32,15 +32,14 @@ def tidemill(runs: Path, *words: str, url: str = "") -> subprocess.CompletedProc
     """A command as a user gives it; without `url` there is no Redis."""
     environment = {k: v for k, v in os.environ.items() if k != "TIDEMILL_REDIS_URL"}
     environment |= {"TIDEMILL_RUNS_DIR": str(runs)} | ({"TIDEMILL_REDIS_URL": url} if url else {})
-    command = [sys.executable, "-m", "services.console", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=240)
+    return preloaded.tidemill(*words, **environment)
 
 
-async def train(run: PreloadedRun) -> None:
+async def train(run: ServiceRun) -> None:
     """All steps, by real services."""
     for role in ("rollout", "reward", "trainer"):
         run.start(role)
-    assert await run.wait("trainer", 240) == 0, run.log_of("trainer")
+    assert await run.wait("trainer") == 0, run.log_of("trainer")
     (run.run_dir / "config.yaml").write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
 
 
@@ -65,7 +64,7 @@ def arith(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Commit]]
 
 
 async def train_and_archive(runs: Path, config: RunConfig) -> list[Commit]:
-    async with PreloadedRun(runs, config, "arith") as run:
+    async with ServiceRun(runs, config, "arith") as run:
         await train(run)
         with writing(run.run_dir):
             for stream in StreamName:
@@ -143,11 +142,11 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path: Path) -> No
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
     try:
-        async with PreloadedRun(tmp_path, config, "good", server.url) as good:
+        async with ServiceRun(tmp_path, config, "good", server.url) as good:
             await train(good)
             ticket = await buggy_ticket(History("good", None, good.broker), config)
         plant_bug(config, str(ticket.ground_truth))
-        async with PreloadedRun(tmp_path, config, "bad", server.url) as bad:
+        async with ServiceRun(tmp_path, config, "bad", server.url) as bad:
             await train(bad)
 
         found = tidemill(tmp_path, "diff", "good", "bad", url=server.url)

@@ -24,7 +24,7 @@ from common.streams import Entry, Garbled, append_numbered, decoded, trim_before
 from common.wire.keys import Keys
 from common.wire.messages import Commit
 from tests.support.archives import STREAM, archive, fill, ids_listed, raw, run_folder, scanned
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 DEATHS = {
     "in the middle of a file": "common.archive.writer.widen",

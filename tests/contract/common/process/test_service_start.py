@@ -30,7 +30,7 @@ def options(**values: Any) -> argparse.Namespace:
 
 
 async def find(role: str, broker: Any, keys: Any, **values: Any) -> Any:
-    return await asyncio.wait_for(service._find_config(role, broker, keys, options(**values)), 20)
+    return await asyncio.wait_for(service._find_config(role, broker, keys, options(**values)), 120)
 
 
 async def test_a_worker_waits_for_its_run_and_says_so(broker, keys, monkeypatch):

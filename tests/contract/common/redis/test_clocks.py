@@ -29,7 +29,7 @@ async def test_what_a_dead_consumer_holds_is_taken_over_after_a_lease_though_the
         taken.extend(entry.entry_id for entry in await rival.fetch(10, 0))
         return len(taken) == 3
 
-    await wait_until(takes_over, 30)
+    await wait_until(takes_over)
     assert sorted(taken) == sorted(delivery.entry_id for delivery in held)
 
 

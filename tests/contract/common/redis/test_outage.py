@@ -16,7 +16,7 @@ from common.redis.embedded import EmbeddedRedis
 from common.streams import Consumer, append, ensure_group
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import Trajectory
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 
@@ -158,7 +158,7 @@ def test_a_process_that_may_open_no_more_files_says_that_and_not_that_redis_is_a
     try:
         environment = {**os.environ, "TIDEMILL_REDIS_URL": server.url, "TIDEMILL_REDIS_WAIT_S": "60"}
         command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=120)
     finally:
         server.stop()
     said = done.stdout + done.stderr

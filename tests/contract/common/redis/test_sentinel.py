@@ -55,12 +55,12 @@ async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(
     async with consumer:
         waiting = asyncio.create_task(consumer.fetch(1, 5.0))
         await wait_until(pair.is_replicated)
-        await wait_until(pair.fails_over, 60)
+        await wait_until(pair.fails_over)
 
         async def has_moved() -> bool:
             return (await broker.info("server"))["tcp_port"] == str(pair.replica.port)
 
-        await wait_until(has_moved, 60)
+        await wait_until(has_moved)
         await append(broker, keys.trajectories(), make_trajectory(1))
         while not (fetched := await waiting):
             waiting = asyncio.create_task(consumer.fetch(1, 5.0))

@@ -1,0 +1,60 @@
+"""`make test` gives tests that failed beside others a second look, alone; real failures stay failures."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONGEST, TESTS
+from tests.second_look import HEADING
+from tests.support.preloaded import REPO
+
+BESIDE = "'PYTEST_XDIST_WORKER' in __import__('os').environ"
+
+
+def look(folder: Path, *words: str, **files: str) -> tuple[int, str]:
+    """Exit code and output of a run of these files of tests on two workers."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "tests.second_look", ".", "-q", "-n", "2", "-p", "no:hypothesispytest"]
+    done = subprocess.run(
+        [*command, *words],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def test_what_passes_alone_is_named_and_the_run_is_green(tmp_path: Path) -> None:
+    code, output = look(tmp_path, test_a=f"def test_a(): pass\ndef test_b(): assert not {BESIDE}\n")
+    assert code == 0, output
+    assert output.rstrip().endswith(f"=== {HEADING}\n    test_a.py::test_b")
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "code"),
+    [
+        ({"test_a": f"def test_a(): assert 0\ndef test_b(): assert not {BESIDE}\n"}, (), 1),
+        ({"test_a": f"def test_b(): assert not {BESIDE}\n", "test_b": "import no_such_module\n"}, (), 1),
+        ({"test_a": f"def test_b(): assert not {BESIDE}\n"}, ("-x",), 2),
+        ({"test_a": "\n".join(f"def test_{i}(): assert not {BESIDE}" for i in range(21))}, (), 1),
+        ({"test_a": "def test_a(): pass\n"}, ("-k", "nothing"), 5),
+    ],
+    ids=["fails alone", "not collected", "stopped", "too many", "none"],
+)
+def test_anything_else_is_no_success(
+    files: dict[str, str], words: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
+    found, output = look(tmp_path, *words, **files)
+    assert found == code, output
+    assert HEADING not in output
+
+
+def test_the_files_that_come_first_are_there() -> None:
+    assert [name for name in LONGEST if not (TESTS / name).exists()] == []

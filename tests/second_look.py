@@ -1,0 +1,63 @@
+"""All tests beside each other; then those that failed once more, alone and one after the other.
+
+A machine that is busy with other tests can make one fail that is right. Such a test is named at the end, and
+the run counts as passed. A test that fails alone as well is a failure; so is a run that was stopped, one that
+could not collect its tests, and one in which many fail, without a second look. A run that was not parallel
+needs none: its tests were alone. The arguments are pytest's: `python -m tests.second_look tests -q -n 4`.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+MOST = 20
+"""With more failures than this it is not the machine."""
+HEADING = "unsteady: failed beside others, passed alone"
+
+
+class FirstLook:
+    """Notes in the process that leads the run what failed, and whether the others were all run."""
+
+    def __init__(self) -> None:
+        self.failed: dict[str, None] = {}
+        self.is_parallel = self.is_whole = False
+        self.is_collected = True
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Whether tests run beside each other."""
+        self.is_parallel = bool(config.getoption("numprocesses", None))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file could not be read; the tests of the others are run all the same."""
+        self.is_collected = self.is_collected and not report.failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test, its fixtures or its worker failed."""
+        if report.failed:
+            self.failed[report.nodeid] = None
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """With -x, for one, tests are left."""
+        self.is_whole = self.is_collected and not (session.shouldstop or session.shouldfail)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code as pytest's: 0 where everything has passed, if only alone."""
+    first = FirstLook()
+    code = int(pytest.main(list(arguments), plugins=[first]))
+    if code != pytest.ExitCode.TESTS_FAILED or not (first.is_parallel and first.is_whole and first.failed):
+        return code
+    if len(first.failed) > MOST:
+        print(f"{len(first.failed)} tests failed: too many for a second look, which {MOST} get at most")
+        return code
+    print(f"\n=== a second look at {len(first.failed)} that failed: alone, one after the other", flush=True)
+    code = subprocess.call([sys.executable, "-m", "pytest", "-q", *first.failed])
+    if code == pytest.ExitCode.OK:
+        print(f"\n=== {HEADING}", *first.failed, sep="\n    ", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
