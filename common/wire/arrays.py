@@ -80,3 +80,10 @@ def pack_bits(mask: Bits) -> bytes:
 Int32Array = Annotated[Int32, BeforeValidator(_int32)]
 Float32Array = Annotated[Float32, BeforeValidator(_float32)]
 BitArray = Annotated[Bits, BeforeValidator(_bits)]
+
+
+def is_same(mine: Any, theirs: Any) -> bool:
+    """Equality that gives one answer for arrays too."""
+    if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
+        return type(mine) is type(theirs) and mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+    return bool(mine == theirs)
