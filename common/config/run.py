@@ -124,6 +124,7 @@ class RunConfig(Section):
                 f"({self.trainer.groups_per_step}): every update takes the same number of groups"
             )
         self._groups_fit()
+        self._rewards_fit()
         self._algorithm_fits()
         self._placement_fits()
         return self
@@ -145,6 +146,15 @@ class RunConfig(Section):
         if self.shared_turn_s is not None and rollout.engine == "transformers":
             raise ValueError(
                 "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
+            )
+
+    def _rewards_fit(self) -> None:
+        named = [name for name, reward in self.reward.named.items() if reward.environment]
+        if named and self.rollout.environment.is_single_turn:
+            raise ValueError(
+                f"reward.rewards.{named[0]} is the environment's own reward, but rollout.environment.use is "
+                "single_turn: nothing answers the model, and nothing gives that reward. Name an environment "
+                "in rollout.environment.use, or take another reward"
             )
 
     def _groups_fit(self) -> None:
