@@ -1,5 +1,6 @@
 """Sessions as a rollout worker publishes them: turns of the model, answers of the environment, forks."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from common.wire.messages import Trajectory
 from common.wire.segments import Segment, Session
 from services.rollout.engines.engine import Generation
 from services.rollout.sessions.recorder import SegmentRecorder
+from services.trainer.groups.samples import Sample, make_sample
 from tests.support.trajectories import make_trajectory
 
 Ids = tuple[int, ...]
@@ -58,3 +60,41 @@ def rows_by_hand(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
         )
         for segment in trajectory.segments
     ]
+
+
+def random_session(
+    ticket: int, index: int, num_segments: int = 2, seed: int = 0, **fields: Any
+) -> Trajectory:
+    """Of two turns and an answer of the environment in each segment, with rewards of turns; at most 22 tokens
+    a segment, and rollout logprobs around -3."""
+    rng = np.random.default_rng((seed, ticket, index))
+
+    def ids(most: int) -> Ids:
+        return tuple(int(token) for token in rng.integers(3, 32, rng.integers(1, most + 1)))
+
+    segments = []
+    for _ in range(num_segments):
+        rewards = tuple(rng.normal(size=2).round(3).tolist())
+        made = make_segment(ids(6), ids(5), ids(4), ids(5), rewards=rewards, logprob=-2.5)
+        segments.append(made.model_copy(update={"spans": ((0, 0),)}))
+    return make_session(ticket, index, *segments, **fields)
+
+
+def session_samples(count: int, seed: int = 0) -> list[Sample]:
+    """Samples of one to three segments with an advantage each."""
+    rng = np.random.default_rng(seed)
+    made = [make_sample(random_session(i // 4 + 100, i % 4, i % 3 + 1, seed)) for i in range(count)]
+    return [replace(s, advantage=float(rng.normal()), reward=float(rng.random())) for s in made]
+
+
+def played(single: Trajectory) -> Trajectory:
+    """A session in place of a single turn, by the same version: an answer of the environment, another turn,
+    and a second segment."""
+    ids, first, (version, _) = tuple(single.completion_ids.tolist()), (3, 4), single.spans[0]
+    segments = [
+        make_segment(prompt, ids, first, (*ids, 5), rewards=(0.25, None), logprob=-1.0)
+        for prompt in (tuple(single.prompt_ids.tolist()), (7, 8, 9))
+    ]
+    fixed = [segment.model_copy(update={"spans": ((version, 0),)}) for segment in segments]
+    kept = single.model_dump(include={"step", "group_size", "prompt_text", "ground_truth", "extra"})
+    return make_session(single.ticket, single.index, *fixed, **kept)
