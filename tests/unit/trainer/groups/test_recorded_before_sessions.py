@@ -10,6 +10,8 @@ from common.wire.messages import Lane, Trajectory
 from services.reward.sample import RewardSample
 from services.trainer.groups.samples import make_sample, sampled_versions
 
+PAYLOAD_BYTES = 1072
+"""Of the four records, as its manifest says."""
 FOLDER = Path(__file__).parents[3] / "data" / "before_sessions"
 
 
@@ -26,3 +28,4 @@ async def test_an_archive_of_before_is_read_scored_and_trained_as_single_turns()
         assert sampled_versions(made).tolist() == [0, 0, 1]
         assert RewardSample.from_trajectory(made, Lane.TRAIN).session is None
         assert codec.decode(codec.encode(made), Trajectory) == made
+    assert sum(len(codec.encode_payload(made)) for made in found) == PAYLOAD_BYTES, "a single turn has grown"
