@@ -57,6 +57,10 @@ class EngineError(TidemillError):
     """The generation engine failed for good; the process has to be restarted."""
 
 
+class EnvironmentFaultError(TidemillError):
+    """An environment could not start, did not answer in time, or died: no fault of the model's."""
+
+
 class RewardError(TidemillError):
     """A reward could not be computed; carries the reason in plain words."""
 

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from common.config.environment import EnvironmentConfig
 from common.config.section import Section
 
 
@@ -11,7 +12,7 @@ class SamplingConfig(Section):
     """How completions of training tickets are sampled."""
 
     max_tokens: int = Field(512, ge=1, le=1 << 20)
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens; with an environment, longest turn."""
     temperature: float = Field(1.0, ge=0.01, le=10.0)
     """Softmax temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -86,6 +87,7 @@ class RolloutConfig(Section):
     num_threads: int = Field(0, ge=0, le=1024)
     """CPU threads of the engine; 0 shares the cores, less one, between this machine's workers."""
     sampling: SamplingConfig = SamplingConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     vllm: VllmConfig = VllmConfig()
     transformers: TransformersConfig = TransformersConfig()
     simulated: SimulatedConfig = SimulatedConfig()

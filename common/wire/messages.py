@@ -13,13 +13,11 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from common.wire.arrays import BitArray, Bits, Float32Array, Int32Array
+from common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
+from common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
 
 TrajectoryKey = tuple[int, int]
 """`(ticket, index)`: identifies one trajectory and its score everywhere downstream."""
-
-VersionSpan = tuple[int, int]
-"""`(version, first_token)`: from this completion token on, `version` produced the tokens."""
 
 
 class Lane(StrEnum):
@@ -39,14 +37,7 @@ class Message(BaseModel):
         if type(other) is not type(self):
             return NotImplemented
         mine, theirs = self.__dict__, other.__dict__
-        return all(_is_same(mine[name], theirs[name]) for name in type(self).model_fields)
-
-
-def _is_same(mine: Any, theirs: Any) -> bool:
-    """Equality that gives one answer for arrays too."""
-    if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
-        return type(mine) is type(theirs) and mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
-    return bool(mine == theirs)
+        return all(is_same(mine[name], theirs[name]) for name in type(self).model_fields)
 
 
 class PromptFields(Message):
@@ -87,7 +78,8 @@ class Ticket(PromptFields):
 
 
 class Trajectory(PromptFields):
-    """One completion of a group: G is `group_size`, T the number of completion tokens."""
+    """One sample of a group: a completion, or a whole session. G is `group_size`, T the number of tokens in
+    the completion of its first segment, which is the only one of a single turn."""
 
     kind: ClassVar[str] = "trajectory"
     ticket: int = Field(ge=0)
@@ -98,11 +90,12 @@ class Trajectory(PromptFields):
     logprobs: Float32Array
     loss_mask: BitArray | None = Field(None, description="which tokens are trained; absent means all")
     spans: tuple[VersionSpan, ...]
-    finish: Literal["stop", "length"] = "stop"
+    finish: Finish = Field("stop", description="`length` where it is truncated: by a limit, not by itself")
     text: str = ""
     worker: str = ""
     started_at: float = 0.0
     finished_at: float = 0.0
+    session: Session | None = Field(None, description="absent for a single turn")
 
     @property
     def key(self) -> TrajectoryKey:
@@ -111,8 +104,26 @@ class Trajectory(PromptFields):
 
     @property
     def num_tokens(self) -> int:
-        """T, the number of completion tokens."""
+        """T, the number of completion tokens of the first segment."""
         return len(self.completion_ids)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All rows to train on; a single turn is one."""
+        first = Segment.model_construct(
+            prompt_ids=self.prompt_ids,
+            completion_ids=self.completion_ids,
+            logprobs=self.logprobs,
+            loss_mask=self.loss_mask,
+            spans=self.spans,
+            turns=self.session.turns if self.session else (),
+        )
+        return (first, *self.forks)
+
+    @property
+    def forks(self) -> tuple[Segment, ...]:
+        """The segments after the first one."""
+        return self.session.forks if self.session else ()
 
     @cached_property
     def mask(self) -> Bits:
@@ -122,15 +133,18 @@ class Trajectory(PromptFields):
     @cached_property
     def min_version(self) -> int:
         """The oldest version that produced a token of this trajectory."""
-        return min(version for version, _ in self.spans)
+        return min(version for spans in self._all_spans() for version, _ in spans)
 
     @cached_property
     def max_version(self) -> int:
         """The newest version that produced a token of this trajectory."""
-        return max(version for version, _ in self.spans)
+        return max(version for spans in self._all_spans() for version, _ in spans)
+
+    def _all_spans(self) -> list[tuple[VersionSpan, ...]]:
+        return [self.spans, *(fork.spans for fork in self.forks)]
 
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The version that produced each token. Shape [T], int32."""
+        """The version that produced each token of the first segment. Shape [T], int32."""
         versions = np.empty(self.num_tokens, dtype=np.int32)
         for version, first in self.spans:
             versions[first:] = version
@@ -138,18 +152,9 @@ class Trajectory(PromptFields):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        num_tokens = len(self.completion_ids)
-        if len(self.logprobs) != num_tokens:
-            raise ValueError(f"{num_tokens} completion ids but {len(self.logprobs)} logprobs")
-        if self.loss_mask is not None and len(self.loss_mask) != num_tokens:
-            raise ValueError(f"{num_tokens} completion ids but a loss mask of {len(self.loss_mask)}")
-        if not self.spans or self.spans[0][1] != 0:
-            raise ValueError(f"version spans must start at token 0, got {self.spans}")
-        firsts = [first for _, first in self.spans]
-        if firsts != sorted(set(firsts)) or (num_tokens and firsts[-1] >= num_tokens):
-            raise ValueError(f"version spans {self.spans} do not fit {num_tokens} completion tokens")
-        if min(version for version, _ in self.spans) < 0:
-            raise ValueError(f"versions cannot be negative, got {self.spans}")
+        check_tokens(self.completion_ids, self.logprobs, self.loss_mask, self.spans)
+        if self.session is not None:
+            check_turns(self.session.turns, len(self.completion_ids))
         if self.index >= self.group_size:
             raise ValueError(f"index {self.index} is outside a group of {self.group_size}")
         return self

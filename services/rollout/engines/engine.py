@@ -15,7 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.wire.messages import SamplingParams, VersionSpan
+from common.wire.messages import SamplingParams
+from common.wire.segments import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Generation:
     logprobs: list[float]
     spans: tuple[VersionSpan, ...]
     finish: Literal["stop", "length"]
+    num_cached_tokens: int = -1
+    """Prompt tokens whose keys and values were in the prefix cache; -1: the engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from common.config.run import RunConfig
 from common.errors import EngineError
-from common.wire.messages import VersionSpan
+from common.wire.segments import VersionSpan
 from services.rollout.engines.engine import (
     Generation,
     GenerationRequest,

@@ -23,8 +23,11 @@ from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, Tra
 from services.trainer.groups.samples import PrecomputedTokens
 from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.policy.transformers_policy import TransformersPolicy
+from services.trainer.replay.session import ReplayedStep
+from services.trainer.replay.torch_dump import batch_of
 from services.trainer.step import StepResult, StepRunner, make_commit
-from tests.support.models import PIECES, make_policy, one_batch, run_config
+from tests.support.models import PIECES, make_policy, one_batch, run_config, tiny_llama
+from tests.support.sessions import random_session
 from tests.support.training import make_context, make_score, outstanding
 from tests.support.trajectories import make_trajectory
 
@@ -34,11 +37,16 @@ OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
 
 
 def group_of(ticket: int) -> CompleteGroup:
-    """A group of completions of very unequal lengths, each with its score."""
+    """A group of completions of very unequal lengths, each with its score; every other ticket's is of a
+    session of two segments and a session of one, with rewards of turns."""
     rng = np.random.default_rng(ticket)
     trajectories, scores = {}, {}
     for index in range(SIZE):
         count = int(rng.integers(1, 9))
+        scores[index] = make_score(ticket, index, float(rng.normal()))
+        if ticket % 2:
+            trajectories[index] = random_session(ticket, index, 2 - index, group_size=SIZE)
+            continue
         trajectories[index] = make_trajectory(
             ticket,
             index,
@@ -47,7 +55,6 @@ def group_of(ticket: int) -> CompleteGroup:
             completion_ids=rng.integers(3, len(PIECES), count).astype(np.int32),
             logprobs=rng.normal(-3.0, 0.5, count).astype(np.float32),
         )
-        scores[index] = make_score(ticket, index, float(rng.normal()))
     return CompleteGroup(ticket, 0, trajectories, scores)
 
 
@@ -97,7 +104,11 @@ def config_of(num_mini_batches: int, micro_batch_tokens: int = 64, **algorithm: 
             "optimizer": OPTIMIZER,
             "algorithm": algorithm,
         },
-        rollout={"sampling": {"max_tokens": 14, "temperature": 1.0}},
+        rollout={
+            "sampling": {"max_tokens": 14, "temperature": 1.0},
+            "environment": {"use": "my_env.py:MyEnv", "max_tokens": 14},
+        },
+        reward={"rewards": {"game": {"environment": True, "weight": 0.5}}},
     )
 
 
@@ -344,3 +355,24 @@ async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
     await runner.precompute.compute(group, 0)
     assert runner.precompute.is_ready(group, 0)
     assert not runner.precompute.is_ready(group, 1)
+
+
+def test_the_dump_of_a_step_has_a_row_for_each_segment_and_its_loss_is_the_recorded_one():
+    config = config_of(1)
+    policy = policy_of(config)
+    start = {name: parameter.detach().clone() for name, parameter in policy._parameters}
+    result = run_step(config, policy, range(GROUPS))
+    groups: dict[int, Any] = {ticket: group_of(ticket) for ticket in range(GROUPS)}
+    batch = batch_of(config, ReplayedStep(commit_of(result), groups, result, {}, ""), None)
+    assert len(batch["input_ids"]) == GROUPS * SIZE + GROUPS // 2
+    assert sorted(batch["segment"].tolist()) == [0] * GROUPS * SIZE + [1] * (GROUPS // 2)
+    assert ((batch["token_versions"] >= 0) | ~batch["loss_mask"]).all()
+
+    model = tiny_llama().double()
+    model.load_state_dict(start, strict=False)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logprobs = model(**inputs).logits[:, :-1].log_softmax(-1)
+    logprobs = logprobs.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    importance = (logprobs - batch["rollout_logprobs"][:, 1:]).exp().clamp(max=2.0)
+    terms = (importance * batch["advantages"][:, 1:])[batch["loss_mask"][:, 1:]]
+    assert -terms.sum().item() == pytest.approx(result.sums.loss_sum, rel=1e-5)

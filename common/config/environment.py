@@ -1,0 +1,73 @@
+"""The `rollout.environment` section: what answers the model, and within which limits."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.config.section import Section
+
+SINGLE_TURN, TOOLS, AGENT = "single_turn", "tools", "agent"
+
+CallFormat = Literal["auto", "hermes", "llama3", "json"]
+
+
+class EnvironmentConfig(Section):
+    """What a rollout worker plays for each sample: a session of an environment and the model."""
+
+    use: str = SINGLE_TURN
+    """`single_turn`: one completion and no more. `tools`: the functions of `tools`. `agent`: the program of
+    `agent`. Else a class or factory of your own, `my_env.py:MyEnv` or `package.module:MyEnv`: one of TRL's,
+    SkyRL-gym's or OpenEnv's, or ours."""
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, `my_tools.py:search` each: typed, with a docstring that says what
+    each argument means; plain or async."""
+    agent: str = ""
+    """A program that plays a session against an address like OpenAI's or Anthropic's: a function,
+    `my_agent.py:run`, or a command that starts with `$ `, such as `$ python my_agent.py`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class or factory that `use` names."""
+    call_format: CallFormat = "auto"
+    """How the model writes calls of tools. `auto` looks at the chat template."""
+    max_turns: int = Field(16, ge=1, le=10_000)
+    """Turns of the model in one session; then it is truncated."""
+    max_tokens: int = Field(0, ge=0, le=1 << 20)
+    """Completion tokens of one session, those of the environment included; then it is truncated. 0: as many
+    as `model.max_model_len` leaves."""
+    max_result_tokens: int = Field(0, ge=0, le=1 << 20)
+    """A longer answer of the environment is cut in its middle, and says so. 0: no limit of its own."""
+    call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
+    """One call of the environment may take this long, in seconds; longer is a fault of it."""
+    session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
+    """A whole session may take this long, in seconds; then it is truncated."""
+    attempts: int = Field(3, ge=1, le=100)
+    """How often a worker plays a session whose environment fails, before it gives the ticket to another."""
+    processes: int = Field(8, ge=1, le=1024)
+    """Most processes of one worker in which blocking environments and tools run."""
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether there is nothing that answers the model."""
+        return self.use == SINGLE_TURN
+
+    @model_validator(mode="after")
+    def _fits(self) -> "EnvironmentConfig":
+        if self.use == TOOLS and not self.tools:
+            raise ValueError(
+                "use: tools needs `tools`: the functions that the model may call, "
+                "for example [my_tools.py:search]"
+            )
+        if self.use == AGENT and not self.agent:
+            raise ValueError(
+                "use: agent needs `agent`: a function such as my_agent.py:run, "
+                "or a command such as `$ python my_agent.py`"
+            )
+        if self.tools and self.use != TOOLS:
+            raise ValueError(f"`tools` goes with use: tools, and use is {self.use}")
+        if self.agent and self.use != AGENT:
+            raise ValueError(f"`agent` goes with use: agent, and use is {self.use}")
+        if self.use not in (SINGLE_TURN, TOOLS, AGENT) and ":" not in self.use:
+            raise ValueError(
+                f"use must be single_turn, tools, agent, or a class of your own such as my_env.py:MyEnv; "
+                f"got {self.use!r}"
+            )
+        return self

@@ -1,0 +1,118 @@
+"""What a session leaves: segments to train on, and the turns in them.
+
+A session is one play of one sample: an environment and the model take turns. Its first segment lies in the
+fields of the `Trajectory` itself, where a completion of a single turn lies too; what only sessions have is in
+`Session`. A single turn has none, so its record costs no byte more.
+"""
+
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
+
+VersionSpan = tuple[int, int]
+"""`(version, first_token)`: from this completion token on, `version` produced the tokens."""
+
+Finish = Literal["stop", "length"]
+"""How a generation ended: by itself, or at its limit of tokens."""
+
+SessionEnd = Literal["done", "max_turns", "max_tokens", "timeout"]
+"""Why a session ended: the environment or the model was done, or it reached a limit and is truncated."""
+
+
+class Turn(BaseModel):
+    """One generation by the engine: tokens `first` to `first + num_tokens` of its segment's completion."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    first: int = Field(ge=0)
+    num_tokens: int = Field(ge=0)
+    finish: Finish = "stop"
+    num_prompt_tokens: int = Field(0, ge=0, description="tokens before it: prompt and completion so far")
+    num_cached_tokens: int = Field(-1, ge=-1, description="of those, from the prefix cache; -1: not known")
+    num_calls: int = Field(0, ge=0, description="calls of tools in it")
+    num_wrong_calls: int = Field(0, ge=0, description="of those, that the tool or its parser refused")
+    reward: float | None = Field(None, description="what the environment gave for this turn alone")
+    engine_s: float = Field(0.0, ge=0.0)
+    environment_s: float = Field(0.0, ge=0.0, description="what the environment took for its answer to it")
+
+    @property
+    def end(self) -> int:
+        """The token after its last one."""
+        return self.first + self.num_tokens
+
+
+class Segment(BaseModel):
+    """One row to train on: T completion tokens, of the model (mask 1) and of the environment (mask 0)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+    prompt_ids: Int32Array
+    completion_ids: Int32Array
+    logprobs: Float32Array
+    loss_mask: BitArray | None = None
+    spans: tuple[VersionSpan, ...]
+    turns: tuple[Turn, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Segment):
+            return NotImplemented
+        return all(is_same(getattr(self, name), getattr(other, name)) for name in type(self).model_fields)
+
+    @property
+    def mask(self) -> Bits:
+        """The loss mask with its default filled in. Shape [T], bool."""
+        return np.ones(len(self.completion_ids), dtype=np.bool_) if self.loss_mask is None else self.loss_mask
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_tokens(self.completion_ids, self.logprobs, self.loss_mask, self.spans)
+        check_turns(self.turns, len(self.completion_ids))
+        return self
+
+
+class Session(BaseModel):
+    """What a trajectory of several turns has beside its first segment."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+    environment: str = Field(description="as `rollout.environment.use` names it")
+    turns: tuple[Turn, ...] = Field((), description="those of the first segment")
+    forks: tuple[Segment, ...] = Field((), description="further segments, where the history was rewritten")
+    messages: tuple[dict[str, Any], ...] = Field(
+        (), description="what was said after the prompt, by the model and the environment, as chat messages"
+    )
+    end: SessionEnd = "done"
+    reward: float | None = Field(None, description="the environment's own; absent where it gives none")
+    metrics: dict[str, float] = Field(default_factory=dict, description="what the environment counted")
+    histories: dict[str, int] = Field(
+        default_factory=dict,
+        description="how often a client's history was `clean`, `realigned`, `forked`; empty without a client",
+    )
+    num_faults: int = Field(0, ge=0, description="tries before this one that ended in an environment's fault")
+
+
+def check_tokens(completion_ids: Any, logprobs: Any, loss_mask: Any, spans: tuple[VersionSpan, ...]) -> None:
+    """Check arrays of T completion tokens against each other. Raises ValueError: they do not fit."""
+    num_tokens = len(completion_ids)
+    if len(logprobs) != num_tokens:
+        raise ValueError(f"{num_tokens} completion ids but {len(logprobs)} logprobs")
+    if loss_mask is not None and len(loss_mask) != num_tokens:
+        raise ValueError(f"{num_tokens} completion ids but a loss mask of {len(loss_mask)}")
+    if not spans or spans[0][1] != 0:
+        raise ValueError(f"version spans must start at token 0, got {spans}")
+    firsts = [first for _, first in spans]
+    if firsts != sorted(set(firsts)) or (num_tokens and firsts[-1] >= num_tokens):
+        raise ValueError(f"version spans {spans} do not fit {num_tokens} completion tokens")
+    if min(version for version, _ in spans) < 0:
+        raise ValueError(f"versions cannot be negative, got {spans}")
+
+
+def check_turns(turns: tuple[Turn, ...], num_tokens: int) -> None:
+    """Check that turns follow each other within T completion tokens. Raises ValueError: they do not."""
+    end = 0
+    for turn in turns:
+        if turn.first < end or turn.end > num_tokens:
+            raise ValueError(
+                f"a turn of tokens {turn.first} to {turn.end} does not fit after token {end} of {num_tokens}"
+            )
+        end = turn.end

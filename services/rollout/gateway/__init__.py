@@ -1,0 +1,1 @@
+"""An address for each session of an agent program, like those of OpenAI and Anthropic."""

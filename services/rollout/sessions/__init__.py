@@ -1,0 +1,1 @@
+"""One session: its tokens as they were sampled, the chat format between them, and who plays it."""

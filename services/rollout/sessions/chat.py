@@ -1,0 +1,52 @@
+"""A model's chat format: from messages to token ids, and back from what the model wrote."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+ChatMessage = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as the model wrote it. `error` says why it cannot be made, if it cannot."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What the model said in one turn: the message for a history, and its calls in order."""
+
+    message: dict[str, Any]
+    calls: tuple[Call, ...] = ()
+
+
+class ChatFormat(Protocol):
+    """How one model reads and writes chats. All of it works on ids; nothing that was sampled is rendered."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template; without one, only text goes between the turns."""
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of a whole history, ending where the model speaks: for the first turn of a segment only."""
+
+    def extend(
+        self,
+        turn_ids: Sequence[int],
+        is_stopped: bool,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """The ids that follow the model's turn `turn_ids` when `messages` answer it, ending where the model
+        speaks again: what closes the turn, where it did not close itself, and the rendered messages.
+
+        Raises:
+            ValueError: the template cannot render these messages there.
+        """
+
+    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+        """The message and the calls in what the model sampled."""

@@ -1,0 +1,95 @@
+"""Keeps a session's tokens as they were sampled: nothing is ever rendered or tokenized again.
+
+A history only grows: the engine's tokens (mask 1, with their logprobs and versions) and the environment's
+(mask 0). What can no longer be a continuation becomes a segment of its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.wire.segments import Segment, Turn, VersionSpan
+from services.rollout.engines.engine import Generation
+
+
+class SegmentRecorder:
+    """One segment while it grows."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_ids = list(prompt_ids)
+        self.completion_ids: list[int] = []
+        self.turns: list[Turn] = []
+        self._logprobs: list[float] = []
+        self._mask: list[bool] = []
+        self._spans: list[VersionSpan] = []
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far: what the engine continues."""
+        return self.prompt_ids + self.completion_ids
+
+    def add_turn(self, generation: Generation, engine_s: float = 0.0) -> None:
+        """The model said something."""
+        first = len(self.completion_ids)
+        self.turns.append(
+            Turn(
+                first=first,
+                num_tokens=len(generation.token_ids),
+                finish=generation.finish,
+                num_prompt_tokens=len(self.prompt_ids) + first,
+                num_cached_tokens=generation.num_cached_tokens,
+                engine_s=engine_s,
+            )
+        )
+        for version, start in generation.spans:
+            self._begin_span(version, first + start)
+        self._append(generation.token_ids, generation.logprobs, is_trained=True)
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """The environment said something, or the chat format needs something between two turns."""
+        self._append(ids, [0.0] * len(ids), is_trained=False)
+
+    def describe_last_turn(self, **fields: object) -> None:
+        """Fill in what is known of the last turn only after it: calls, reward, time of the environment."""
+        self.turns[-1] = self.turns[-1].model_copy(update=fields)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget the completion from token `num_tokens` on, which a client has rewritten; those tokens are
+        not trained.
+
+        Raises:
+            ValueError: it would cut more than the last turn.
+        """
+        if not self.turns or num_tokens < self.turns[-1].first:
+            raise ValueError(f"token {num_tokens} is before the last turn; begin a segment of its own")
+        del self.completion_ids[num_tokens:], self._logprobs[num_tokens:], self._mask[num_tokens:]
+        last = self.turns[-1]
+        self.turns[-1] = last.model_copy(update={"num_tokens": min(last.num_tokens, num_tokens - last.first)})
+        self._spans = [span for span in self._spans if span[1] < num_tokens] or self._spans[:1]
+
+    def segment(self) -> Segment:
+        """The segment as it goes onto the wire. Raises ValueError: nothing was generated in it."""
+        if not self.turns:
+            raise ValueError("a segment without a turn of the model has nothing to train on")
+        return Segment(
+            prompt_ids=np.asarray(self.prompt_ids, dtype=np.int32),
+            completion_ids=np.asarray(self.completion_ids, dtype=np.int32),
+            logprobs=np.asarray(self._logprobs, dtype=np.float32),
+            loss_mask=None if all(self._mask) else np.asarray(self._mask, dtype=np.bool_),
+            spans=tuple(self._spans),
+            turns=tuple(self.turns),
+        )
+
+    def _append(self, ids: Sequence[int], logprobs: Sequence[float], is_trained: bool) -> None:
+        self.completion_ids += ids
+        self._logprobs += logprobs
+        self._mask += [is_trained] * len(ids)
+
+    def _begin_span(self, version: int, first: int) -> None:
+        """One span for each change of the version; of two that begin at one token, the later one counts."""
+        if self._spans and self._spans[-1][1] == first:
+            self._spans.pop()
+        if not self._spans:
+            first = 0
+        if not self._spans or self._spans[-1][0] != version:
+            self._spans.append((version, first))

@@ -1,0 +1,80 @@
+"""Sessions on the wire: turns, forks, and what does not fit."""
+
+import msgpack
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from common.wire.codec import decode, encode
+from common.wire.messages import Trajectory
+from common.wire.segments import Segment, Session, Turn
+from services.rollout.engines.engine import Generation
+from services.rollout.sessions.recorder import SegmentRecorder
+
+
+def recorded() -> SegmentRecorder:
+    """Two turns, [4, 5] by version 0 and [9] by version 1, with [7, 8] of the environment between them."""
+    recorder = SegmentRecorder([1, 2, 3])
+    recorder.add_turn(Generation([4, 5], [-1.0, -2.0], ((0, 0),), "stop"))
+    recorder.add_context([7, 8])
+    recorder.add_turn(Generation([9], [-0.5], ((1, 0),), "stop"))
+    return recorder
+
+
+def trajectory(segment: Segment, *forks: Segment) -> Trajectory:
+    session = Session(environment="tools", turns=segment.turns, forks=forks, messages=({"role": "user"},))
+    fields = {name: getattr(segment, name) for name in ("prompt_ids", "completion_ids", "logprobs", "spans")}
+    return Trajectory(
+        **fields, loss_mask=segment.loss_mask, ticket=1, index=0, step=1, group_size=2, session=session
+    )
+
+
+def test_a_recorded_segment_has_the_engines_tokens_with_mask_1_and_the_environments_with_mask_0() -> None:
+    segment = recorded().segment()
+    assert segment.completion_ids.tolist() == [4, 5, 7, 8, 9]
+    assert segment.mask.tolist() == [True, True, False, False, True]
+    assert segment.logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, -0.5]
+    assert segment.spans == ((0, 0), (1, 4))
+    assert [(turn.first, turn.end, turn.num_prompt_tokens) for turn in segment.turns] == [
+        (0, 2, 3),
+        (4, 5, 7),
+    ]
+
+
+def test_a_rewound_turn_keeps_the_tokens_before_the_break_and_nothing_after_it() -> None:
+    recorder = recorded()
+    recorder.add_turn(Generation([10, 11, 12], [-1.0] * 3, ((1, 0), (2, 1)), "stop"))
+    recorder.rewind(6)
+    recorder.add_context([20])
+    segment = recorder.segment()
+    assert segment.completion_ids.tolist() == [4, 5, 7, 8, 9, 10, 20]
+    assert segment.mask.tolist() == [True, True, False, False, True, True, False]
+    assert segment.spans == ((0, 0), (1, 4))
+    assert segment.turns[-1].end == 6
+    with pytest.raises(ValueError, match="segment of its own"):
+        recorder.rewind(3)
+
+
+def test_a_session_survives_the_wire_with_its_forks_and_counts_their_versions() -> None:
+    fork = SegmentRecorder([1, 2, 3, 4])
+    fork.add_turn(Generation([6], [-0.25], ((3, 0),), "length"))
+    sent = trajectory(recorded().segment(), fork.segment())
+    received = decode(encode(sent), Trajectory)
+    assert received == sent
+    assert [segment.completion_ids.tolist() for segment in received.segments] == [[4, 5, 7, 8, 9], [6]]
+    assert (received.min_version, received.max_version) == (0, 3)
+
+
+def test_a_single_turn_says_nothing_of_sessions_on_the_wire() -> None:
+    single = trajectory(recorded().segment()).model_copy(update={"session": None})
+    assert "session" not in msgpack.unpackb(encode(single)[b"p"])
+    assert len(single.segments) == 1
+
+
+def test_turns_that_do_not_fit_their_segment_are_refused() -> None:
+    segment = recorded().segment()
+    for turns in ((Turn(first=4, num_tokens=2),), (Turn(first=0, num_tokens=3), Turn(first=2, num_tokens=1))):
+        with pytest.raises(ValidationError, match="does not fit"):
+            segment.model_validate(dict(segment) | {"turns": turns})
+    with pytest.raises(ValidationError, match="3 completion ids but 1 logprobs"):
+        Segment(prompt_ids=[1], completion_ids=[1, 2, 3], logprobs=np.zeros(1), spans=((0, 0),))
