@@ -105,9 +105,12 @@ def calls_of(said: Said | None) -> list[tuple[str, str]]:
     """The calls of tools in a message of the model: names with their arguments as text."""
     calls = said.get("tool_calls") if said else None
     found = []
-    for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        found.append((str(function.get("name", "?")), text_of(function.get("arguments", ""))))
+    for call in calls if isinstance(calls, list | tuple) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else call
+        if isinstance(function, Mapping):
+            found.append((str(function.get("name", "?")), text_of(function.get("arguments", ""))))
+        else:
+            found.append(("?", text_of(call)))
     return found
 
 

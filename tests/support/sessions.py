@@ -40,9 +40,7 @@ IS_MODELS = [1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
 """Of the first segment: a turn of four tokens, three of the environment's, a turn of three."""
 
 
-def as_session(
-    made: Trajectory, messages: tuple[dict[str, Any], ...] = MESSAGES, **fields: Any
-) -> Trajectory:
+def as_session(made: Trajectory, **fields: Any) -> Trajectory:
     """The same sample as a session of three turns, the last of them in a fork; truncated, after one fault."""
     session = {
         "environment": "tools", "turns": TURNS, "forks": (FORK,), "messages": MESSAGES, "end": "max_tokens",
