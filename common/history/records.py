@@ -226,7 +226,7 @@ class SampleFacts:
     key: TrajectoryKey
     num_prompt_tokens: int
     num_tokens: int
-    """Of its completion; of a session, of all its segments."""
+    """Of its completion; both are those of all segments of a session."""
     versions: tuple[int, int]
     """The oldest and the newest that made a token."""
     worker: str
@@ -352,7 +352,7 @@ async def read_samples(
 def _generated(made: Trajectory) -> SampleFacts:
     return SampleFacts(
         made.key,
-        len(made.prompt_ids),
+        sum(len(segment.prompt_ids) for segment in made.segments),
         sum(num_completion_tokens(made)),
         (made.min_version, made.max_version),
         made.worker,

@@ -132,7 +132,7 @@ def _places(segments: Sequence[Segment]) -> list[tuple[int, Segment, int]]:
 def _exchanges(messages: Sequence[Said]) -> tuple[tuple[Said, ...], list[tuple[Said, tuple[Said, ...]]]]:
     """What was said before the model said anything, and each of its messages with what followed."""
     starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
-    ends = [*starts[1:], len(messages)]
+    ends = [*starts[1:], len(messages)] if starts else []
     pairs = [(messages[at], tuple(messages[at + 1 : end])) for at, end in zip(starts, ends, strict=True)]
     return tuple(messages[: starts[0]] if starts else messages), pairs
 

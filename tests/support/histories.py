@@ -24,7 +24,7 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from tests.support.sessions import as_session
+from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
 
 BEGIN = 1_790_000_000.0

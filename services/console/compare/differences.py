@@ -87,12 +87,10 @@ def _trajectories(step: int, a: Trajectory, b: Trajectory, tolerance: float) -> 
             yield replace(item, ticket=ticket, index=index, what=what)
     if len(a.forks) != len(b.forks):
         yield Difference(Aspect.TOKENS, step, "number of forks", len(a.forks), len(b.forks), ticket, index)
-    ends = [made.session.end if made.session else made.finish for made in (a, b)]
-    if ends[0] != ends[1]:
-        yield Difference(Aspect.TOKENS, step, "end", *ends, ticket, index)
-    given = [made.session and (made.session.reward, [t.reward for t in _turns(made)]) for made in (a, b)]
-    if given[0] != given[1]:
-        yield Difference(Aspect.REWARDS, step, "the environment's", *given, ticket, index)
+    if _end(a) != _end(b):
+        yield Difference(Aspect.TOKENS, step, "end", _end(a), _end(b), ticket, index)
+    if _given(a) != _given(b):
+        yield Difference(Aspect.REWARDS, step, "the environment's", _given(a), _given(b), ticket, index)
 
 
 def _segments(
@@ -107,9 +105,11 @@ def _segments(
     unlike = np.flatnonzero(a.completion_ids[:length] != b.completion_ids[:length])
     if len(unlike) or len(a.completion_ids) != len(b.completion_ids):
         place = int(unlike[0]) if len(unlike) else length
-        ids = [row.completion_ids[place : place + 8].tolist() for row in pair]
-        known = [{"ids": found, **fact} for found, fact in zip(ids, facts, strict=True)]
-        yield Difference(Aspect.TOKENS, step, f"{_place(a, place)}from token {place} on", *known)
+        known_a, known_b = (
+            {"ids": row.completion_ids[place : place + 8].tolist(), **fact}
+            for row, fact in zip(pair, facts, strict=True)
+        )
+        yield Difference(Aspect.TOKENS, step, f"{_place(a, place)}from token {place} on", known_a, known_b)
         length = place
     apart = np.abs(a.logprobs[:length].astype(np.float64) - b.logprobs[:length].astype(np.float64))
     if apart.any():
@@ -126,6 +126,15 @@ def _place(row: Segment, token: int) -> str:
         return "before turn 0, " if row.turns else ""
     is_models = token < row.turns[number].end
     return f"turn {number}, " if is_models else f"the environment's answer to turn {number}, "
+
+
+def _end(made: Trajectory) -> str:
+    return made.session.end if made.session else made.finish
+
+
+def _given(made: Trajectory) -> dict[str, Any]:
+    """The environment's own rewards."""
+    return {"session": made.session and made.session.reward, "turns": [t.reward for t in _turns(made)]}
 
 
 def _turns(made: Trajectory) -> list[Turn]:

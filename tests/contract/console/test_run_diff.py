@@ -17,7 +17,7 @@ from common.wire.keys import Keys
 from common.wire.messages import Commit, SamplingParams, Score, Ticket, Trajectory
 from services.console.compare.differences import Aspect
 from services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
-from tests.support.sessions import FORK, as_session
+from tests.support.recorded_sessions import FORK, as_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 

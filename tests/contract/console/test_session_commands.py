@@ -15,7 +15,7 @@ from common.wire.keys import Keys
 from services.console.__main__ import app
 from tests.conftest import SERVERS
 from tests.support.histories import BEGIN, trajectories, write_small_run
-from tests.support.sessions import ANSWER, QUESTION, RESULT, SECOND, as_session
+from tests.support.recorded_sessions import ANSWER, QUESTION, RESULT, SECOND, as_session
 from tests.support.traces import problems_of
 
 HOSTILE = "[bold red]\x1b[2J\u202e"

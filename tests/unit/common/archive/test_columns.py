@@ -24,7 +24,7 @@ from common.wire.messages import (
     WeightManifest,
 )
 from tests.support.message_strategies import messages, plain
-from tests.support.sessions import as_session
+from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
 
 TYPES: tuple[type[Message], ...] = (Ticket, Trajectory, Score, WeightManifest, Commit, DeadLetter)

@@ -15,7 +15,7 @@ from common.streams.selection import ALL, Selection, StreamName
 from common.wire import codec
 from common.wire.messages import Message
 from tests.support.histories import trajectories
-from tests.support.sessions import QUESTION, RESULT, as_session
+from tests.support.recorded_sessions import QUESTION, RESULT, as_session
 
 STREAM = StreamName.TRAJECTORIES
 OLD = Path(__file__).parents[3] / "data" / "archive_before_sessions"
