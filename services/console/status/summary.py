@@ -58,8 +58,8 @@ class RunSummary:
     """Trajectories issued that no commit accounts for."""
     duplicated_in_training: int = 0
     sessions: dict[str, float] = field(default_factory=dict)
-    """Mean turns, the environment's share of tokens and of time, the share that a limit truncated, and how many
-    faults there were; empty for single turns."""
+    """Mean turns, the environment's share of tokens and of time, the share that a limit truncated, and the
+    number of faults; empty for single turns."""
     wall_s: float = 0.0
     """Time `tidemill up` has run, over all its starts; without it, the time from first step to last."""
     dropped: dict[str, int] = field(default_factory=dict)
