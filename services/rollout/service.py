@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from common.errors import EngineError
-from common.process.activity import WAIT_REDIS, Activity
+from common.process.activity import WAIT_ENVIRONMENT, WAIT_REDIS, Activity
 from common.process.heartbeats import Heartbeat
 from common.process.service import ServiceContext
 from common.telemetry import metrics
@@ -88,7 +88,7 @@ def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWor
     if any(worker.generator.num_wanted for worker in workers):
         return "wait:device", "another process has its turn on the device"
     if any(worker.generator.num_playing for worker in workers):
-        return "wait:environment", "environments have not answered yet"
+        return WAIT_ENVIRONMENT, "environments have not answered yet"
     if any(worker.running for worker in workers):
         return WAIT_REDIS, "samples are being published"
     return "wait:tickets", "the trainer has issued no more"
