@@ -28,9 +28,8 @@ class EnvironmentProcesses:
     def look(self) -> dict[int, str]:
         """Those that live below a worker now, with its name."""
         names = [*self._fleet.running("rollout"), *self._fleet.running("rollout", False)]
-        found = {
-            pid: name for name in names for pid in _children(self._fleet.members[name].process.pid) if _is_one(pid)
-        }
+        workers = {name: self._fleet.members[name].process.pid for name in names}
+        found = {child: name for name, pid in workers.items() for child in _children(pid) if _is_one(child)}
         self._seen |= found.keys()
         return found
 
@@ -78,7 +77,9 @@ def misjudged(archive: Archive, config: RunConfig) -> list[str]:
             continue
         given = [made.session.reward for made in records.get(score.key, []) if made.session]
         if not score.value or score.value not in given:
-            found.append(f"{score.key} has the score {score.value}; its environment gave {given or 'nothing'}")
+            found.append(
+                f"{score.key} has the score {score.value}; its environment gave {given or 'nothing'}"
+            )
     return found
 
 

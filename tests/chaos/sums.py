@@ -11,7 +11,7 @@ from typing import Any
 
 FAULTS = 0.01
 """Share of calls that raise."""
-RIGHT, RIGHT_AT_LAST, WRONG = 1.0, 0.5, 0.25
+RIGHT, WRONG = 1.0, 0.125
 STEP_S = 0.005
 
 
@@ -33,7 +33,6 @@ class Sums:
             raise ConnectionError("the server of this environment is away")
         self._num_steps += 1
         numbers = re.findall(r"-?\d+", text)
-        is_right, is_last = numbers[-1:] == [self._answer], self._num_steps > 1
-        if is_right:
-            return "", RIGHT_AT_LAST if is_last else RIGHT, True
-        return ("", WRONG, True) if is_last else (self._prompt, 0.0, False)
+        if numbers[-1:] == [self._answer]:
+            return "", RIGHT / self._num_steps, True
+        return self._prompt, WRONG, self._num_steps > 1
