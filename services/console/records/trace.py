@@ -165,8 +165,8 @@ def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[L
             "version",
             f"{version} made tokens {first} to {last}" if last >= first else f"{version}, no token",
         )
-    if made.num_tokens:
-        yield "logprobs", f"mean {float(made.logprobs.mean()):.4g}, least {float(made.logprobs.min()):.4g}"
+    if len(sampled := made.logprobs[made.mask]):
+        yield "logprobs", f"mean {float(sampled.mean()):.4g}, least {float(sampled.min()):.4g}"
     for later in sample.later_trajectories:
         yield "again", f"by {printable(later.worker, 40)}, {when(later.finished_at)}: not counted"
 
