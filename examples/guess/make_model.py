@@ -1,8 +1,8 @@
 """Make the model and the data of the guessing demo.
 
 The model is a Llama of about a hundred thousand parameters. It is shown games of a careless player, who
-knows that an answer is a number, and does not listen to what he is told. So it knows how the game goes and not
-how to win it: that is what the run has to bring out.
+knows that an answer is a number, and does not listen to what he is told. So it knows how the game goes and
+not how to win it: that is what the run has to bring out.
 
     python examples/guess/make_model.py            # writes beside this file; under a minute on one core
 
