@@ -1,5 +1,6 @@
 """Rollout and GPU: is generation fast?"""
 
+from infra.grafana.boards.sessions import SESSIONS
 from infra.grafana.panels import Board, Panel, Query, Row, increase, per_s, quantile, spread, total
 
 HEADING = "Rollout and GPU: is generation fast?"
@@ -58,79 +59,6 @@ GENERATION = Row(
             "Small: more groups for each worker, or fewer workers.",
             HEADING,
             (Query("tidemill_requests_running{$run}", "{{worker}}"),),
-        ),
-    ),
-)
-
-SESSIONS = Row(
-    "Sessions",
-    (
-        Panel(
-            "Sessions held",
-            "short",
-            "Sessions that each worker plays at once.",
-            "Many against the batch size of the engines: most of them wait for their environment.",
-            HEADING,
-            (Query("tidemill_sessions_held{$run}", "{{worker}}"),),
-        ),
-        Panel(
-            "Turns of a session",
-            "short",
-            "Turns of the model in one session.",
-            "At max_turns: the model repeats itself, or the limit is too tight; see How sessions end.",
-            HEADING,
-            spread("tidemill_session_turns"),
-        ),
-        Panel(
-            "How sessions end",
-            "short",
-            "Sessions played a second: done, or truncated by a limit.",
-            "Limits grow: read some sessions with tidemill trace.",
-            HEADING,
-            (Query(per_s("tidemill_session_ends_total", "end"), "{{end}}"),),
-            "stacked",
-        ),
-        Panel(
-            "Time in engine and environment",
-            "s",
-            "What one session takes in each of them.",
-            "The environment takes most, and workers wait for it: faster calls, or more sessions at once.",
-            HEADING,
-            spread("tidemill_session_seconds", "where"),
-        ),
-        Panel(
-            "Tokens by origin",
-            "short",
-            "Completion tokens of sessions a second: the model's, and the environment's, never trained.",
-            "Mostly the environment's: set max_result_tokens.",
-            HEADING,
-            (Query(per_s("tidemill_session_tokens_total", "origin"), "{{origin}}"),),
-            "stacked",
-        ),
-        Panel(
-            "Prompt tokens of later turns",
-            "short",
-            "Prompt tokens of turns two and later a second: from the prefix cache, or computed again.",
-            "Mostly computed: the cache is too small for so many sessions; hold fewer.",
-            HEADING,
-            (Query(per_s("tidemill_session_later_prompt_tokens_total", "source"), "{{source}}"),),
-            "stacked",
-        ),
-        Panel(
-            "Calls of tools",
-            "short",
-            "Calls a second: made, and wrong ones, which the model was told of.",
-            "Many wrong ones: the model does not know the tools; look at their descriptions.",
-            HEADING,
-            (Query(per_s("tidemill_environment_calls_total", "result"), "{{result}}"),),
-        ),
-        Panel(
-            "Faults by kind",
-            "short",
-            "Plays of a session that an environment's fault ended, by kind. Each was played again.",
-            "See Environment faults in the runbook.",
-            HEADING,
-            (Query(increase("tidemill_environment_faults_total", "kind"), "{{kind}}"),),
         ),
     ),
 )
