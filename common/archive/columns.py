@@ -29,6 +29,9 @@ ID, ID_MS, ID_SEQ = "id", "id_ms", "id_seq"
 ORIGINAL = "original"
 """The fields of the entry as they were, where the other columns do not say everything."""
 
+NUM_TURNS = "num_turns"
+"""Turns of a session; null for a single turn, which has none in its record."""
+
 Convert = Callable[[Any], Any]
 RawEntry = tuple[str, Fields]
 
@@ -112,11 +115,13 @@ _BY_NAME = {
     "dropped": Column("dropped", pa.list_(_DROPPED), *_rows(("ticket", "index", "reason"))),
     "files": Column("files", pa.list_(_FILE), lambda files: [file.model_dump() for file in files]),
     "fields": Column("fields", pa.map_(pa.string(), pa.binary()), take=dict),
+    "session": Column("session", pa.binary(), lambda value: codec.pack(value, codec.as_plain), codec.unpack),
 }
 LONG_TEXTS = ("text", "error")
 _DERIVED: dict[type[Message], tuple[Column, ...]] = {
     Trajectory: tuple(
-        Column(name, pa.int64(), has_statistics=True, repeats=True) for name in ("min_version", "max_version")
+        Column(name, pa.int64(), has_statistics=True, repeats=True)
+        for name in ("min_version", "max_version", NUM_TURNS)
     ),
     Commit: tuple(Column(name, pa.int64(), has_statistics=True) for name in ("first_ticket", "last_ticket")),
 }
@@ -219,8 +224,9 @@ def _field(name: str, message: Message) -> Any:
 
 def _derived(name: str, message: Message) -> int | None:
     if isinstance(message, Trajectory):
-        versions = [version for version, _ in message.spans]
-        return _clamped(min(versions) if name == "min_version" else max(versions))
+        if name == NUM_TURNS:
+            return sum(len(segment.turns) for segment in message.segments) if message.session else None
+        return _clamped(message.min_version if name == "min_version" else message.max_version)
     assert isinstance(message, Commit)
     tickets = [*message.groups, *(ticket for ticket, _, _ in message.dropped)]
     if not tickets:
@@ -291,7 +297,7 @@ def _measures(messages: Sequence[Message]) -> Mapping[str, list[float | None]]:
         found["time"].append(time_of(message))
         found["step"].append(getattr(message, "step", None))
         if isinstance(message, Trajectory):
-            found["version"] += [version for version, _ in message.spans]
+            found["version"] += [message.min_version, message.max_version]
         else:
             found["version"].append(getattr(message, "version", None))
         if isinstance(message, Commit):

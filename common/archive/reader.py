@@ -17,7 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from common.archive.columns import ID_MS, INT64_MAX, INT64_MIN, columns_of, derived_of, records_of
+from common.archive.columns import (
+    ID_MS,
+    INT64_MAX,
+    INT64_MIN,
+    NUM_TURNS,
+    columns_of,
+    derived_of,
+    records_of,
+)
 from common.archive.manifest import Manifest, Segment
 from common.errors import ArchiveError
 from common.streams.entries import Entry, Garbled, id_order
@@ -171,11 +179,18 @@ class _Search:
         return reduce(pc.and_, masks)
 
     def _with_text(self, file: pq.ParquetFile, group: int, rows: pa.Array | None) -> pa.Array:
-        """Of these rows, those with the pattern in a text. Null is a text that has no column's form."""
-        table = file.read_row_group(group, columns=self.texts)
+        """Of these rows, those with the pattern in a text, and all sessions: no column has what was said in
+        them as text. Null is a text that has no column's form."""
+        columns = self.texts
+        if NUM_TURNS in file.schema_arrow.names:  # files of older releases have no sessions
+            columns = [*columns, NUM_TURNS]
+        table = file.read_row_group(group, columns=columns)
         if rows is not None:
             table = table.take(rows)
-        found = reduce(pc.or_, (_matches(table[name], self.selection.pattern) for name in self.texts))
+        masks = [_matches(table[name], self.selection.pattern) for name in self.texts]
+        if NUM_TURNS in columns:
+            masks.append(pc.is_valid(table[NUM_TURNS]))
+        found = reduce(pc.or_, masks)
         places = pc.indices_nonzero(found)
         return places if rows is None else rows.take(places)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
 from common.history.history import History
+from common.history.sessions import SessionFacts, num_completion_tokens, session_facts
 from common.streams.entries import Entry, entry_id_of
 from common.streams.selection import Selection, StreamName
 from common.wire.messages import (
@@ -225,6 +226,7 @@ class SampleFacts:
     key: TrajectoryKey
     num_prompt_tokens: int
     num_tokens: int
+    """Of its completion; both are those of all segments of a session."""
     versions: tuple[int, int]
     """The oldest and the newest that made a token."""
     worker: str
@@ -238,6 +240,8 @@ class SampleFacts:
     tries: tuple[Try, ...] = ()
     reward: float | None = None
     error: str = ""
+    session: SessionFacts | None = None
+    """None for a single turn."""
 
     @property
     def asked_at(self) -> float:
@@ -346,11 +350,16 @@ async def read_samples(
 
 
 def _generated(made: Trajectory) -> SampleFacts:
-    """Of a session, the tokens of all its segments."""
-    num_prompt = sum(len(segment.prompt_ids) for segment in made.segments)
-    num_tokens = sum(len(segment.completion_ids) for segment in made.segments)
-    span = made.min_version, made.max_version
-    return SampleFacts(made.key, num_prompt, num_tokens, span, made.worker, made.started_at, made.finished_at)
+    return SampleFacts(
+        made.key,
+        sum(len(segment.prompt_ids) for segment in made.segments),
+        sum(num_completion_tokens(made)),
+        (made.min_version, made.max_version),
+        made.worker,
+        made.started_at,
+        made.finished_at,
+        session=session_facts(made),
+    )
 
 
 def _scored(sample: SampleFacts, issued_at: float, score: Score | None) -> SampleFacts:

@@ -20,6 +20,8 @@ WINDOW_S = 60.0
 WAIT = "wait:"
 WAIT_START = "wait:start"
 WAIT_REDIS = "wait:redis"
+WAIT_ENVIRONMENT = "wait:environment"
+"""A rollout worker holds sessions, and each of them waits for its environment: the engine has no request."""
 BOOKKEEPING = "bookkeeping"
 """Between two pieces of work: settling, announcing. Next to nothing but Redis takes time in it."""
 

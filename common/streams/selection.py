@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -97,7 +97,7 @@ class Selection:
     worker: str = ""
     status: ScoreStatus | None = None
     pattern: str = ""
-    """A regular expression that is found in one of the message's `TEXTS`."""
+    """A regular expression that is found in one of the message's `TEXTS`, or in what a session has said."""
 
     @property
     def is_by_id(self) -> bool:
@@ -179,6 +179,27 @@ def texts_of(message: Message) -> Iterator[str]:
         value = getattr(message, name, None)
         if value:
             yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    if isinstance(message, Trajectory) and message.session is not None:
+        yield from (text for _, text in said_in(message.session.messages))
+
+
+def said_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What chat messages say, by its path, without the words of their form."""
+    for path, text in texts_in("messages", messages):
+        if path.rpartition(".")[2] not in ("role", "type", "id", "tool_call_id"):
+            yield path, text
+
+
+def texts_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Every text inside of a plain value, by its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from texts_in(f"{path}.{name}", item)
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from texts_in(f"{path}.{place}", item)
 
 
 def _tickets(message: Message) -> list[Any]:
@@ -196,6 +217,6 @@ def _has(wanted: Range | None, value: float | None) -> bool:
 
 def _versions(message: Message) -> list[int]:
     if isinstance(message, Trajectory):
-        return [version for version, _ in message.spans]
+        return [version for segment in message.segments for version, _ in segment.spans]
     version = getattr(message, "version", None)
     return [] if version is None else [version]

@@ -77,7 +77,7 @@ def encode_payload(message: Message) -> bytes:
         # Arrays are always written: comparing one gives an array.
         if value is not default and (isinstance(value, np.ndarray) or value != default):
             tree[name] = value
-    return pack(tree, _plain)
+    return pack(tree, as_plain)
 
 
 def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int = MAX_PAYLOAD_BYTES) -> M:
@@ -165,8 +165,8 @@ def _default_of(field: FieldInfo) -> Any:
     return field.get_default(call_default_factory=True) if is_constant else PydanticUndefined
 
 
-def _plain(value: Any) -> Any:
-    """What msgpack does not know by itself."""
+def as_plain(value: Any) -> Any:
+    """What msgpack does not know by itself, as what it knows: bytes of arrays, maps of models."""
     if isinstance(value, np.ndarray):
         return pack_bits(value) if value.dtype == np.bool_ else np.ascontiguousarray(value).data
     if isinstance(value, BaseModel):

@@ -2,6 +2,7 @@
 
     make chaos                            # one seed, 21 kills
     make chaos ARGS="--seeds 5"           # five seeds, one after the other
+    make chaos ARGS="--sessions"          # a session for each sample, and environments that are killed too
     make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
 
 Runs the arith example as `tidemill up` does (Redis with an append-only file, trainer, two rollout and two
@@ -28,7 +29,7 @@ from benchmarks.report import print_result
 from common.config import RunConfig, load_config
 from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.driver import Driver, Outcome, torment
-from tests.chaos.faults import plan
+from tests.chaos.faults import KILLS, SESSION_KILLS, plan
 from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
 
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
@@ -39,11 +40,21 @@ OVERRIDES = (
     "trainer.tensorboard=false",
     "streams.archive.segment_mb=0.05",
 )
+SESSIONS = (
+    f"rollout.environment.use={Path(__file__).with_name('sums.py')}:Sums",
+    "rollout.environment.max_turns=2",
+    "rollout.environment.processes=2",
+    "rollout.environment.call_timeout_s=20",
+    "model.max_model_len=128",
+    "reward={workers: 2, rewards: {environment: {environment: true}}}",
+)
+"""Two turns at most, in processes of environments; their own reward is the score."""
 
 
 async def run_seed(config: RunConfig, seed: int, num_kills: int, folder: Path, console: Console) -> Outcome:
     """One run under chaos, with its progress and its table."""
-    faults = plan(seed, num_kills, config.trainer.steps)
+    kills = KILLS if config.rollout.environment.is_single_turn else SESSION_KILLS
+    faults = plan(seed, num_kills, config.trainer.steps, kills=kills)
     progress = ChaosProgress(console, config.trainer.steps, len(faults))
     drawing: list[asyncio.Task[None]] = []
 
@@ -74,6 +85,7 @@ def main(
     seed: Annotated[int, typer.Option(help="first seed of the faults")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="so many runs, with one seed after the other")] = 1,
     kills: Annotated[int, typer.Option(min=1, help="kill -9 so many times in each run")] = 21,
+    sessions: Annotated[bool, typer.Option("--sessions", help="play sessions with an environment")] = False,
     config: Annotated[Path, typer.Option(help="the run's config")] = ARITH,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="override a field")
@@ -87,7 +99,8 @@ def main(
     try:
         for number in range(seed, seed + seeds):
             name = f"chaos-{number}"
-            settings = [*OVERRIDES, *(overrides or ()), f"run_id={name}", f"seed={number}"]
+            of_sessions = SESSIONS if sessions else ()
+            settings = [*OVERRIDES, *of_sessions, *(overrides or ()), f"run_id={name}", f"seed={number}"]
             home = folder / name
             home.mkdir(parents=True)
             run_config = load_config(config, settings)

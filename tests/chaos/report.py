@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.report import print_table
 from tests.chaos.driver import Driver, Outcome
-from tests.chaos.faults import KILLS, LOSSES
+from tests.chaos.faults import LOSSES, SESSION_KILLS
 from tests.chaos.recovery import Event, summary
 
 REFRESH_S = 0.5
@@ -57,6 +57,8 @@ def print_faults(outcome: Outcome) -> None:
         f"tickets, {verdict.trained} trajectories trained, greatest staleness {verdict.max_staleness}.\n"
         f"lost {verdict.lost}, trained twice {verdict.duplicated}, too old {verdict.violations}, "
         f"dead letters {verdict.dead}; {outcome.num_lost_entries} entries lost by Redis.\n"
+        f"faults of environments {outcome.num_faults}, scores that no environment gave "
+        f"{len(outcome.misjudged)}, processes of environments left over {len(outcome.left_over)}.\n"
         f"{outcome.replay.num_compared} versions trained again, {len(outcome.replay.different)} different, "
         f"{len(outcome.replay.not_standing)} whose records Redis has lost."
     )
@@ -72,6 +74,9 @@ def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "lost": sum(outcome.verdict.lost for outcome in outcomes),
         "duplicated_in_training": sum(outcome.verdict.duplicated for outcome in outcomes),
         "staleness_violations": sum(outcome.verdict.violations for outcome in outcomes),
+        "environment_faults": sum(outcome.num_faults for outcome in outcomes),
+        "faults_scored": sum(len(outcome.misjudged) for outcome in outcomes),
+        "environments_left_over": sum(len(outcome.left_over) for outcome in outcomes),
         "dead": sum(outcome.verdict.dead for outcome in outcomes),
         "digests_match": all(outcome.replay.matches for outcome in outcomes),
         "digests_compared": sum(outcome.replay.num_compared for outcome in outcomes),
@@ -87,7 +92,7 @@ def _row(event: Event) -> tuple[str, ...]:
         note = "nothing was left for it to do"
     if event.is_overtaken:
         note = "killed again before that"
-    is_kill = event.kind in KILLS and event.kind not in LOSSES
+    is_kill = event.kind in SESSION_KILLS and event.kind not in LOSSES
     kind = f"kill {event.kind.value}" if is_kill else event.kind.value
     times = (_seconds(event.loaded_s), _seconds(event.recovered_s))
     return (kind, event.victim, f"{event.at_s:.1f}", str(event.version), *times, note)

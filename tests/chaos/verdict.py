@@ -88,5 +88,4 @@ def _left_unsaid(commit: Commit, group_size: int) -> int:
 
 def _staleness(sample: Trajectory, step: int) -> int:
     """Of the oldest token; negative where a token comes from a version that was not there yet."""
-    newest = max(version for version, _ in sample.spans)
-    return step - sample.min_version if newest <= step else -1
+    return step - sample.min_version if sample.max_version <= step else -1

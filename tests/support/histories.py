@@ -24,6 +24,7 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
+from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
 
 BEGIN = 1_790_000_000.0
@@ -155,12 +156,13 @@ def letters(error: str = "it could not be read") -> list[DeadLetter]:
     ]  # fmt: skip
 
 
-async def write_small_run(broker: Broker, keys: Keys, *others: Message) -> None:
-    """The whole run, and further trajectories or scores after it."""
+async def write_small_run(broker: Broker, keys: Keys, *others: Message, has_sessions: bool = False) -> None:
+    """The whole run, every sample a session if so wanted, and further trajectories or scores after it."""
+    made = [as_session(one) for one in trajectories()] if has_sessions else trajectories()
     await publish_config(broker, keys, small_config())
     await append_numbered(broker, keys.prompts(), ((item.ticket, item) for item in tickets()))
     more = [item for item in others if isinstance(item, Trajectory)]
-    await append(broker, keys.trajectories(), *trajectories(), *more)
+    await append(broker, keys.trajectories(), *made, *more)
     await append(broker, keys.scores(), *scores(), *(item for item in others if isinstance(item, Score)))
     await append_numbered(broker, keys.commits, ((item.step, item) for item in commits()))
     await append_numbered(broker, keys.weights, ((item.version, item) for item in manifests()))

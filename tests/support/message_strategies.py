@@ -16,6 +16,7 @@ from common.wire.messages import (
     WeightFile,
     WeightManifest,
 )
+from common.wire.segments import Segment, Session, Turn
 
 small = st.integers(0, 2**40)
 texts = st.text(max_size=40)
@@ -59,6 +60,41 @@ tickets = st.builds(
 
 
 @st.composite
+def segments(draw: st.DrawFn, num_tokens: int | None = None) -> Segment:
+    if num_tokens is None:
+        num_tokens = draw(st.integers(0, 20))
+    mask = st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)
+    made = draw(st.integers(0, num_tokens))
+    turn = st.builds(
+        Turn, first=st.just(num_tokens - made), num_tokens=st.just(made), reward=st.none() | floats,
+        num_cached_tokens=st.integers(-1, 99), engine_s=st.floats(0, 1e9),
+    )  # fmt: skip
+    return Segment(
+        prompt_ids=draw(arrays("<i4")),
+        completion_ids=draw(arrays("<i4", num_tokens)),
+        logprobs=draw(arrays("<f4", num_tokens).map(without_nan)),
+        loss_mask=draw(st.none() | mask.map(lambda bits: np.array(bits, dtype=np.bool_))),
+        spans=((draw(small), 0),),
+        turns=(draw(turn),),
+    )
+
+
+@st.composite
+def sessions(draw: st.DrawFn, num_tokens: int) -> Session:
+    """Of a trajectory with so many tokens."""
+    return Session(
+        environment=draw(texts),
+        turns=draw(segments(num_tokens)).turns,
+        forks=tuple(draw(st.lists(segments(), max_size=2))),
+        messages=tuple(draw(st.lists(extras, max_size=2))),
+        end=draw(st.sampled_from(["done", "max_turns", "max_tokens", "timeout"])),
+        reward=draw(st.none() | floats),
+        metrics=draw(st.dictionaries(texts, floats, max_size=2)),
+        histories={"clean": draw(small)},
+    )
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     num_tokens = draw(st.integers(0, 40))
     firsts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=3))) if num_tokens > 1 else []
@@ -78,6 +114,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish=draw(st.sampled_from(["stop", "length"])),
         text=draw(texts),
         started_at=draw(floats),
+        session=draw(st.none() | sessions(num_tokens)),
     )
 
 

@@ -21,6 +21,7 @@ from common.wire.messages import (
     Ticket,
     Trajectory,
 )
+from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_config, make_trajectory
 
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -62,6 +63,23 @@ async def write_run(
     await append(broker, keys.dead, letter)
     await append_numbered(broker, keys.prompts(Lane.EVAL), [(0, make_ticket(0))])
     await append(broker, keys.trajectories(Lane.EVAL), completion(0, 0, "an answer of the evaluation"))
+
+
+def session(ticket: int, index: int) -> Trajectory:
+    """A session of three turns, the last in a fork, in which everything that was said attacks."""
+    made = as_session(completion(ticket, index, SCRIPT))
+    assert made.session is not None
+    attacks = [{name: _hostile(value) for name, value in said.items()} for said in made.session.messages]
+    return as_session(made, messages=tuple(attacks), environment=SCRIPT)
+
+
+def _hostile(value: object) -> object:
+    """The same value with an attack in each of its texts, but for roles."""
+    if isinstance(value, dict):
+        return {name: _hostile(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_hostile(item) for item in value]
+    return value if value in ("assistant", "tool", "user") else f"{value} {SCRIPT} {RIGHT_TO_LEFT}"
 
 
 def make_ticket(ticket: int) -> Ticket:

@@ -7,7 +7,7 @@ tolerance, and groups that only came in another order, are marked as rounding.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from common.history import RecordedGroup
 from common.wire.messages import Commit, Score, Ticket, Trajectory
+from common.wire.segments import Segment, Turn
 
 CLOCKS = ("_s", "idle_share", "wait_share")
 """Endings of metrics that tell of time: they are never the same twice."""
@@ -76,34 +77,75 @@ def _trajectories(step: int, a: Trajectory, b: Trajectory, tolerance: float) -> 
     if not np.array_equal(a.prompt_ids, b.prompt_ids):
         ids = a.prompt_ids.tolist(), b.prompt_ids.tolist()
         yield Difference(Aspect.PROMPTS, step, "prompt_ids", *ids, ticket, index)
+    for number, (one, other) in enumerate(zip(a.segments, b.segments, strict=False)):
+        if number and not np.array_equal(one.prompt_ids, other.prompt_ids):
+            ids = one.prompt_ids.tolist(), other.prompt_ids.tolist()
+            yield Difference(Aspect.TOKENS, step, f"fork {number}, its prompt", *ids, ticket, index)
+        found = _segments(step, (one, other), tolerance, (_described(a), _described(b)))
+        for item in found:
+            what = f"fork {number}, {item.what}" if number else item.what
+            yield replace(item, ticket=ticket, index=index, what=what)
+    if len(a.forks) != len(b.forks):
+        yield Difference(Aspect.TOKENS, step, "number of forks", len(a.forks), len(b.forks), ticket, index)
+    if _end(a) != _end(b):
+        yield Difference(Aspect.TOKENS, step, "end", _end(a), _end(b), ticket, index)
+    if _given(a) != _given(b):
+        yield Difference(Aspect.REWARDS, step, "the environment's", _given(a), _given(b), ticket, index)
+
+
+def _segments(
+    step: int, pair: tuple[Segment, Segment], tolerance: float, facts: tuple[dict[str, Any], dict[str, Any]]
+) -> Iterator[Difference]:
+    """In what the completions of two rows of the same sample differ."""
+    a, b = pair
     if a.spans != b.spans:
         spans = [list(span) for span in a.spans], [list(span) for span in b.spans]
-        yield Difference(Aspect.VERSIONS, step, "version from token", *spans, ticket, index)
-    length = min(a.num_tokens, b.num_tokens)
+        yield Difference(Aspect.VERSIONS, step, "version from token", *spans)
+    length = min(len(a.completion_ids), len(b.completion_ids))
     unlike = np.flatnonzero(a.completion_ids[:length] != b.completion_ids[:length])
-    if len(unlike) or a.num_tokens != b.num_tokens or a.finish != b.finish:
+    if len(unlike) or len(a.completion_ids) != len(b.completion_ids):
         place = int(unlike[0]) if len(unlike) else length
-        texts = _described(a, place), _described(b, place)
-        yield Difference(Aspect.TOKENS, step, f"from token {place} on", *texts, ticket, index)
+        known_a, known_b = (
+            {"ids": row.completion_ids[place : place + 8].tolist(), **fact}
+            for row, fact in zip(pair, facts, strict=True)
+        )
+        yield Difference(Aspect.TOKENS, step, f"{_place(a, place)}from token {place} on", known_a, known_b)
         length = place
     apart = np.abs(a.logprobs[:length].astype(np.float64) - b.logprobs[:length].astype(np.float64))
     if apart.any():
         place = int(np.flatnonzero((apart > tolerance) if (apart > tolerance).any() else apart)[0])
         numbers = float(a.logprobs[place]), float(b.logprobs[place])
-        is_rounding = bool(apart.max() <= tolerance)
-        yield Difference(
-            Aspect.LOGPROBS, step, f"of token {place}", *numbers, ticket, index, is_rounding=is_rounding
-        )
+        what = f"{_place(a, place)}of token {place}"
+        yield Difference(Aspect.LOGPROBS, step, what, *numbers, is_rounding=bool(apart.max() <= tolerance))
 
 
-def _described(sample: Trajectory, place: int) -> dict[str, Any]:
-    """The tokens that follow, and the text as a whole."""
-    return {
-        "ids": sample.completion_ids[place : place + 8].tolist(),
-        "num_tokens": sample.num_tokens,
-        "finish": sample.finish,
-        "text": sample.text[:200],
-    }
+def _place(row: Segment, token: int) -> str:
+    """The turn that a token belongs to, or whose answer; empty for a single turn."""
+    number = max((n for n, turn in enumerate(row.turns) if turn.first <= token), default=-1)
+    if number < 0:
+        return "before turn 0, " if row.turns else ""
+    is_models = token < row.turns[number].end
+    return f"turn {number}, " if is_models else f"the environment's answer to turn {number}, "
+
+
+def _end(made: Trajectory) -> str:
+    return made.session.end if made.session else made.finish
+
+
+def _given(made: Trajectory) -> dict[str, Any]:
+    """The environment's own rewards."""
+    return {"session": made.session and made.session.reward, "turns": [t.reward for t in _turns(made)]}
+
+
+def _turns(made: Trajectory) -> list[Turn]:
+    return [turn for segment in made.segments for turn in segment.turns]
+
+
+def _described(sample: Trajectory) -> dict[str, Any]:
+    """The completion as a whole."""
+    tokens = sum(len(segment.completion_ids) for segment in sample.segments)
+    turns = {"num_turns": len(_turns(sample))} if sample.session else {}
+    return {"num_tokens": tokens, **turns, "finish": sample.finish, "text": sample.text[:200]}
 
 
 def _scores(step: int, a: Score, b: Score, tolerance: float) -> Iterator[Difference]:

@@ -5,7 +5,7 @@ Results come as they are found. A prompt is searched once for each ticket, thoug
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.history import History, Record, Selection, StreamName
 from common.process.programs import run_main
 from common.streams.entries import Entry
-from common.streams.selection import Range
+from common.streams.selection import Range, said_in, texts_in
 from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
 from services.console.options import SelectionOptions, ViewOptions
 from services.console.records.selection import check_fits, parse_stream, selection_of
@@ -157,7 +157,11 @@ class Search:
             self.seen.add((stream.lane, message.ticket))
             yield "prompt", message.prompt_text
         if isinstance(message, Trajectory):
-            yield "completion", message.text
+            said = list(said_in(message.session.messages)) if message.session else []
+            yield from said
+            # A session's text is its messages again, as the model's tokens.
+            if not any(self.pattern.search(text) for _, text in said):
+                yield "completion", message.text
         elif isinstance(message, Score):
             yield "error", message.error
             yield from texts_in("detail", message.detail)
@@ -165,18 +169,6 @@ class Search:
             yield "error", message.error
         elif isinstance(message, Commit):
             yield from (("dropped", f"{ticket}.{index} {why}") for ticket, index, why in message.dropped)
-
-
-def texts_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every text inside of a plain value, by its path."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from texts_in(f"{path}.{name}", item)
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from texts_in(f"{path}.{place}", item)
 
 
 def show_hits(

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.history import History, StreamName
 from common.history.groups import advantages_of, dropped_groups, left_out
 from common.history.records import STAGES, SampleFacts, StepRecord, ends, read_step
+from common.history.sessions import SessionFacts
 from common.process.programs import run_main
 from common.wire.messages import Commit
 from services.console.options import ViewOptions
@@ -79,6 +80,7 @@ def _input_lines(trace: StepRecord) -> Iterator[Line]:
         yield "gone", f"{trace.num_lost:,} of them: the streams have their trajectories no more"
     if made:
         yield "tokens", f"{sum(made):,} of completions, {min(made)} to {max(made)} each"
+    yield from _session_lines([s.session for s in trace.samples.values() if s.session])
     if rewards:
         spread = f"{np.mean(rewards):.4g} ± {np.std(rewards):.4g}, {min(rewards):.4g} to {max(rewards):.4g}"
         yield "rewards", f"mean {spread}"
@@ -88,6 +90,28 @@ def _input_lines(trace: StepRecord) -> Iterator[Line]:
         yield "dropped", f"{reason}: {_listed(tickets, 'group')}"
     for reason, samples in _by_reason([(f"{t}.{i}", why) for t, i, why in left_out(trace.commit)]).items():
         yield "left out", f"{reason}: {_listed(samples, 'sample')}"
+
+
+def _session_lines(sessions: Sequence[SessionFacts]) -> Iterator[Line]:
+    """What only sessions have; nothing for single turns."""
+    if not sessions:
+        return
+    turns = [len(session.turns) for session in sessions]
+    yield "turns", f"mean {np.mean(turns):.3g}, {min(turns)} to {max(turns)} a session"
+    answered = sum(session.num_environment_tokens for session in sessions)
+    made = sum(turn.num_tokens for session in sessions for turn in session.turns)
+    yield "origin", f"{made:,} tokens of the model, {answered:,} of the environment"
+    engine_s, environment_s = (sum(getattr(s, n) for s in sessions) for n in ("engine_s", "environment_s"))
+    yield (
+        "waited",
+        f"{took(engine_s)} for the engine, {took(environment_s)} for the environment, all sessions",
+    )
+    ends = Counter(session.end for session in sessions if session.end != "done")
+    if ends:
+        yield "truncated", ", ".join(f"{count} by {end}" for end, count in sorted(ends.items()))
+    for name, count in (("forks", "num_forks"), ("faults", "num_faults")):
+        if number_of := sum(getattr(session, count) for session in sessions):
+            yield name, f"{number_of:,} in {sum(getattr(s, count) > 0 for s in sessions)} sessions"
 
 
 def _staleness_words(trace: StepRecord) -> str:

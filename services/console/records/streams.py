@@ -21,6 +21,7 @@ from common.wire.messages import Commit, Message, Ticket, Trajectory, WeightMani
 from services.console.options import SelectionOptions, StreamsOptions, ViewOptions
 from services.console.records.search import selected_records
 from services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
+from services.console.records.session import print_session
 from services.console.records.tables import print_values, record_table, record_tree
 from services.console.run.history import RunAccess, open_history
 from services.console.text.formats import NOTHING, printable, printable_block, took, when
@@ -230,8 +231,11 @@ def _print_whole(console: Console, stream: StreamName, record: Record, is_full: 
         return
     assert isinstance(record, Entry)
     values = plain_fields(record.message)
+    is_session = isinstance(record.message, Trajectory) and values.pop("session") is not None
     texts = {name: values.pop(name) for name in TEXTS if values.get(name)}
     print_values(console, f"{stream} {record.entry_id}", values, is_full)
+    if is_session and isinstance(record.message, Trajectory):
+        print_session(console, record.message, is_full)
     for name, text in texts.items():
         console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
         console.print(Text(printable_block(text, 0 if is_full else TEXT_CHARACTERS)), soft_wrap=True)

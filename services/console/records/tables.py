@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.history import Record, StreamName
+from common.history.sessions import num_completion_tokens, session_facts
 from common.streams.entries import Garbled
 from common.wire.messages import (
     Commit,
@@ -22,6 +23,7 @@ from common.wire.messages import (
 from services.console.text.formats import (
     NOTHING,
     number,
+    plural,
     printable,
     printable_block,
     sample_name,
@@ -94,8 +96,9 @@ def record_table(stream: StreamName, records: Iterable[Record], is_full: bool = 
 
 
 def versions_of(trajectory: Trajectory) -> str:
-    """The versions that produced its tokens: `12`, or `12 → 13`."""
-    return " → ".join(str(version) for version, _ in trajectory.spans)
+    """The versions that produced its tokens: `12`, or `12 → 13`; those of forks after `|`."""
+    rows = [" → ".join(str(version) for version, _ in segment.spans) for segment in trajectory.segments]
+    return " | ".join(dict.fromkeys(rows))
 
 
 def sample_of(message: Message) -> str:
@@ -128,13 +131,19 @@ def _trajectory_cells(message: Trajectory, limit: int) -> Cells:
         "sample": sample_of(message),
         "step": str(message.step),
         "versions": versions_of(message),
-        "tokens": str(message.num_tokens),
-        "end": message.finish,
+        "tokens": _tokens_of(message),
+        "end": message.session.end if message.session else message.finish,
         "worker": printable(message.worker, NAME_CHARACTERS),
         "finished": when(message.finished_at),
         "took": took(message.finished_at - message.started_at),
         "completion": printable(message.text, limit),
     }
+
+
+def _tokens_of(message: Trajectory) -> str:
+    """Its tokens; of a session, in how many turns."""
+    facts, num_tokens = session_facts(message), sum(num_completion_tokens(message))
+    return f"{num_tokens}, {plural(len(facts.turns), 'turn')}" if facts else str(num_tokens)
 
 
 def _score_cells(message: Score, limit: int) -> Cells:

@@ -165,12 +165,11 @@ def _draw_sample(tracks: _Tracks, sample: SampleFacts, what: str = "") -> Iterat
         track = tracks.worker(sample.worker)
         oldest, newest = sample.versions
         version = str(newest) if oldest == newest else f"{oldest} to {newest}"
-        yield (
-            track.process,
-            trace.slice(
-                track, name, sample.started_at, sample.finished_at, version=version, tokens=sample.num_tokens
-            ),
+        made = trace.slice(
+            track, name, sample.started_at, sample.finished_at, version=version, tokens=sample.num_tokens
         )
+        _draw_turns(trace, made, sample)
+        yield track.process, made
     if not sample.scored_at:
         return
     yield (
@@ -187,6 +186,21 @@ def _draw_sample(tracks: _Tracks, sample: SampleFacts, what: str = "") -> Iterat
             trace.child(scored, f"{reward}, attempt {place}", at_s, at_s + took_s, error=error)
             at_s += took_s
     yield track.process, scored
+
+
+def _draw_turns(trace: TraceEvents, made: Slice, sample: SampleFacts) -> None:
+    """Generation and environment in turn. A turn has lengths and no time of day, so they are drawn one after
+    the other from the session's beginning: what lay between them is missing at the end."""
+    at_s = sample.started_at
+    for number, turn in enumerate(sample.session.turns if sample.session else ()):
+        trace.child(
+            made, f"turn {number}: generation", at_s, at_s + turn.engine_s,
+            tokens=turn.num_tokens, prompt_tokens=turn.num_prompt_tokens, calls=turn.num_calls,
+        )  # fmt: skip
+        at_s += turn.engine_s
+        if turn.environment_s:
+            trace.child(made, f"turn {number}: environment", at_s, at_s + turn.environment_s)
+            at_s += turn.environment_s
 
 
 def _draw_step(tracks: _Tracks, record: StepRecord, links: Links) -> None:

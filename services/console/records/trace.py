@@ -12,11 +12,13 @@ from rich.text import Text
 from common.errors import ConfigError
 from common.history import History, StreamName
 from common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
+from common.history.sessions import num_completion_tokens, session_facts
 from common.process.programs import run_main
+from common.streams.selection import texts_in
 from common.wire.messages import Lane, Message, Score, Ticket, Trajectory
 from services.console.options import ViewOptions
-from services.console.records.search import texts_in
 from services.console.records.selection import parse_lane, parse_sample
+from services.console.records.session import print_session, turn_trees
 from services.console.records.tables import brief
 from services.console.run.history import open_history
 from services.console.text.formats import NOTHING, number, printable, printable_block, took, when
@@ -52,9 +54,12 @@ def print_sample(console: Console, trace: GroupRecord, sample: SampleRecord, is_
     if sample.trajectory is not None:
         console.print(Text("\ngeneration", "bold"))
         print_lines(console, _generation_lines(trace.ticket, sample))
-        text = printable_block(sample.trajectory.text, 0 if is_full else TEXT_CHARACTERS)
-        console.print(Text("\ncompletion", "bold"))
-        console.print(Text(text or "(empty)"), soft_wrap=True)
+        session = sample.trajectory.session
+        print_session(console, sample.trajectory, is_full)
+        if session is None or not session.messages:
+            text = printable_block(sample.trajectory.text, 0 if is_full else TEXT_CHARACTERS)
+            console.print(Text("\ncompletion", "bold"))
+            console.print(Text(text or "(empty)"), soft_wrap=True)
     if sample.score is not None:
         console.print(Text("\nreward", "bold"))
         print_lines(console, _score_lines(sample.trajectory, sample.score, is_full))
@@ -108,12 +113,16 @@ def _samples_table(trace: GroupRecord, is_full: bool) -> Table:
         "score",
         "tries",
         "version",
+        "turns",
         "tokens",
         "generated",
         "took",
         "scored",
     ]
-    numbers = ("reward", "advantage", "tries", "tokens", "took")
+    has_sessions = any(sample.trajectory and sample.trajectory.session for sample in trace.samples)
+    if not has_sessions:
+        titles.remove("turns")
+    numbers = ("reward", "advantage", "tries", "turns", "tokens", "took")
     table = listing([*titles, "trained in", "completion"], numbers, ("completion",))
     for sample in trace.samples:
         made, score = sample.trajectory, sample.score
@@ -126,7 +135,8 @@ def _samples_table(trace: GroupRecord, is_full: bool) -> Table:
             ),
             str(score.attempts) if score else NOTHING,
             " → ".join(str(version) for version, _, _ in sample.spans) or NOTHING,
-            str(made.num_tokens) if made else NOTHING,
+            *([_num_turns(made)] if has_sessions else []),
+            str(sum(num_completion_tokens(made))) if made else NOTHING,
             Text(printable(made.worker, 16) if made else NOTHING),
             took(made.finished_at - made.started_at if made else None),
             Text(f"{printable(score.worker, 16)}, {took(score.latency_s)}" if score else NOTHING),
@@ -134,6 +144,11 @@ def _samples_table(trace: GroupRecord, is_full: bool) -> Table:
             Text(printable(made.text if made else "", 0 if is_full else CELL_CHARACTERS)),
         )
     return table
+
+
+def _num_turns(made: Trajectory | None) -> str:
+    facts = session_facts(made) if made else None
+    return NOTHING if facts is None else str(len(facts.turns))
 
 
 def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[Line]:
@@ -150,8 +165,8 @@ def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[L
             "version",
             f"{version} made tokens {first} to {last}" if last >= first else f"{version}, no token",
         )
-    if made.num_tokens:
-        yield "logprobs", f"mean {float(made.logprobs.mean()):.4g}, least {float(made.logprobs.min()):.4g}"
+    if len(sampled := made.logprobs[made.mask]):
+        yield "logprobs", f"mean {float(sampled.mean()):.4g}, least {float(sampled.min()):.4g}"
     for later in sample.later_trajectories:
         yield "again", f"by {printable(later.worker, 40)}, {when(later.finished_at)}: not counted"
 
@@ -243,6 +258,7 @@ def _sample_tree(sample: SampleRecord) -> dict[str, Any]:
     return {
         "index": sample.index,
         "trajectory": _tree(sample.trajectory),
+        "turns": turn_trees(sample.trajectory),
         "versions": [dict(zip(names, span, strict=True)) for span in sample.spans],
         "score": _tree(sample.score),
         "advantage": sample.advantage,

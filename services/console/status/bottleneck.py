@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.process.activity import WAIT, WAIT_REDIS, WAIT_START
+from common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START
 from common.process.heartbeats import Heartbeat
 
 RATE_STEPS = 10
@@ -151,6 +151,7 @@ def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 TRAINER, ROLLOUT, REWARD, REDIS = "trainer", "rollout", "reward", "redis"
 WEIGHTS, CHECKPOINT, EVALUATION, DISK = "weights", "checkpoint", "evaluation", "disk"
+ENVIRONMENT = "environment"
 IDLE_SHARE = 0.25
 """Where stages overlap, a trainer that waits more than this is not the one that the others wait for."""
 CLEAR_SHARE = 0.4
@@ -163,6 +164,7 @@ PASSED_ON = {"wait:trajectories": (ROLLOUT, WAIT_TICKETS), "wait:scores": (REWAR
 """What the trainer waits for, the role that makes it, and what that one waits for without work."""
 BLAMED_STATES = {
     WAIT_REDIS: REDIS,
+    WAIT_ENVIRONMENT: ENVIRONMENT,
     "wait:weights": WEIGHTS,
     "wait:evaluation": EVALUATION,
     "wait:disk": DISK,
@@ -176,7 +178,7 @@ class Bottleneck:
     """What makes the run slow."""
 
     stage: str
-    """trainer, rollout, reward, redis, weights, checkpoint, evaluation or disk."""
+    """trainer, rollout, reward, redis, weights, environment, checkpoint, evaluation or disk."""
     blame: dict[str, float]
     """Part of a step's time by stage, the largest first; adds up to 1."""
     text: str
@@ -289,6 +291,12 @@ def _reasons(evidence: Evidence, stage: str) -> str:
             f"{evidence.share(TRAINER, WEIGHTS):.0%} of its time, rollout waits for them "
             f"{evidence.share(ROLLOUT, 'wait:weights'):.0%}"
         )
+    if stage == ENVIRONMENT:
+        return (
+            "environment is the bottleneck: the trainer waits "
+            f"{evidence.share(TRAINER, 'wait:trajectories'):.0%} of its time for trajectories; rollout waits "
+            f"{evidence.share(ROLLOUT, WAIT_ENVIRONMENT):.0%} of its own for environments, with idle engines"
+        )
     share = evidence.share(TRAINER, stage) + evidence.share(TRAINER, f"{WAIT}{stage}")
     return f"{stage} is the bottleneck: it takes {share:.0%} of the trainer's time"
 
@@ -317,6 +325,8 @@ def _advice(evidence: Evidence, stage: str, more: dict[str, float]) -> str:
         WEIGHTS: "Put the weights folder on a faster disk or network; LoRA writes little.",
         CHECKPOINT: "Raise trainer.checkpoint_every, or put the run's folder on a faster disk.",
         EVALUATION: "Evaluate less often, on fewer prompts or samples (trainer.evaluation).",
+        ENVIRONMENT: "Make its calls faster, let more of them run at once "
+        "(rollout.environment.processes), or hold more sessions (rollout.max_groups_in_flight).",
         DISK: "Make room on the disk of the run's folder; the trainer's log says which.",
     }[stage]
 

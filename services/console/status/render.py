@@ -91,6 +91,8 @@ def _learning(snapshot: RunSnapshot) -> Table:
     table.add_row("tokens/s", f"{rate:,.0f}" if rate is not None else NOTHING)
     for label, name, form in (
         ("length", "completions/mean_length", ",.1f"),
+        ("turns", "sessions/mean_turns", ",.1f"),
+        ("environment", "sessions/environment_tokens_share", ".0%"),
         ("cut off", "completions/clipped_ratio", ".1%"),
         ("entropy", "entropy", ".3f"),
         ("grad norm", "grad_norm", ".3g"),

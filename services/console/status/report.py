@@ -49,6 +49,15 @@ ROWS = (
 )
 
 
+SESSION_ROWS = (
+    ("mean_turns", "turns a session", NUMBER),
+    ("environment_tokens_share", "tokens of the environment", PERCENT),
+    ("environment_time_share", "time in the environment", PERCENT),
+    ("truncated_share", "sessions truncated", PERCENT),
+    ("faults", "faults of the environment", COUNT),
+)
+
+
 def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
     """Write summary.json and reward.png into the run's folder."""
     plain = json.dumps(jsonable(tree), indent=2, allow_nan=False) + "\n"
@@ -72,6 +81,9 @@ def summary_table(tree: Mapping[str, Any]) -> RenderableType:
     table.add_column(justify="right")
     for name, label, form in ROWS:
         table.add_row(label, _shown(tree.get(name), form))
+    if sessions := tree.get("sessions"):
+        for name, label, form in SESSION_ROWS:
+            table.add_row(label, _shown(sessions.get(name), form))
     if best := tree.get("best"):
         table.add_row(f"best version, by {best['metric']}", f"{best['version']} ({best['value']:.3f})")
     for reason, count in (tree.get("dropped") or {}).items():

@@ -9,7 +9,7 @@ lost and nothing trained twice:
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,6 +57,9 @@ class RunSummary:
     lost: int = 0
     """Trajectories issued that no commit accounts for."""
     duplicated_in_training: int = 0
+    sessions: dict[str, float] = field(default_factory=dict)
+    """Mean turns, the environment's share of tokens and of time, the share that a limit truncated, and the
+    number of faults; empty for single turns."""
     wall_s: float = 0.0
     """Time `tidemill up` has run, over all its starts; without it, the time from first step to last."""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -112,6 +115,8 @@ class CommitTotals:
         self.steps: set[int] = set()
         self.max_staleness = 0
         self.tokens, self.seconds = 0.0, 0.0
+        self.sessions: defaultdict[str, float] = defaultdict(float)
+        """Sums over steps of the metrics of sessions; `steps` is how many have them."""
         self.trainer_idle_share: float | None = None
         self.started_at, self.finished_at = math.inf, 0.0
         """When the first step began and the last one ended."""
@@ -146,12 +151,33 @@ class CommitTotals:
         summary.reward_curve = [round(reward, 6) for reward in self.rewards]
         if self.steps and not summary.wall_s:
             summary.wall_s = round(self.finished_at - self.started_at, 3)
+        summary.sessions = self._session_numbers()
         if self.rewards:
             summary.reward_first, summary.reward_last = self.rewards[0], self.rewards[-1]
         if self.seconds:
             summary.tokens_per_s = round(self.tokens / self.seconds, 3)
 
+    def _session_numbers(self) -> dict[str, float]:
+        """Means over the steps; faults are counted."""
+        sums = self.sessions
+        if not (steps := sums.get("steps")):
+            return {}
+        waited_s = sums["engine_s"] + sums["environment_s"]
+        numbers = {
+            "mean_turns": sums["mean_turns"] / steps,
+            "environment_tokens_share": sums["environment_tokens_share"] / steps,
+            "environment_time_share": sums["environment_s"] / waited_s if waited_s else 0.0,
+            "truncated_share": sum(v for name, v in sums.items() if name.startswith("ended_")) / steps,
+            "faults": sums["faults"],
+        }
+        return {name: round(value, 4) for name, value in numbers.items()}
+
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:
+        if "sessions/mean_turns" in metrics:
+            self.sessions["steps"] += 1
+            for name, value in metrics.items():
+                if name.startswith("sessions/") and name != "sessions/ended_done":
+                    self.sessions[name.removeprefix("sessions/")] += value
         if "reward" in metrics:
             self.rewards.append(metrics["reward"])
         self.max_staleness = max(self.max_staleness, int(metrics.get("staleness/max", 0)))

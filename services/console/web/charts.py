@@ -52,6 +52,12 @@ CHARTS = (
         ),
         "share",
     ),
+    Chart("turns", "Turns of a session", (("mean", "sessions/mean_turns"),)),
+    Chart(
+        "session",
+        "A session's time, seconds",
+        (("engine", "sessions/engine_s"), ("environment", "sessions/environment_s")),
+    ),
     Chart("time", "Step time, seconds", (("step", "step_time_s"), ("training", "time/train_s"))),
     Chart(
         "latency",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from common.history import History, Selection, StreamName
 from common.history.groups import dropped_groups, left_out
 from common.history.records import KnownPlaces
+from common.history.sessions import num_completion_tokens
 from common.streams.entries import Entry, id_after, id_order
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 from services.console.status.snapshot import StepPoint
@@ -146,14 +147,14 @@ class GroupRow:
         self._generated |= bit
         self.step, self.group_size = trajectory.step, trajectory.group_size
         self.trajectories.include(entry_id)
-        self.lengths.add(trajectory.num_tokens)
+        self.lengths.add(sum(num_completion_tokens(trajectory)))
         self.num_cut += trajectory.finish == "length"
         self.finished_at = max(self.finished_at, trajectory.finished_at)
         if trajectory.worker not in self.workers and len(self.workers) < MAX_WORKERS:
             self.workers += (trajectory.worker[:100],)
-        versions = [version for version, _ in trajectory.spans]
-        self.min_version = min(versions) if self.min_version < 0 else min(self.min_version, *versions)
-        self.max_version = max(self.max_version, *versions)
+        least = trajectory.min_version
+        self.min_version = least if self.min_version < 0 else min(self.min_version, least)
+        self.max_version = max(self.max_version, trajectory.max_version)
         self._describe(trajectory.prompt_text, trajectory.ground_truth)
         self._remember(trajectory.text)
 

@@ -9,7 +9,9 @@ from starlette.responses import JSONResponse, Response
 
 from common.errors import TidemillError
 from common.history.records import GroupRecord, read_group, read_trajectories
+from common.history.sessions import num_completion_tokens
 from common.wire.messages import Lane, Trajectory
+from common.wire.segments import Segment
 from services.console.web.formats import TokenTexts, sendable
 from services.console.web.group_index import STATES, GroupRow
 from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
@@ -82,7 +84,10 @@ async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
     trajectory = await _trajectory(run, request)
     first = _number(request.query_params.get("first"), 0)
     count = min(MAX_PART_TOKENS, max(1, _number(request.query_params.get("count"), MAX_PART_TOKENS)))
-    return JSONResponse(token_part(trajectory, await run.texts(), first, count))
+    number = _number(request.query_params.get("segment"), 0)
+    if number >= len(trajectory.segments):
+        raise HTTPException(404, f"Completion {trajectory.index} has {len(trajectory.forks)} forks.")
+    return JSONResponse(token_part(trajectory.segments[number], await run.texts(), first, count))
 
 
 async def text(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -119,26 +124,39 @@ def component_names(group: GroupRecord) -> list[str]:
     return list(names)[:MAX_COMPONENTS]
 
 
+def _length(made: Trajectory | None) -> int:
+    return sum(num_completion_tokens(made)) if made else -1
+
+
 _SAMPLE_KEYS: dict[str, Any] = {
     "index": lambda sample: sample.index,
     "reward": lambda sample: (sample.reward is None, -(sample.reward or 0.0), sample.index),
-    "length": lambda sample: (-(sample.trajectory.num_tokens if sample.trajectory else -1), sample.index),
+    "length": lambda sample: (-_length(sample.trajectory), sample.index),
 }
 
 
-def token_part(trajectory: Trajectory, texts: TokenTexts, first: int, count: int) -> dict[str, Any]:
-    """Tokens `first` to `first + count` of a completion, as JSON."""
-    stop = min(first + count, trajectory.num_tokens)
-    pieces = texts.pieces(trajectory.completion_ids.tolist(), first, stop)
-    logprobs = trajectory.logprobs[first:stop]
+def token_part(segment: Segment, texts: TokenTexts, first: int, count: int) -> dict[str, Any]:
+    """Tokens `first` to `first + count` of a segment's completion, as JSON. `turns` has the turn that made
+    each token, -1 for the environment's; it is None for a single turn."""
+    total = len(segment.completion_ids)
+    stop = min(first + count, total)
+    pieces = texts.pieces(segment.completion_ids.tolist(), first, stop)
+    logprobs = segment.logprobs[first:stop]
+    turns = np.full(total, -1, dtype=np.int32)
+    for number, turn in enumerate(segment.turns):
+        turns[turn.first : turn.end] = number
+    versions = np.zeros(total, dtype=np.int64)
+    for version, begin in segment.spans:
+        versions[begin:] = version
     return {
         "first": first,
-        "total": trajectory.num_tokens,
+        "total": total,
         "pieces": [sendable(piece) for piece in pieces] if pieces is not None else None,
-        "ids": trajectory.completion_ids[first:stop].tolist(),
+        "ids": segment.completion_ids[first:stop].tolist(),
         "logprobs": [round(float(p), 4) if np.isfinite(p) else None for p in logprobs],
-        "versions": trajectory.token_versions()[first:stop].tolist(),
-        "trained": trajectory.mask[first:stop].astype(int).tolist(),
+        "versions": versions[first:stop].tolist(),
+        "trained": segment.mask[first:stop].astype(int).tolist(),
+        "turns": turns[first:stop].tolist() if segment.turns else None,
     }
 
 

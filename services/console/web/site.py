@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from common.errors import BrokerError
-from common.history import History
+from common.history import History, sessions
 from services.console.text.formats import when
 from services.console.web import formats
 from services.console.web.catalog import Catalog
@@ -23,6 +23,9 @@ from services.console.web.watched_run import WatchedRun
 FOLDER = Path(__file__).parent
 MAX_WORDS_CHARACTERS = 20_000
 """Of a judge's words or an error on one page."""
+
+MAX_TURNS = 40
+"""Turns and forks of one session on one page."""
 
 
 class Templates:
@@ -39,7 +42,10 @@ class Templates:
         shown = (formats.number, formats.signed, formats.percent, formats.duration)
         filters = (*shown, formats.counted, visible, words)
         self._environment.filters.update({filter.__name__: filter for filter in filters} | {"moment": when})
-        self._environment.globals["span"] = formats.span
+        self._environment.filters["text_of"] = sessions.text_of
+        readers = (formats.span, sessions.read_session, sessions.session_facts, sessions.calls_of)
+        self._environment.globals.update({reader.__name__: reader for reader in readers})
+        self._environment.globals |= {"num_tokens": sessions.num_completion_tokens, "most_turns": MAX_TURNS}
 
     def response(self, template: str, status: int = 200, **values: Any) -> Response:
         """A page."""

@@ -15,6 +15,7 @@ from services.console.dead.dead_letters import Letter, read_letters
 from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
 from services.console.options import LetterFilter
 from tests.support.letters import bury_next, make_ticket, samples_of, tickets_of, write_letter
+from tests.support.recorded_sessions import as_session
 from tests.support.training import make_score, messages, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -84,7 +85,7 @@ async def test_what_a_dead_group_has_published_is_not_generated_again(broker, ke
 @pytest.mark.parametrize("lane", Lane)
 async def test_a_dead_trajectory_is_scored_again_and_stands_in_the_log_once(broker, keys, lane):
     await append_numbered(broker, keys.prompts(lane), [(3, make_ticket(3))])
-    sample = make_trajectory(3, 1, group_size=2)
+    sample = as_session(make_trajectory(3, 1, group_size=2))
     await append(broker, keys.trajectories(lane), sample)
     async with samples_of(broker, keys, lane) as consumer:
         await bury_next(consumer, keys)

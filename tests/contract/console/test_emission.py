@@ -12,6 +12,7 @@ from common.streams import Entry, append, id_order, read_range
 from common.wire.keys import Keys
 from common.wire.messages import Score, ScoreStatus, Trajectory
 from services.console.rescore.emission import Emission, Flow, Pace
+from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 
@@ -48,14 +49,17 @@ def nothing(_: Flow) -> None:
 async def test_trajectories_keep_their_distances_at_any_speed(
     broker: Broker, keys: Keys, speed: float
 ) -> None:
-    history = Recorded([make_trajectory(ticket) for ticket in range(4)])
+    recorded = [make_trajectory(0), *(as_session(make_trajectory(ticket)) for ticket in (1, 2, 3))]
+    history = Recorded(recorded)
     emission = Emission(broker, keys, history, ALL, pace=Pace(speed))
     await score(broker, keys, 0, 1, 2, 3)  # before they are asked for, which must not be taken for an answer
     running = asyncio.create_task(emission.run(nothing))
     await wait_until(lambda: emission.flow.is_complete)
     await score(broker, keys, 0, 1, 2, 3)
     flow = await running
-    times_ms = [id_order(entry.entry_id)[0] for entry in await emitted(broker, keys)]
+    entries = await emitted(broker, keys)
+    assert [entry.message for entry in entries] == recorded, "sessions with all that was said in them"
+    times_ms = [id_order(entry.entry_id)[0] for entry in entries]
     # From the start, which the first one may miss, and less what clocks round away.
     assert times_ms[-1] - 1000 * flow.started_at >= 3 * SPACING_MS / speed - 2
     assert (flow.emitted, flow.scored) == (4, 4)

@@ -17,6 +17,7 @@ from common.wire.keys import Keys
 from common.wire.messages import Commit, SamplingParams, Score, Ticket, Trajectory
 from services.console.compare.differences import Aspect
 from services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
+from tests.support.recorded_sessions import FORK, as_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 
@@ -141,6 +142,35 @@ async def test_other_tokens_are_named_from_the_first_on(diff):
     result = await diff(make_run().changed("trajectories", (3, 0), completion_ids=ids, text="other"))
     assert result.cause.aspect is Aspect.TOKENS and result.cause.what == "from token 2 on"
     assert (result.cause.a["ids"], result.cause.b["ids"]) == ([2], [9])
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [(8, "turn 1, from token 8 on"), (5, "the environment's answer to turn 0, from token 5 on")],
+)
+async def test_sessions_differ_at_a_turn(publish, place, what):
+    run = make_run()
+    session = as_session(run.trajectories[3, 0])
+    ids = session.completion_ids.copy()
+    ids[place] = 99
+    runs = [run.changed("trajectories", (3, 0), **session.__dict__ | {"completion_ids": one})
+            for one in (session.completion_ids, ids)]  # fmt: skip
+    cause = (await diff_runs(*[await publish(one) for one in runs], 1e-3)).cause
+    assert (cause.aspect, cause.ticket, cause.index, cause.what) == (Aspect.TOKENS, 3, 0, what)
+    assert (cause.a["ids"][0], cause.b["ids"][0], cause.a["num_turns"]) == (10 + place, 99, 3)
+
+
+async def test_a_fork_and_the_environments_reward_are_compared_too(publish):
+    run = make_run()
+    session = as_session(run.trajectories[3, 0])
+    other_fork = FORK.model_copy(update={"completion_ids": FORK.completion_ids + 1})
+    kinds = {"fork 1, turn 0, from token 0 on": {"forks": (other_fork,)}, "number of forks": {"forks": ()},
+             "the environment's": {"reward": 0.5}, "end": {"end": "timeout"}}  # fmt: skip
+    first = await publish(run.changed("trajectories", (3, 0), **session.__dict__))
+    for what, fields in kinds.items():
+        changed = as_session(run.trajectories[3, 0], **fields)
+        other = await publish(run.changed("trajectories", (3, 0), **changed.__dict__))
+        assert (await diff_runs(first, other, 1e-3)).cause.what == what
 
 
 async def test_a_flipped_reward_is_the_cause_and_its_advantage_follows(diff):

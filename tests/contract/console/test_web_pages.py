@@ -20,6 +20,7 @@ from tests.support.web_runs import (
     commit_of,
     completion,
     make_ticket,
+    session,
     write_folder,
     write_run,
 )
@@ -91,6 +92,30 @@ async def test_tokens_come_with_all_that_is_known_of_them(site: httpx.AsyncClien
     assert part["ids"] == [8, 9] and part["versions"] == [0, 1] and part["logprobs"] == [-2.5, -4.0]
     assert part["pieces"] is None and part["total"] == 6
     assert (await site.get("/groups/2/1/tokens.json?first=5")).json()["trained"] == [0]
+
+
+async def test_a_session_is_folded_by_turns_and_its_tokens_are_told_apart(
+    site: httpx.AsyncClient, broker: Broker, keys: Keys
+) -> None:
+    await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
+    await append(broker, keys.trajectories(), session(6, 0))
+
+    async def is_there() -> bool:
+        return (await site.get("/groups/6")).status_code == 200
+
+    await wait_until(is_there)
+    page = (await site.get("/groups/6")).text
+    assert "<script>window" not in page and "<img src=x" not in page and "\u202e" not in page
+    assert page.count('<details class="turn">') == 3 and page.count("said call") == 1
+    order = ["I ask the calculator.", "17 * 23", "391 exactly", "The product is 391.", "Fork 1", "14 tokens"]
+    assert all(words in page for words in order) and "✂ max tokens" in page
+    assert page.count('class="tokens"') == 2 and 'data-segment="1"' in page, "its fork beside it"
+    part = (await site.get("/groups/6/0/tokens.json?first=3&count=5")).json()
+    assert part["turns"] == [0, -1, -1, -1, 1] and part["trained"] == [1, 0, 0, 0, 1] and part["total"] == 10
+    fork = (await site.get("/groups/6/0/tokens.json?segment=1")).json()
+    assert fork["ids"] == [50, 51, 52, 53] and fork["versions"] == [3] * 4 and fork["turns"] == [0, 0, 0, -1]
+    assert (await site.get("/groups/6/0/tokens.json?segment=2")).status_code == 404
+    assert (await site.get("/groups/2/1/tokens.json")).json()["turns"] is None
 
 
 async def test_groups_are_filtered_sorted_and_addressed(site: httpx.AsyncClient) -> None:

@@ -15,6 +15,7 @@ from common.wire.messages import Score, ScoreStatus
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
 from tests.support.preloaded import REPO
+from tests.support.recorded_sessions import as_session
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.web_runs import (
     LONG,
@@ -165,3 +166,25 @@ async def test_a_group_is_read_with_keys_alone(
         for path in ("", "/groups", "/groups/2", "/steps", "/steps/0", "/dead"):
             await page.goto(f"http://{base}{path}")
             assert await page.evaluate("document.documentElement.scrollWidth") <= 390, path
+
+
+async def test_a_session_is_unfolded_turn_by_turn_and_its_tokens_say_whose_they_are(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    config = write_folder(tmp_path, keys, MODEL)
+    await write_run(broker, keys, config, texts=("short",))
+    await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
+    await append(broker, keys.trajectories(), as_session(completion(6, 0, "")))
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing(width=390) as page:
+        await settled(page, f"http://{base}/groups/6")
+        sample = page.locator("#c0")
+        await sample.locator(".fork .t").first.wait_for()
+        marks = [await box.locator(".t.environment").count() for box in await sample.locator(".tokens").all()]
+        assert marks == [3, 1], "of the first segment and of its fork"
+        await sample.locator(".t.environment").first.click()
+        assert "the environment's · not trained" in await text_of(page, "#tip")
+        assert not await page.get_by_text("391 exactly").is_visible()
+        for summary in ("Turn 0", "tool calculator"):
+            await sample.locator("summary", has_text=summary).click()
+        assert await page.get_by_text("391 exactly").is_visible()
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -54,6 +54,20 @@ def test_waiting_for_groups_that_wait_for_their_version_is_blamed_on_the_weights
     assert found.stage == "weights" and found.blame["weights"] == pytest.approx(0.9)
 
 
+def test_sessions_that_wait_while_the_engine_has_nothing_to_do_are_blamed_on_the_environment() -> None:
+    found = verdict(
+        {"wait:trajectories": 0.8, "train": 0.2},
+        {"generate": 0.2, "wait:environment": 0.6, "wait:tickets": 0.2},
+    )
+    assert found.stage == "environment"
+    assert found.blame == pytest.approx({"environment": 0.6, "rollout": 0.2, "trainer": 0.2})
+    assert found.text == (
+        "environment is the bottleneck: the trainer waits 80% of its time for trajectories; "
+        "rollout waits 60% of its own for environments, with idle engines"
+    )
+    assert "rollout.environment.processes" in found.advice
+
+
 def test_a_trainer_that_works_is_the_bottleneck_itself() -> None:
     found = verdict({"train": 0.7, "update": 0.2, "wait:scores": 0.1}, {"generate": 0.5})
     assert found.stage == "trainer"

@@ -1,16 +1,20 @@
 """The run's summary from its commits: nothing lost, nothing trained twice, and how that would show."""
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from common.wire.messages import Commit
+from services.console.status.report import summary_table
 from services.console.status.summary import (
     CommitTotals,
     RunSummary,
     failures,
     mean_score,
     merge_evaluations,
+    summary_tree,
 )
 from tests.support.trajectories import make_config
 
@@ -73,6 +77,23 @@ def test_metrics_of_the_steps_are_summed_up() -> None:
     assert summary.reward_curve == [0.25, 0.75]
     assert summary.max_staleness_seen == 1
     assert summary.tokens_per_s == 60.0
+
+
+def test_the_numbers_of_sessions_are_summed_up_and_shown() -> None:
+    metrics = {"sessions/mean_turns": 3.0, "sessions/environment_tokens_share": 0.5, "sessions/engine_s": 1.0,
+               "sessions/environment_s": 3.0, "sessions/faults": 2.0, "sessions/ended_done": 0.75,
+               "sessions/ended_max_turns": 0.125, "sessions/ended_timeout": 0.125}  # fmt: skip
+    steps = [commit(i, {i: [0, 1]}, metrics=metrics | {"sessions/mean_turns": 3.0 + i}) for i in (0, 1)]
+    summary = tally_of(*steps, commit(2, {2: [0, 1]}), tickets=3)
+    assert summary.sessions == {
+        "mean_turns": 3.5, "environment_tokens_share": 0.5, "environment_time_share": 0.75,
+        "truncated_share": 0.25, "faults": 4.0,
+    }  # fmt: skip
+    console = Console(width=100, file=io.StringIO())
+    console.print(summary_table(summary_tree(summary, [])))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "turns a session" in shown and "3.500" in shown and "75.0%" in shown
+    assert tally_of(commit(0, {0: [0, 1]}), tickets=1).sessions == {}
 
 
 def test_evaluations_that_a_restart_forgot_come_from_the_metrics_file() -> None:

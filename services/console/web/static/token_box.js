@@ -30,6 +30,8 @@ export class TokenBox {
   }
 
   open(shape) {
+    this.segment = this.element.dataset.segment;
+    if (this.segment) shape = "tokens"; // the recorded text is not that of a fork
     this.shape = shape;
     this.loaded = 0;
     this.version = null;
@@ -50,7 +52,7 @@ export class TokenBox {
     const name = this.shape === "tokens" ? "tokens.json" : "text.json";
     this.element.setAttribute("aria-busy", "true");
     try {
-      const answer = await fetch(`${this.url}/${name}?first=${this.loaded}&count=${count}`);
+      const answer = await fetch(`${this.url}/${name}?first=${this.loaded}&count=${count}&segment=${this.segment ?? 0}`);
       if (!answer.ok) throw new Error(`status ${answer.status}`);
       const part = await answer.json();
       if (turn !== this.turn) return; // another view was chosen meanwhile
@@ -101,8 +103,10 @@ export class TokenBox {
     const piece = part.pieces ? part.pieces[i] : null;
     token.className = `t l${levelOf(part.logprobs[i])} v${Math.min(OLDEST, Math.max(0, this.step - version))}`;
     token.classList.add(part.trained[i] ? "trained" : "untrained");
+    const turn = part.turns ? part.turns[i] : null;
+    if (turn !== null && turn < 0) token.classList.add("environment");
     if (version !== this.version) { token.dataset.from = version; this.version = version; }
-    token.facts = { at: part.first + i, id, piece, logprob: part.logprobs[i], version, trained: part.trained[i] };
+    token.facts = { at: part.first + i, id, piece, logprob: part.logprobs[i], version, turn, trained: part.trained[i] };
     if (piece === null) { token.classList.add("id"); token.textContent = String(id); }
     else if (piece === "") token.textContent = "\u2060";
     else this.write(token, piece);
@@ -137,14 +141,17 @@ export class TokenBox {
     tip.hidden = token === null;
     if (token === null) return;
     token.classList.add("here");
-    const { at, id, piece, logprob, version, trained } = token.facts;
+    const { at, id, piece, logprob, version, turn, trained } = token.facts;
     const name = document.createElement("b");
     name.textContent = piece === null ? `id ${id}` : piece === "" ? "(part of a character)" : visibleText(piece);
     const probability = logprob === null ? "unknown" : `${logprob.toFixed(3).replace("-", "−")} (${(100 * Math.exp(logprob)).toPrecision(3)} %)`;
     const steps = this.step - version;
     const age = this.step >= 0 ? `, ${steps} step${steps === 1 ? "" : "s"} old` : "";
+    const made = turn !== null && turn < 0
+      ? "the environment's"
+      : `${turn === null ? "" : `turn ${turn} · `}logprob ${probability} · version ${version}${age}`;
     tip.replaceChildren(name, document.createElement("br"),
-      `token ${at} · id ${id} · logprob ${probability} · version ${version}${age}${trained ? "" : " · not trained"}`);
+      `token ${at} · id ${id} · ${made}${trained ? "" : " · not trained"}`);
     this.place(token);
   }
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.archive.columns import ORIGINAL, columns_of, records_of, table_of
+from common.archive.columns import ORIGINAL, columns_of, records_of, table_of, widen
 from common.streams import Entry, Garbled, decoded
 from common.wire import codec
 from common.wire.messages import (
@@ -24,6 +24,7 @@ from common.wire.messages import (
     WeightManifest,
 )
 from tests.support.message_strategies import messages, plain
+from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
 
 TYPES: tuple[type[Message], ...] = (Ticket, Trajectory, Score, WeightManifest, Commit, DeadLetter)
@@ -38,6 +39,11 @@ def through_parquet(table: pa.Table) -> pa.Table:
 def written(message: Message, **fields: Any) -> bytes:
     """The payload with some fields set as they never come from this release."""
     return bytes(msgpack.packb(msgpack.unpackb(codec.encode_payload(message)) | fields))
+
+
+def newer_session() -> bytes:
+    made = codec.encode_payload(as_session(make_trajectory()))
+    return written(as_session(make_trajectory()), session=msgpack.unpackb(made)["session"] | {"mood": 1})
 
 
 @given(st.lists(messages, min_size=1, max_size=4))
@@ -55,10 +61,21 @@ def test_every_message_survives_the_archive(several: list[Message]) -> None:
 def test_what_this_release_writes_needs_no_original_beside_its_columns() -> None:
     logprobs = np.array([-0.0, math.nan, -math.inf], dtype=np.float32)
     made = [make_trajectory(extra={"a": [1, 1.0, None, "ä\0"]}), make_trajectory(logprobs=logprobs)]
+    made.append(as_session(make_trajectory()))
     table, _ = table_of([(f"{n}-0", codec.encode(m)) for n, m in enumerate(made, 1)], Trajectory)
-    assert table[ORIGINAL].null_count == 2
+    assert table[ORIGINAL].null_count == 3
     back = [record.message for record in records_of(through_parquet(table), Trajectory)]
     assert [codec.encode(m) for m in back] == [codec.encode(m) for m in made]
+
+
+def test_sessions_are_found_by_what_all_their_segments_have() -> None:
+    made = [make_trajectory(), as_session(make_trajectory())]
+    table, messages = table_of([(f"{n}-0", codec.encode(m)) for n, m in enumerate(made, 1)], Trajectory)
+    assert table["num_turns"].to_pylist() == [None, 3]
+    assert table["max_version"].to_pylist() == [0, 3], "version 3 made the fork"
+    bounds: dict[str, tuple[float, float]] = {}
+    widen(bounds, messages)
+    assert bounds["version"] == (0, 3)
 
 
 ODD = {
@@ -70,6 +87,7 @@ ODD = {
     "a float sent as an integer": {b"v": b"1.0", b"p": written(make_trajectory(), finished_at=3)},
     "a default that was sent": {b"v": b"1.0", b"p": written(make_trajectory(), worker="")},
     "a field beside the payload": {**codec.encode(make_trajectory()), b"x": b"y"},
+    "a session with an unknown newer field": {b"v": b"1.0", b"p": newer_session()},
     "a newer major schema": {**codec.encode(make_trajectory()), b"v": b"2.0"},
     "no message at all": {b"v": b"1.0", b"p": b"\xc1"},
     "no payload": {b"whatever": b"\x00\xff"},

@@ -1,0 +1,157 @@
+"""A session turn by turn: what the model said, what the environment answered, what each of them took.
+
+A record has tokens by turn, and what was said as chat messages; it does not link them. A session without
+forks says one message of the model for each turn. Where the numbers differ, because an agent program has
+rewritten its history, messages are not given to turns: a guess would show the words of another turn.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.wire.messages import Trajectory
+from common.wire.segments import Segment, SessionEnd, Turn
+
+Said = Mapping[str, Any]
+"""A chat message."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One turn of a session, with what was said in it."""
+
+    number: int
+    """Counted from 0 over all segments."""
+    segment: int
+    """0, or the number of the fork that it belongs to."""
+    turn: Turn
+    versions: tuple[int, ...]
+    """Those that produced its tokens, in order."""
+    num_answer_tokens: int
+    """Of the environment, until the next turn or the end of the segment."""
+    said: Said | None = None
+    """The model's message; None where it is not known."""
+    answers: tuple[Said, ...] = ()
+    """The environment's messages after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """The turns of a session, and what was said that belongs to none of them."""
+
+    turns: tuple[TurnRecord, ...]
+    unplaced: tuple[Said, ...] = ()
+    """Messages before the first turn, or all of them where they do not fit the turns."""
+
+
+def read_session(trajectory: Trajectory) -> SessionRecord:
+    """The session of a trajectory; a single turn has none."""
+    if trajectory.session is None:
+        return SessionRecord(())
+    places = [(number, segment, place) for number, segment, place in _places(trajectory.segments)]
+    before, exchanges = _exchanges(trajectory.session.messages)
+    if len(exchanges) != len(places):
+        turns = [_record(at, number, segment, place) for at, (number, segment, place) in enumerate(places)]
+        return SessionRecord(tuple(turns), tuple(trajectory.session.messages))
+    turns = [
+        _record(at, number, segment, place, *exchange)
+        for at, ((number, segment, place), exchange) in enumerate(zip(places, exchanges, strict=True))
+    ]
+    return SessionRecord(tuple(turns), before)
+
+
+def num_completion_tokens(trajectory: Trajectory) -> tuple[int, int]:
+    """Completion tokens of all its segments: those that are trained, and those of the environment."""
+    whole = sum(len(segment.completion_ids) for segment in trajectory.segments)
+    trained = sum(int(np.count_nonzero(segment.mask)) for segment in trajectory.segments)
+    return trained, whole - trained
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What a sample of several turns has beside what every sample has."""
+
+    turns: tuple[Turn, ...]
+    """Of all segments, those of the first one first."""
+    num_forks: int
+    num_environment_tokens: int
+    """Completion tokens that are not trained."""
+    end: SessionEnd
+    num_faults: int
+
+    @property
+    def engine_s(self) -> float:
+        """What the engine took, over all turns."""
+        return sum(turn.engine_s for turn in self.turns)
+
+    @property
+    def environment_s(self) -> float:
+        """What the environment took, over all turns."""
+        return sum(turn.environment_s for turn in self.turns)
+
+
+def session_facts(trajectory: Trajectory) -> SessionFacts | None:
+    """The numbers of its session; a single turn has none."""
+    if (session := trajectory.session) is None:
+        return None
+    turns = tuple(turn for segment in trajectory.segments for turn in segment.turns)
+    _, num_others = num_completion_tokens(trajectory)
+    return SessionFacts(turns, len(trajectory.forks), num_others, session.end, session.num_faults)
+
+
+def calls_of(said: Said | None) -> list[tuple[str, str]]:
+    """The calls of tools in a message of the model: names with their arguments as text."""
+    calls = said.get("tool_calls") if said else None
+    found = []
+    for call in calls if isinstance(calls, list | tuple) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else call
+        if isinstance(function, Mapping):
+            found.append((str(function.get("name", "?")), text_of(function.get("arguments", ""))))
+        else:
+            found.append(("?", text_of(call)))
+    return found
+
+
+def text_of(value: Any) -> str:
+    """What a message says: text as it is, the text parts of a list, anything else as Python shows it."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list | tuple):
+        return "\n".join(text_of(part) for part in value)
+    if isinstance(value, Mapping) and isinstance(value.get("text"), str):
+        return str(value["text"])
+    return repr(value)
+
+
+def _places(segments: Sequence[Segment]) -> list[tuple[int, Segment, int]]:
+    return [(number, s, place) for number, s in enumerate(segments) for place in range(len(s.turns))]
+
+
+def _exchanges(messages: Sequence[Said]) -> tuple[tuple[Said, ...], list[tuple[Said, tuple[Said, ...]]]]:
+    """What was said before the model said anything, and each of its messages with what followed."""
+    starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+    ends = [*starts[1:], len(messages)] if starts else []
+    pairs = [(messages[at], tuple(messages[at + 1 : end])) for at, end in zip(starts, ends, strict=True)]
+    return tuple(messages[: starts[0]] if starts else messages), pairs
+
+
+def _record(
+    at: int,
+    number: int,
+    segment: Segment,
+    place: int,
+    said: Said | None = None,
+    answers: tuple[Said, ...] = (),
+) -> TurnRecord:
+    turn = segment.turns[place]
+    is_last = place + 1 == len(segment.turns)
+    following = len(segment.completion_ids) if is_last else segment.turns[place + 1].first
+    lasts = [first for _, first in segment.spans[1:]] + [len(segment.completion_ids)]
+    versions = [
+        version
+        for (version, first), last in zip(segment.spans, lasts, strict=True)
+        if first < max(turn.end, turn.first + 1) and last > turn.first
+    ]
+    return TurnRecord(at, number, turn, tuple(versions), following - turn.end, said, answers)

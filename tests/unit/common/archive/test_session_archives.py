@@ -1,0 +1,66 @@
+"""Archives with sessions, and those that were written before there were any."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.archive import stream_folder
+from common.archive.columns import RawEntry
+from common.archive.manifest import Manifest
+from common.archive.reader import select
+from common.archive.writer import write_segments
+from common.streams.entries import Entry
+from common.streams.selection import ALL, Selection, StreamName
+from common.wire import codec
+from common.wire.messages import Message
+from tests.support.histories import trajectories
+from tests.support.recorded_sessions import QUESTION, RESULT, as_session
+
+STREAM = StreamName.TRAJECTORIES
+OLD = Path(__file__).parents[3] / "data" / "archive_before_sessions"
+"""The trajectories of `tests.support.histories`, archived by the last release without sessions."""
+
+
+def found(folder: Path, selection: Selection = ALL) -> list[Message]:
+    parts = select(Manifest.load(folder), STREAM, selection)
+    return [record.message for part in parts for record in part if isinstance(record, Entry)]
+
+
+def test_an_archive_of_before_sessions_is_read_as_it_was_written() -> None:
+    assert found(OLD) == trajectories() and all(made.session is None for made in trajectories())
+    assert [made.key for made in found(OLD, Selection(pattern="completion 1 of ticket 3"))] == [(3, 1)]
+    assert {made.key for made in found(OLD, Selection(versions=(1, None)))} == {(4, 1)}
+
+
+@pytest.fixture
+async def mixed(tmp_path: Path) -> Path:
+    """An archive in which ticket 3 was played as sessions."""
+    made = [as_session(one) if one.ticket == 3 else one for one in trajectories()]
+
+    async def entries(after: str) -> AsyncIterator[RawEntry]:
+        for number, message in enumerate(made, 1):
+            if after != f"{len(made)}-0":
+                yield f"{number}-0", codec.encode(message)
+
+    await write_segments(tmp_path, STREAM, entries, segment_bytes=10**6, is_last=True)
+    return stream_folder(tmp_path, STREAM)
+
+
+async def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed: Path) -> None:
+    back = found(mixed)
+    assert back == [as_session(one) if one.ticket == 3 else one for one in trajectories()]
+    assert [codec.encode(made) for made in back[6:8]] == [
+        codec.encode(as_session(m)) for m in trajectories()[6:8]
+    ]
+
+
+@pytest.mark.parametrize("words", [RESULT, r"17 \* 23$"])
+async def test_what_was_said_in_a_session_is_found(mixed: Path, words: str) -> None:
+    assert all(words not in made.text and QUESTION not in made.text for made in found(mixed))
+    assert [made.key for made in found(mixed, Selection(pattern=words))] == [(3, 0), (3, 1)]
+    assert found(mixed, Selection(pattern=f"no {words}")) == []
+
+
+async def test_a_version_that_made_only_a_fork_is_found(mixed: Path) -> None:
+    assert [made.key for made in found(mixed, Selection(versions=(3, 3)))] == [(3, 0), (3, 1)]
