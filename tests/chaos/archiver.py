@@ -36,7 +36,8 @@ class ArchiverKiller:
         """For ever."""
         while True:
             job = await self._next_job()
-            await asyncio.sleep(self.rng.uniform(0, self._longest_delay_s))
+            # The first one as soon as it is seen: a run may have few jobs, and short ones.
+            await asyncio.sleep(self.rng.uniform(0, self._longest_delay_s) if self.num_kills else 0.0)
             with contextlib.suppress(psutil.NoSuchProcess):
                 if self._is_done(job):
                     self._longest_delay_s /= 2
