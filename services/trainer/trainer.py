@@ -290,7 +290,8 @@ class Trainer:
                     raise StoppedError
                 # Its workers may wait for a version whose announcement Redis has lost.
                 await self.reconciler.restore_lost()
-        if self.context.failure is not None:
+        # It may also have been stopped while it waited for the disk: that is no failure.
+        if self.context.failure is not None or self._evaluation.exception() is not None:
             raise StoppedError
         self._evaluation = None
 

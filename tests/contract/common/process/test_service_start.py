@@ -103,3 +103,24 @@ async def test_a_worker_that_comes_too_late_has_nothing_to_do(broker, keys, redi
     with capture_logs() as lines:
         assert await service._serve(role, late, load, lambda _: 0) == 0
     assert lines[-1]["event"] == "the run is finished: nothing is left to do"
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+async def test_a_service_that_is_stopped_while_it_waits_ends_without_an_error(
+    broker, keys, redis_server, monkeypatch, in_background
+):
+    """A trainer that waits for a full disk, for instance, before it has begun or beside its work."""
+    await publish_config(broker, keys, CONFIG)
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+
+    async def wait() -> None:
+        raise service.StoppedError
+
+    async def serve(context: service.ServiceContext) -> None:
+        if not in_background:
+            await wait()
+        await asyncio.wait({context.start(wait(), "waits")})
+        context.raise_failure()
+
+    stopped = argparse.Namespace(run=keys.run_id, name="t", set=[], config=None, metrics_port=0)
+    assert await service._serve("trainer", stopped, lambda: serve, lambda _: 0) == 0
