@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.redis.broker import Broker
-from common.streams import append, ensure_group, entry_id_of
+from common.streams import START, OffsetReader, append, ensure_group, entry_id_of
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import DeadLetter, Lane, Ticket
 from services.trainer.batch.prompts import Prompt
@@ -216,6 +216,34 @@ class TestLosses:
         results = await task
         assert (results["a"].num_samples, results["a"].num_failed) == (3, 1)
         assert results["b"].num_failed == 0
+
+    async def test_samples_of_a_server_whose_clock_is_behind_are_not_failed_ones(
+        self, make, publish, broker, keys, monkeypatch
+    ):
+        """They have lower ids than what was read of the server before."""
+        read, seen, far = OffsetReader.read, set(), "9999999999999-0"
+
+        async def note(reader: Any, *args: Any) -> Any:
+            entries = await read(reader, *args)
+            seen.add((reader.key, reader.position))
+            return entries
+
+        monkeypatch.setattr(OffsetReader, "read", note)
+        groups = {keys.prompts(EVAL): ROLLOUT_GROUP, keys.trajectories(EVAL): REWARD_GROUP}
+        for key, group in groups.items():
+            await ensure_group(broker, key, group)
+        task = asyncio.ensure_future(evaluated(make(), 0))
+        await wait_until(lambda: _has_tickets(broker, keys, 3))
+        logs = (keys.trajectories(EVAL), keys.scores(EVAL))
+        for key in logs:
+            await broker.execute("XADD", key, far, "v", "1.0", "p", b"")
+        await wait_until(lambda: seen >= {(key, far) for key in logs})
+        for key in logs:
+            await lose_tail(broker, key, START)
+        await publish({(ticket, index): 1.0 for ticket in range(3) for index in (0, 1)})
+        for key, group in groups.items():
+            await _work_off(broker, key, group)
+        assert {result.num_failed for result in (await task).values()} == {0}
 
 
 async def _work_off(broker: Broker, key: str, group: str) -> None:
