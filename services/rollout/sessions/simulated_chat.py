@@ -1,0 +1,35 @@
+"""Words in place of a tokenizer, for sessions with the simulated engine."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.rollout.sessions.chat import ChatMessage, Parsed
+
+
+class SimulatedChat:
+    """Each word is a token, whose id is a hash; tokens are the words `t17`. There are no calls."""
+
+    has_template = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of all words; never none, for an engine needs a prompt."""
+        words = " ".join(str(message.get("content") or "") for message in messages).split() or ["."]
+        return [zlib.crc32(word.encode()) % self._vocab_size for word in words]
+
+    def extend(
+        self,
+        turn_ids: Sequence[int],
+        is_stopped: bool,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """The ids of the messages' words."""
+        return self.render(messages)
+
+    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+        """The tokens as words."""
+        return Parsed({"role": "assistant", "content": " ".join(f"t{token}" for token in turn_ids)})

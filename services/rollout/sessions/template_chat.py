@@ -1,0 +1,273 @@
+"""The chat format of a tokenizer with a chat template, and of one without.
+
+What stands between two turns is found in a rendering of a small chat in which the model's turn is a mark: all
+that follows the mark, less what the model has written itself to end its turn. So a template may drop thinking,
+merge system messages, or print a date in what comes before: none of it is looked at, and nothing that was
+sampled is rendered.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from common.config.run import RunConfig
+from services.rollout.sessions.calls import find_calls, format_of, read_call
+from services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
+
+MARK = "MODELSTURN"
+"""Stands for what the model said. No template changes a plain word."""
+THINK, THOUGHT = "<think>", "</think>"
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class TemplateChat:
+    """One model's chats. Not for several threads: tokenizers are not."""
+
+    def __init__(
+        self, tokenizer: Any, eos_ids: Sequence[int], call_format: str = "auto", has_template: bool = True
+    ) -> None:
+        self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        template = getattr(tokenizer, "chat_template", None) if has_template else None
+        if isinstance(template, dict):
+            template = template.get("default")
+        self._has_template = bool(template)
+        self._own_parser = call_format == "auto" and bool(getattr(tokenizer, "response_template", None))
+        self._call_format = format_of(str(template or "")) if call_format == "auto" else call_format
+        self._speaks = self._opening() if self._has_template else ""
+        ids = self.encode(self._speaks)
+        self._opening_id = ids[0] if ids and ids[0] in self._special_ids else None
+        self._ending = lru_cache(maxsize=256)(self._ending_of)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template; without one, only text goes between the turns."""
+        return self._has_template
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that follows other ids."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)[
+            "input_ids"
+        ]
+        return ids
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
+        """The ids of a whole chat, ending where the model speaks.
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
+        if not self._has_template:
+            ids: list[int] = self._tokenizer(_text_of(messages))["input_ids"]
+            return ids
+        is_prefilled = bool(messages) and messages[-1].get("role") == "assistant"
+        return self.encode(self._rendered(messages, tools, speaks=not is_prefilled, continues=is_prefilled))
+
+    def extend(
+        self, turn_ids: Sequence[int], is_stopped: bool, messages: Sequence[ChatMessage], tools: Tools = ()
+    ) -> list[int]:
+        """The ids between the model's turn and its next one.
+
+        Raises:
+            ValueError: the template cannot render these messages there.
+        """
+        if not self._has_template:
+            return self.encode(_text_of(messages))
+        caller = _called_by(messages)
+        after = self.encode(self._after_mark([*_marked(caller), *_readable(messages)], tools, speaks=True))
+        ending = self._ending(caller)
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(after, ending, strict=False)) if a != b),
+            min(len(after), len(ending)),
+        )
+        last = turn_ids[-1] if is_stopped and turn_ids else None
+        place = self._place_of_end(after, shared, last)
+        if place is None:
+            return after
+        return after[place + 1 :] if last is not None else after[place:]
+
+    def parse(self, turn_ids: Sequence[int], tools: Tools = ()) -> Parsed:
+        """The message and the calls in what the model sampled. Calls are looked for where there are tools."""
+        if tools and self._own_parser:
+            return self._parse_own(turn_ids, tools)
+        text: str = self._tokenizer.decode(
+            self._without_end(turn_ids), skip_special_tokens=not tools, clean_up_tokenization_spaces=False
+        )
+        thought, text = self._split_thought(text)
+        calls: tuple[Call, ...] = ()
+        if tools:
+            text, calls = find_calls(text, self._call_format)
+        return Parsed(_message(text, thought, calls), calls)
+
+    def _without_end(self, turn_ids: Sequence[int]) -> list[int]:
+        ids = list(turn_ids)
+        while ids and ids[-1] in self._eos_ids:
+            ids.pop()
+        return ids
+
+    def _split_thought(self, text: str) -> tuple[str, str]:
+        """A call within a thought is no call; a template may have opened the thought."""
+        begins = text.lstrip().startswith(THINK) or self._speaks.rstrip().endswith(THINK)
+        if not begins and THOUGHT not in text:
+            return "", text
+        thought, _, said = text.partition(THOUGHT)
+        return thought.replace(THINK, "", 1).strip(), said.lstrip("\n")
+
+    def _parse_own(self, turn_ids: Sequence[int], tools: Tools) -> Parsed:
+        """As the model's own response template says, which transformers reads."""
+        text: str = self._tokenizer.decode(list(turn_ids), skip_special_tokens=False)
+        try:
+            found = self._tokenizer.parse_response(text, prefix=self._speaks, tools=list(tools))
+        except Exception as error:  # parsers of users' templates raise anything
+            call = Call("", error=f"the call cannot be read: {error}")
+            return Parsed(_message(text, "", (call,)), (call,))
+        calls = tuple(read_call(call) for call in found.get("tool_calls") or ())
+        thought = str(found.get("reasoning_content") or found.get("thinking") or "")
+        return Parsed(_message(str(found.get("content") or ""), thought, calls), calls)
+
+    def _place_of_end(self, after: Sequence[int], shared: int, last: int | None) -> int | None:
+        """Where in `after` the token lies that ends the turn: the one that the model wrote, else one that
+        ends generations, else the template's own. `shared` tokens are the same when nothing follows."""
+        near = list(after[: shared + 1])
+        if last is not None and last in near:
+            return near.index(last)
+        ends = [i for i, token in enumerate(near) if token in self._eos_ids]
+        if ends:
+            return ends[0]
+        special = [i for i, token in enumerate(near) if token in self._special_ids]
+        special = [i for i in special if near[i] != self._opening_id]
+        within = [i for i in special if i < shared]
+        return within[-1] if within else special[0] if special else None
+
+    def _ending_of(self, caller: tuple[str, str] | None) -> list[int]:
+        """What follows the mark in a chat that ends with it."""
+        return self.encode(self._after_mark(_marked(caller), (), speaks=False))
+
+    def _after_mark(self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool) -> str:
+        text = self._rendered(messages, tools, speaks=speaks)
+        before, mark, after = text.partition(MARK)
+        if not mark:
+            what = "calls of tools" if messages[1].get("tool_calls") else "what the model said"
+            raise ValueError(f"the chat template leaves out {what} before these messages")
+        return after
+
+    def _opening(self) -> str:
+        """What the template writes where the model speaks."""
+        chat = [{"role": "user", "content": MARK}]
+        try:
+            with_it, without = (self._rendered(chat, (), speaks=speaks) for speaks in (True, False))
+        except ValueError:
+            return ""
+        return with_it.removeprefix(without) if with_it.startswith(without) else ""
+
+    def _rendered(
+        self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool, continues: bool = False
+    ) -> str:
+        """Text of a chat. Templates want arguments as objects, except those that want text."""
+        from jinja2 import TemplateError
+
+        for arguments_are_text in (False, True):
+            try:
+                text: str = self._tokenizer.apply_chat_template(
+                    [_with_arguments(message, arguments_are_text) for message in messages],
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=speaks,
+                    continue_final_message=continues,
+                )
+                return text
+            except TypeError as error:
+                if arguments_are_text:
+                    raise ValueError(f"the chat template refuses these messages: {error}") from None
+            except (TemplateError, ValueError, KeyError, AttributeError) as error:
+                raise ValueError(f"the chat template refuses these messages: {error}") from None
+        raise AssertionError("unreachable")
+
+
+def open_chat(config: RunConfig) -> ChatFormat:
+    """The chat format of the run's model, read from its folder; of the simulated engine, words.
+
+    Raises:
+        ConfigError: the model's folder cannot be used.
+    """
+    if config.rollout.engine == "simulated":
+        from services.rollout.sessions.simulated_chat import SimulatedChat
+
+        return SimulatedChat(config.rollout.simulated.vocab_size)
+    from services.rollout.engines.model import open_model
+
+    folder = open_model(config.model)
+    has_template = config.data.chat_template != "never"
+    call_format = config.rollout.environment.call_format
+    return TemplateChat(folder.tokenizer, folder.eos_ids, call_format, has_template)
+
+
+def _called_by(messages: Sequence[ChatMessage]) -> tuple[str, str] | None:
+    """The tool and the id of the call that the first message answers; None where it answers none."""
+    if not messages or messages[0].get("role") != "tool":
+        return None
+    return str(messages[0].get("name") or "tool"), str(messages[0].get("tool_call_id") or "")
+
+
+def _marked(caller: tuple[str, str] | None) -> list[ChatMessage]:
+    """A question, and the mark where the model answers or calls."""
+    question = {"role": "user", "content": "."}
+    if caller is None:
+        return [question, {"role": "assistant", "content": MARK}]
+    name, call_id = caller
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {"x": MARK}}}
+    if call_id:
+        call["id"] = call_id
+    return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def _readable(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    return [dict(message) for message in messages]
+
+
+def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
+    """OpenAI's form has arguments as text, templates mostly want the object."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or call)
+        arguments = function.get("arguments")
+        if as_text and not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments)
+        elif not as_text and isinstance(arguments, str):
+            try:
+                function["arguments"] = json.loads(arguments)
+            except ValueError:
+                function["arguments"] = {}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _message(text: str, thought: str, calls: Sequence[Call]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+def _text_of(messages: Sequence[ChatMessage]) -> str:
+    return "".join(content_text(message.get("content")) for message in messages)
+
+
+def content_text(content: Any) -> str:
+    """The text of a message's content, which may be a list of blocks."""
+    if isinstance(content, list):
+        return "".join(str(block.get("text", "")) for block in content if isinstance(block, Mapping))
+    return "" if content is None else str(content)
