@@ -48,7 +48,9 @@ class ScriptedModel:
     """Says one line after the other; `seen` is what it was asked to continue each time."""
 
     def __init__(self, *lines: str) -> None:
-        self.lines, self.seen, self.said = list(lines), [], []
+        self.lines = list(lines)
+        self.seen: list[list[int]] = []
+        self.said: list[list[int]] = []
         self.version = 3
 
     async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
@@ -56,8 +58,13 @@ class ScriptedModel:
         line = self.lines.pop(0)
         said = [*line.encode(), END][: sampling.max_tokens]
         self.said.append(said)
-        finish = "stop" if said[-1] == END else "length"
-        return Generation(said, [-0.5] * len(said), ((self.version, 0),), finish, num_cached_tokens=2)
+        return Generation(
+            said,
+            [-0.5] * len(said),
+            ((self.version, 0),),
+            "stop" if said[-1] == END else "length",
+            num_cached_tokens=2,
+        )
 
 
 def call_line(name: str, **arguments: Any) -> str:

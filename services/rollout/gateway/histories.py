@@ -9,7 +9,7 @@ take turns, as those of sub-agents do: each is found again by the longest match.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from services.rollout.engines.engine import Generation
 from services.rollout.gateway.dialogue import Answer, Identity, Message, Question, RequestError, identity
@@ -19,16 +19,6 @@ from services.rollout.sessions.recorder import SegmentRecorder
 MAX_DRIFT_TOKENS = 1024
 
 Kind = Literal["new", "clean", "realigned", "forked"]
-
-
-class Tokenizer(Protocol):
-    """From ids to text and back, of one model."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens of its own at the ends."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, without special tokens."""
 
 
 @dataclass(eq=False)
@@ -93,8 +83,8 @@ class Continuation:
 class Histories:
     """All segments of one session, in the order in which they began."""
 
-    def __init__(self, chat: ChatFormat, tokenizer: Tokenizer) -> None:
-        self._chat, self._tokenizer = chat, tokenizer
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
         self.all: list[History] = []
 
     @property
@@ -134,14 +124,14 @@ class Histories:
             ids = history.recorder.ids
             context: list[int] = []
             if isinstance(prompt, str) and history.text and prompt.startswith(history.text):
-                context = self._tokenizer.encode(prompt[len(history.text) :])
+                context = self._chat.encode(prompt[len(history.text) :])
                 if context[:1] == ids[-1:]:  # the end of a turn, which the model has written itself
                     del context[0]
             elif not isinstance(prompt, str) and prompt[: len(ids)] == ids:
                 context = prompt[len(ids) :]
             if context:
                 return Continuation("clean", history, len(history.recorder.completion_ids), context)
-        return self._begun(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, "")
+        return self._begun(self._chat.encode(prompt) if isinstance(prompt, str) else prompt, "")
 
     def _begun(self, prompt_ids: list[int], tools_key: str) -> Continuation:
         if not prompt_ids:

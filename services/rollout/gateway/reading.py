@@ -3,23 +3,25 @@
 import json
 import secrets
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.rollout.engines.engine import Generation
 from services.rollout.gateway.dialogue import Answer, FinishReason, Message, Question, ToolCall
-from services.rollout.gateway.histories import Tokenizer
 from services.rollout.sessions.chat import ChatFormat, Parsed
 
+Decode = Callable[[Sequence[int]], str]
+"""Text of ids, without special tokens."""
 
-def cut_at(generation: Generation, stops: Sequence[str], tokenizer: Tokenizer) -> Generation:
+
+def cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:
     """The generation up to the first of a client's stop sequences; the same one where there is none."""
     ids = generation.token_ids
-    text = tokenizer.decode(ids) if stops else ""
+    text = decode(ids) if stops else ""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return generation
-    num_fitting = bisect_right(range(len(ids)), min(found), key=lambda i: len(tokenizer.decode(ids[: i + 1])))
+    num_fitting = bisect_right(range(len(ids)), min(found), key=lambda i: len(decode(ids[: i + 1])))
     num_tokens = max(1, num_fitting)
     return replace(
         generation,
@@ -31,7 +33,7 @@ def cut_at(generation: Generation, stops: Sequence[str], tokenizer: Tokenizer) -
 
 
 def read(
-    generation: Generation, question: Question, chat: ChatFormat, tokenizer: Tokenizer, num_prompt_tokens: int
+    generation: Generation, question: Question, chat: ChatFormat, decode: Decode, num_prompt_tokens: int
 ) -> tuple[Answer, Parsed]:
     """The answer, and all calls in it, those that cannot be made too."""
     ids = generation.token_ids
@@ -39,7 +41,7 @@ def read(
     made = [call for call in parsed.calls if not call.error] if question.allows_calls else []
     if not question.messages or (parsed.calls and not made):
         # Calls that cannot be made are text for the client: its own loop answers the model.
-        message: Message = {"role": "assistant", "content": tokenizer.decode(ids)}
+        message: Message = {"role": "assistant", "content": decode(ids)}
     else:
         message = {"role": "assistant", "content": str(parsed.message.get("content") or "")}
         if reasoning := parsed.message.get("reasoning_content"):

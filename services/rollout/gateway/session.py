@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from common.config.environment import AGENT
 from common.wire.messages import SamplingParams
 from common.wire.segments import Session, SessionEnd
 from services.rollout.gateway.dialogue import (
@@ -21,8 +22,8 @@ from services.rollout.gateway.dialogue import (
     Question,
     RequestError,
 )
-from services.rollout.gateway.histories import Continuation, Histories, History, Tokenizer, num_shared
-from services.rollout.gateway.reading import cut_at, read
+from services.rollout.gateway.histories import Continuation, Histories, History, num_shared
+from services.rollout.gateway.reading import Decode, cut_at, read
 from services.rollout.sessions.chat import ChatFormat
 from services.rollout.sessions.player import Ask, Played
 
@@ -52,10 +53,10 @@ class GatewaySession:
     """Answers the questions of one session's programs."""
 
     def __init__(
-        self, chat: ChatFormat, tokenizer: Tokenizer, ask: Ask, sampling: SamplingParams, limits: Limits
+        self, chat: ChatFormat, decode: Decode, ask: Ask, sampling: SamplingParams, limits: Limits
     ) -> None:
         self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        self.histories = Histories(chat, tokenizer)
+        self.histories = Histories(chat)
         self.counts: Counter[str] = Counter()
         self.end: SessionEnd = "done"
         self.num_turns = 0
@@ -63,7 +64,7 @@ class GatewaySession:
         self.active_at = time.monotonic()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails as the engine fails: nothing the session does can mend that."""
-        self._chat, self._tokenizer, self._ask = chat, tokenizer, ask
+        self._chat, self._decode, self._ask = chat, decode, ask
         self._sampling, self._limits = sampling, limits
         self._given: dict[Any, _Given] = {}
         self._reserved_tokens = 0
@@ -102,12 +103,12 @@ class GatewaySession:
         """Tokens of the prompt that the question would have."""
         return len(self.histories.find(question).ids)
 
-    def played(self, environment: str, reward: float | None, metrics: dict[str, float]) -> Played:
+    def played(self, reward: float | None, metrics: dict[str, float], num_faults: int = 0) -> Played:
         """What the session came to. Raises ValueError: the model was never asked."""
         first, *forks = (history.recorder.segment() for history in self.histories.recorded)
         last = self.histories.recorded[-1].recorder
         session = Session(
-            environment=environment,
+            environment=AGENT,
             turns=first.turns,
             forks=tuple(forks),
             messages=tuple(self._said()),
@@ -115,8 +116,9 @@ class GatewaySession:
             reward=reward,
             metrics=metrics,
             histories=dict(self.counts),
+            num_faults=num_faults,
         )
-        text = self._tokenizer.decode(last.completion_ids)
+        text = self._decode(last.completion_ids)
         return Played(first, text, "stop" if self.end == "done" else "length", session)
 
     def _said(self) -> list[Message]:
@@ -186,7 +188,7 @@ class GatewaySession:
             whole = await self._ask(ids, sampling)
         except ValueError as error:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
-        generation = cut_at(whole, question.stop, self._tokenizer)
+        generation = cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
         found.record(generation, time.monotonic() - started)
@@ -194,7 +196,7 @@ class GatewaySession:
         history.is_closed = generation is whole and whole.finish == "stop"
         is_truncated = generation.finish == "length" and max_tokens != question.max_tokens
         self.end = "max_tokens" if is_truncated else "done"
-        answer, parsed = read(generation, question, self._chat, self._tokenizer, len(ids))
+        answer, parsed = read(generation, question, self._chat, self._decode, len(ids))
         num_wrong = sum(1 for call in parsed.calls if call.error)
         history.recorder.describe_last_turn(num_calls=len(parsed.calls), num_wrong_calls=num_wrong)
         history.hold(question, answer)

@@ -40,12 +40,12 @@ class Opened:
 
     @property
     def segments(self) -> list[Segment]:
-        played = self.session.played("agent", None, {})
+        played = self.session.played(None, {})
         assert played.session is not None
         return [played.first, *played.session.forks]
 
     def check_ids(self) -> None:
-        """Each turn of each segment is what the engine said after what it saw, and nothing else is trained."""
+        """Each turn is what the engine said after what it saw, and nothing else is trained."""
         turns = []
         for segment in self.segments:
             ids = [*segment.prompt_ids.tolist(), *segment.completion_ids.tolist()]
@@ -62,7 +62,7 @@ class Opened:
 @contextlib.asynccontextmanager
 async def opened(*lines: str, limits: Limits = LIMITS, max_tokens: int = 200) -> AsyncIterator[Opened]:
     model = ScriptedModel(*lines)
-    session = GatewaySession(CHAT, CHAT, model.ask, SamplingParams(max_tokens=max_tokens), limits)
+    session = GatewaySession(CHAT, CHAT.decode, model.ask, SamplingParams(max_tokens=max_tokens), limits)
     gateway = Gateway("m")
     await gateway.start()
     try:
@@ -122,7 +122,7 @@ async def test_other_histories_are_segments_of_their_own_and_each_is_found_again
         assert run.session.counts == {"clean": 2, "forked": 2}
         assert [len(segment.turns) for segment in run.segments] == [2, 2, 1]
         run.check_ids()
-        messages = run.session.played("agent", None, {}).session.messages
+        messages = run.session.played(None, {}).session.messages
         assert [message["content"] for message in messages if message["role"] == "assistant"] == (
             ["a1", "a2", "b1", "b2", "short"]
         )
@@ -224,13 +224,13 @@ async def test_limits_end_the_loop_in_words_and_truncate_the_session() -> None:
         with pytest.raises(openai.BadRequestError, match="had its 1 turns") as caught:
             await run.say([USER, {"role": "assistant", "content": "a"}, USER])
         assert caught.value.code == "session_limit"
-        played = run.session.played("agent", None, {})
+        played = run.session.played(None, {})
         assert played.finish == "length" and played.session.end == "max_turns"
     async with opened("abcdefgh", "b", limits=Limits(9, 20, 4096)) as run:
         assert (await run.say([USER], max_tokens=5)).content == "abcde"
         with pytest.raises(openai.BadRequestError, match="used its 20 tokens"):
             await run.say([USER, {"role": "assistant", "content": "abcde"}, USER])
-        assert run.session.played("agent", None, {}).session.end == "max_tokens"
+        assert run.session.played(None, {}).session.end == "max_tokens"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Agent programs as people write them, for tests: each plays one session."""
+
+import os
+import time
+from typing import Any
+
+import anthropic
+import openai
+
+
+def twice(row: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
+    """Plain, with OpenAI's client: asks twice; the reward is whether the last answer is the truth."""
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(2):
+        said = client.chat.completions.create(model=model, messages=messages).choices[0].message
+        messages += [said, {"role": "user", "content": "Sure?"}]
+    return {"reward": float(said.content == row["ground_truth"]), "metrics": {"asked": 2}}
+
+
+async def with_anthropic(anthropic_base_url: str, api_key: str) -> float:
+    """Async, with Anthropic's client, as a stream."""
+    client = anthropic.AsyncAnthropic(base_url=anthropic_base_url, api_key=api_key)
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    async with client.messages.stream(**asked) as stream:
+        return float(len(await stream.get_final_text()))
+
+
+def for_ever() -> None:
+    """Goes on until an error ends it; its clients read the variables."""
+    client, messages = openai.OpenAI(), [{"role": "user", "content": "Go."}]
+    while True:
+        said = client.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
+        messages += [said.choices[0].message, {"role": "user", "content": "On."}]  # type: ignore[list-item]
+
+
+def raising() -> None:
+    raise LookupError("the page is gone")
+
+
+def dying() -> None:
+    os._exit(3)
+
+
+def silent() -> None:
+    time.sleep(3600)
+
+
+def idle() -> str:
+    """Never asks."""
+
+
+def wordy(base_url: str, api_key: str) -> str:
+    """Gives a reward that is none."""
+    openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model="m", prompt="x")
+    return "good"
+
+
+def demanding(row: dict[str, Any], browser: str) -> None:
+    """Wants what nobody gives."""
