@@ -112,6 +112,11 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
     algorithm = trainer.get("algorithm") if isinstance(trainer, dict) else None
     if isinstance(algorithm, dict):
         algorithm |= {name: resolve(algorithm[name]) for name in ("advantage", "loss") if name in algorithm}
+    rollout = tree.get("rollout")
+    environment = rollout.get("environment") if isinstance(rollout, dict) else None
+    if isinstance(environment, dict):
+        names = [name for name in ("use", "tools", "agent") if name in environment]
+        environment |= {name: resolve(environment[name]) for name in names}
     if isinstance(model, dict) and "path" in model:
         model["path"] = resolve(model["path"])
     if isinstance(data, dict):

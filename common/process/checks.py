@@ -6,17 +6,17 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.config import RewardConfig
+from common.config import RewardConfig, RunConfig
 from common.config.algorithm import AlgorithmConfig, is_users_own
 from common.errors import ConfigError
 from common.process.programs import Program, run_own
 from common.run.dataset import Row
 
-TIMEOUT_S = {Program.TRAINER_CHECK: 180.0, Program.REWARD_CHECK: 120.0}
+TIMEOUT_S = {Program.TRAINER_CHECK: 180.0, Program.REWARD_CHECK: 120.0, Program.ROLLOUT_CHECK: 180.0}
 """Importing torch on a busy machine takes its time."""
-CALLED, READS = "tidemill-called: ", "tidemill-reads: "
-"""Begin the lines of a reward check's output that tell of a call, and of what is read; a user's module may
-print others."""
+CALLED, READS, PLAYED = "tidemill-called: ", "tidemill-reads: ", "tidemill-played: "
+"""Begin the lines of a check's output that tell of a call, of what is read, and of a session; a user's module
+may print others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ def check_reward(config: RewardConfig, row: Row | None = None, calls: bool = Fal
     """
     arguments = [config.model_dump_json()]
     if row is not None:
-        names = ("prompt", "data_source", "ground_truth", "extra")
-        arguments.append(json.dumps({name: getattr(row, name) for name in names}, default=str))
+        arguments.append(_row_json(row))
         arguments += ["call"] if calls else []
     named = ", ".join(reward.function or name for name, reward in config.named.items())
     lines = _run(Program.REWARD_CHECK, arguments, f"reward {named}").splitlines()
@@ -62,6 +61,28 @@ def check_reward(config: RewardConfig, row: Row | None = None, calls: bool = Fal
         if line.startswith(READS):
             reads |= json.loads(line.removeprefix(READS))
     return RewardFindings([line.removeprefix(CALLED) for line in lines if line.startswith(CALLED)], reads)
+
+
+def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
+    """Have a process of the rollout service load the environment, as its workers will, and with a row play
+    one session with a script in place of the model; returns what came of it, a line each.
+
+    Raises:
+        ConfigError: it cannot be imported or used, or it fails.
+    """
+    section = config.rollout.environment
+    if section.is_single_turn:
+        return []
+    arguments = [config.model_dump_json()]
+    if row is not None:
+        arguments.append(_row_json(row))
+    lines = _run(Program.ROLLOUT_CHECK, arguments, f"rollout.environment.use {section.use}").splitlines()
+    return [line.removeprefix(PLAYED) for line in lines if line.startswith(PLAYED)]
+
+
+def _row_json(row: Row) -> str:
+    names = ("prompt", "data_source", "ground_truth", "extra")
+    return json.dumps({name: getattr(row, name) for name in names}, default=str)
 
 
 def _run(program: Program, arguments: list[str], what: str) -> str:

@@ -25,6 +25,8 @@ class Program(StrEnum):
     """Loads and tries a user's own advantage and loss."""
     REWARD_CHECK = "services.reward.check"
     """Loads every reward, and calls those that are functions."""
+    ROLLOUT_CHECK = "services.rollout.check"
+    """Loads the environment, and plays one session with a script in place of the model."""
     TRAINER_RANK = "services.trainer.policy.fsdp.rank_main"
     """Every rank of a trainer but the first."""
     REPLAY = "services.trainer.replay"

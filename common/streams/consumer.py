@@ -231,12 +231,13 @@ class Consumer(Generic[M]):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
                 await broker.script("renew", [self.key], [self.group, self.name, *part])
 
-    async def hand_back(self, deliveries: Sequence[Delivery[M]]) -> None:
-        """Give messages back unfinished: whoever reclaims next gets them, and no attempt is counted."""
+    async def hand_back(self, deliveries: Sequence[Delivery[M]], is_counted: bool = False) -> None:
+        """Give messages back unfinished: whoever reclaims next gets them. This delivery counts as an attempt
+        only where `is_counted`."""
         if not deliveries:
             return
         ids = [delivery.entry_id for delivery in deliveries]
-        args = [self.group, self.name, int(self.lease_s * 1000) + 1, *ids]
+        args = [self.group, self.name, int(self.lease_s * 1000) + 1, 0 if is_counted else 1, *ids]
         await self._script("hand_back", args, None)
         for entry_id in ids:
             self.held.pop(entry_id, None)

@@ -68,6 +68,34 @@ GENERATION_SECONDS = _Latency("tidemill_generation_seconds", "Time to generate o
 GROUPS_IN_FLIGHT = Gauge("tidemill_groups_in_flight", "Groups this rollout worker holds", ["lane"])
 GROUP_SLOTS = Gauge("tidemill_group_slots", "Groups this rollout worker can hold", ["lane"])
 REQUESTS_RUNNING = Gauge("tidemill_requests_running", "Completions the engine works on")
+SESSIONS_HELD = Gauge("tidemill_sessions_held", "Sessions with an environment that this worker plays")
+SESSION_ENDS = Counter(
+    "tidemill_session_ends_total", "Sessions played, by how they ended: done, or a limit", ["end"]
+)
+SESSION_TURNS = Histogram(
+    "tidemill_session_turns",
+    "Turns of the model in one session",
+    buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128),
+)
+SESSION_TOKENS = Counter(
+    "tidemill_session_tokens_total", "Completion tokens of sessions, by who wrote them", ["origin"]
+)
+SESSION_SECONDS = _Latency(
+    "tidemill_session_seconds", "Time of one session in the engine and in the environment", ["where"]
+)
+LATER_PROMPT_TOKENS = Counter(
+    "tidemill_session_later_prompt_tokens_total",
+    "Prompt tokens of turns two and later: from the engine's prefix cache (cached), or computed",
+    ["source"],
+)
+TOOL_CALLS = Counter(
+    "tidemill_environment_calls_total",
+    "Calls of tools that models made, and those that were wrong",
+    ["result"],
+)
+ENVIRONMENT_FAULTS = Counter(
+    "tidemill_environment_faults_total", "Plays of a session that an environment's fault ended", ["kind"]
+)
 WEIGHT_LOAD_SECONDS = _Latency("tidemill_weight_load_seconds", "Time of one weight update in the engine")
 WEIGHT_PAUSE_SECONDS = _Latency(
     "tidemill_weight_pause_seconds", "Time generation stood still for one weight update"

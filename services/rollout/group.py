@@ -16,8 +16,9 @@ from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery
 from common.telemetry import metrics
 from common.telemetry.batched import Batched
-from common.wire.messages import Lane, Ticket, Trajectory
+from common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
 from services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from services.rollout.sessions.player import Player
 from services.rollout.weight_follower import WeightFollower
 
 Counted = tuple[int, int, float]
@@ -49,8 +50,8 @@ class SampleCounts:
 
 log = structlog.get_logger(__name__)
 
-OF_THE_TICKET = frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)
-"""What a trajectory has of its ticket."""
+OF_THE_TICKET = (frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)) - {"prompt_ids"}
+"""What a trajectory has of its ticket. An environment may add to the prompt."""
 VERSION_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
 
@@ -65,11 +66,13 @@ class GroupGenerator:
         consumer: Consumer[Ticket],
         engine: Engine,
         follower: WeightFollower,
+        player: Player,
     ) -> None:
+        self.player = player
         self.broker, self.keys, self.worker, self.lane = context.broker, context.keys, context.name, lane
         self.consumer, self.engine, self.follower = consumer, engine, follower
         self.counts = SampleCounts(lane)
-        self.num_published = 0
+        self.num_published = self.num_turns = self.num_playing = 0
         self._asked: set[str] = set()
 
     @property
@@ -82,6 +85,7 @@ class GroupGenerator:
 
         Raises:
             LeaseLostError: another worker has taken the ticket over.
+            EnvironmentFaultError: an environment failed, again and again.
             ValueError: the engine refuses the prompt.
         """
         ticket = delivery.message
@@ -137,17 +141,24 @@ class GroupGenerator:
 
     async def _generate_sample(self, delivery: Delivery[Ticket], index: int) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
-        generation = await self._ask(f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}", ticket)
+        name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
+        num_turns = count(1)
+
+        async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+            turn = next(num_turns)
+            return await self._ask(name if turn == 1 else f"{name}-t{turn}", ids, sampling)
+
+        self.num_playing += 1
+        try:
+            played = await self.player.play(ticket, name, ask)
+        finally:
+            self.num_playing -= 1
         if history != self.follower.history:
             return  # of weights that the run never had: generated again
         sample = Trajectory(
             **{name: getattr(ticket, name) for name in OF_THE_TICKET},
+            **played.fields(),
             index=index,
-            completion_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            spans=generation.spans,
-            finish=generation.finish,
-            text=self.engine.decode(generation.token_ids),
             worker=self.worker,
             started_at=started_at,
             finished_at=time.time(),
@@ -156,15 +167,15 @@ class GroupGenerator:
         self.num_published += 1
         self.counts.observe(sample)
 
-    async def _ask(self, name: str, ticket: Ticket) -> Generation:
-        """One completion of the engine. Of a delivery that was lost, requests may still run: ids differ."""
+    async def _ask(self, name: str, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """One turn of the engine. Of a delivery that was lost, requests may still run: ids differ."""
         request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
-        request = GenerationRequest(
-            request_id, ticket.prompt_ids.tolist(), ticket.sampling, is_urgent=self.lane is Lane.EVAL
-        )
+        request = GenerationRequest(request_id, ids, sampling, is_urgent=self.lane is Lane.EVAL)
         self._asked.add(request_id)
         try:
-            return await self.engine.generate(request)
+            generation = await self.engine.generate(request)
+            self.num_turns += 1
+            return generation
         finally:
             self._asked.discard(request_id)
 

@@ -11,6 +11,8 @@ from common.telemetry import metrics
 from common.wire.messages import Lane
 from services.rollout.engines import build_engine
 from services.rollout.engines.engine import Engine
+from services.rollout.environments import build_player
+from services.rollout.sessions.player import Player
 from services.rollout.weight_follower import WeightFollower
 from services.rollout.worker import RolloutWorker
 
@@ -23,8 +25,21 @@ async def serve(context: ServiceContext) -> None:
     engine = build_engine(context.config, context.name)
     with context.activity.during("load", "starting the engine"):
         await engine.start()
+    player = build_player(context.config, engine.decode)
+    try:
+        with context.activity.during("load", "loading the environment"):
+            await player.start()
+        await _work(context, engine, player)
+    finally:
+        # The player first: what it plays asks the engine.
+        await player.close()
+        await engine.close()
+    context.raise_failure()
+
+
+async def _work(context: ServiceContext, engine: Engine, player: Player) -> None:
     follower = WeightFollower(context, engine)
-    workers = [RolloutWorker(context, lane, engine, follower) for lane in (Lane.EVAL, Lane.TRAIN)]
+    workers = [RolloutWorker(context, lane, engine, follower, player) for lane in (Lane.EVAL, Lane.TRAIN)]
 
     def report(beat: Heartbeat) -> None:
         beat.version = engine.version
@@ -46,8 +61,6 @@ async def serve(context: ServiceContext) -> None:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await engine.close()
-    context.raise_failure()
 
 
 async def _watch_progress(context: ServiceContext, engine: Engine, workers: list[RolloutWorker]) -> None:
@@ -56,9 +69,9 @@ async def _watch_progress(context: ServiceContext, engine: Engine, workers: list
     done, since = -1, time.monotonic()
     while True:
         await asyncio.sleep(stall_s / WATCHES_PER_STALL)
-        published = sum(worker.generator.num_published for worker in workers)
-        if published != done or not engine.num_running:
-            done, since = published, time.monotonic()
+        finished = sum(worker.generator.num_turns for worker in workers)
+        if finished != done or not engine.num_running:
+            done, since = finished, time.monotonic()
         elif time.monotonic() - since > stall_s:
             raise EngineError(
                 f"the engine has {engine.num_running} requests and finished none of them for {stall_s:g} s. "
@@ -74,6 +87,8 @@ def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWor
         return "wait:weights", "groups are held until their version arrives"
     if any(worker.generator.num_wanted for worker in workers):
         return "wait:device", "another process has its turn on the device"
+    if any(worker.generator.num_playing for worker in workers):
+        return "wait:environment", "environments have not answered yet"
     if any(worker.running for worker in workers):
         return WAIT_REDIS, "samples are being published"
     return "wait:tickets", "the trainer has issued no more"

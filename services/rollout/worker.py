@@ -6,7 +6,7 @@ the rest is handed back, and whoever takes over generates only the missing sampl
 
 import structlog
 
-from common.errors import BrokerError, EngineError, LeaseLostError, first_cause
+from common.errors import BrokerError, EngineError, EnvironmentFaultError, LeaseLostError, first_cause
 from common.process.heartbeats import Heartbeat
 from common.process.service import ServiceContext
 from common.streams import Delivery, Garbled
@@ -16,6 +16,7 @@ from common.wire.keys import ROLLOUT_GROUP
 from common.wire.messages import Lane, Ticket
 from services.rollout.engines.engine import Engine
 from services.rollout.group import GroupGenerator
+from services.rollout.sessions.player import Player
 from services.rollout.weight_follower import WeightFollower
 
 log = structlog.get_logger(__name__)
@@ -24,9 +25,16 @@ log = structlog.get_logger(__name__)
 class RolloutWorker(LaneWorker[Ticket]):
     """Serves one lane with one engine until the context says stop."""
 
-    def __init__(self, context: ServiceContext, lane: Lane, engine: Engine, follower: WeightFollower) -> None:
+    def __init__(
+        self,
+        context: ServiceContext,
+        lane: Lane,
+        engine: Engine,
+        follower: WeightFollower,
+        player: Player,
+    ) -> None:
         super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
-        self.generator = GroupGenerator(context, lane, self.consumer, engine, follower)
+        self.generator = GroupGenerator(context, lane, self.consumer, engine, follower, player)
         self.max_groups = context.config.rollout.max_groups_in_flight
         self.drain_s = context.config.streams.drain_s
         metrics.GROUP_SLOTS.labels(lane).set(self.max_groups)
@@ -78,6 +86,16 @@ class RolloutWorker(LaneWorker[Ticket]):
             cause = first_cause(failures)
             log.error("this process cannot go on; stopping so that it is started anew", error=str(cause))
             self.context.fail(cause)
+        except* EnvironmentFaultError as faults:  # no fault of the ticket's: others may have more luck
+            await self._hand_on(delivery, first_cause(faults))
         except* Exception as failures:
             cause = first_cause(failures)
             await self.bury(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
+
+    async def _hand_on(self, delivery: Delivery[Ticket], fault: BaseException) -> None:
+        """Give a ticket whose environment fails here to whoever reclaims it next; the last one buries it."""
+        if delivery.attempts >= self.context.config.streams.max_attempts:
+            await self.bury(delivery, f"an environment failed: {fault}", delivery.attempts)
+            return
+        log.warning("handing a group on: its environment fails", error=str(fault))
+        await self.consumer.hand_back([delivery], is_counted=True)

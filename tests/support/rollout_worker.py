@@ -14,7 +14,9 @@ from common.wire.keys import ROLLOUT_GROUP, Keys
 from common.wire.messages import Lane, Ticket, Trajectory
 from services.rollout.engines.engine import Generation, GenerationRequest
 from services.rollout.engines.simulated import SimulatedEngine
+from services.rollout.environments.single_turn import SingleTurn
 from services.rollout.group import GroupGenerator
+from services.rollout.sessions.player import Player
 from services.rollout.weight_follower import WeightFollower
 from services.trainer.policy.simulated_policy import SimulatedPolicy
 from services.trainer.weights.store import WeightStore
@@ -61,7 +63,10 @@ class Worker:
         self.consumer: Consumer[Ticket] = Consumer(
             broker, keys.prompts(), ROLLOUT_GROUP, name, Ticket, lease_s=60.0, dead_key=keys.dead
         )
-        self.generator = GroupGenerator(self.context, Lane.TRAIN, self.consumer, self.engine, self.follower)
+        self.player: Player = SingleTurn(self.engine.decode)
+        self.generator = GroupGenerator(
+            self.context, Lane.TRAIN, self.consumer, self.engine, self.follower, self.player
+        )
 
     async def fetch(self) -> Delivery[Ticket]:
         (delivery,) = await self.consumer.fetch(1, 1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.config import RunConfig, load_config
 from common.errors import TidemillError
-from common.process.checks import check_algorithm, check_loggers, check_reward
+from common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from common.process.gpu_sharing import count_gpus
 from common.process.programs import Program, run_main, run_own
 from common.process.vllm_machine import check_machine
@@ -44,6 +44,8 @@ class Findings:
     """What came of calling the rewards, where that was asked for."""
     reads: dict[str, str] = field(default_factory=dict)
     """What judges and reward models will read of the first training row."""
+    session: list[str] = field(default_factory=list)
+    """What came of playing one session with a script in place of the model."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -66,6 +68,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
             lambda: _check_gpus(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: _check_rewards(findings, rows, calls_reward),
+            lambda: _check_environment(findings, rows),
             lambda: _try_sandboxes(findings),
             lambda: check_algorithm(findings.config.trainer.algorithm),
             lambda: check_loggers(findings.config.trainer.loggers),
@@ -109,6 +112,13 @@ def _check_rewards(findings: Findings, rows: dict[str, list[Row]], calls_reward:
     row = rows["train"][0] if rows.get("train") else None
     found = check_reward(findings.config.reward, row, calls_reward and row is not None)
     findings.rewards, findings.reads = found.called, found.reads
+
+
+def _check_environment(findings: Findings, rows: dict[str, list[Row]]) -> None:
+    """A session needs the model's tokenizer: one that is on the hub is not fetched for it."""
+    is_here = findings.model is not None and not findings.model.is_remote
+    row = rows["train"][0] if is_here and rows.get("train") else None
+    findings.session = check_environment(findings.config, row)
 
 
 def _check_gpus(config: RunConfig) -> None:

@@ -48,6 +48,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("rollout", f"{rollout.workers} worker{plural} with the {rollout.engine} engine"),
         ("reward", f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}"),
         ("", _rewards_checked(findings)),
+        ("session", "; ".join(findings.session)),
         ("redis", _redis(findings)),
     ]
     return [(name, text) for name, text in lines if text]

@@ -1,23 +1,18 @@
 """What a function is asked: to score samples, or to post-process the scores of a group.
 
-Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the socket,
-in frames: a length, and a map in msgpack.
+Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the
+socket, in frames (`common/process/children.py`).
 """
 
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-import msgpack
 import numpy as np
 
-from common.wire.codec import pack
 from services.reward.outcome import AttemptError, RewardOutcome
 from services.reward.sample import RewardSample
 
-Send = Callable[[dict[str, Any]], None]
-LENGTH = struct.Struct("<I")
 FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
 SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample))
 
@@ -102,15 +97,3 @@ def _unwired(tree: dict[str, Any]) -> RewardSample:
     for name in ("prompt_ids", "completion_ids"):
         tree[name] = np.frombuffer(tree[name], dtype="<i4")
     return RewardSample(**tree | {"key": tuple(tree["key"])})
-
-
-def frame_of(tree: dict[str, Any]) -> bytes:
-    """One frame."""
-    body = pack(tree)
-    return LENGTH.pack(len(body)) + body
-
-
-def content_of(body: bytes) -> dict[str, Any]:
-    """What a frame holds, without its length."""
-    tree: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
-    return tree

@@ -93,7 +93,7 @@ class VllmEngine:
                 )
         finally:
             self._num_running -= 1
-        return _as_generation(request, output.outputs[0])
+        return _as_generation(request, output.outputs[0], output.num_cached_tokens)
 
     async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
         """Read `files` while generation goes on, then pause it and replace the weights.
@@ -272,7 +272,9 @@ class VllmEngine:
         return self._folder
 
 
-def _as_generation(request: GenerationRequest, output: "CompletionOutput") -> Generation:
+def _as_generation(
+    request: GenerationRequest, output: "CompletionOutput", num_cached_tokens: int | None
+) -> Generation:
     """Check and convert a finished output of vLLM."""
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(
@@ -290,4 +292,5 @@ def _as_generation(request: GenerationRequest, output: "CompletionOutput") -> Ge
         logprobs=list(logprobs.logprobs),
         spans=tuple((int(span.version), span.start) for span in spans),
         finish="stop" if output.finish_reason == "stop" else "length",
+        num_cached_tokens=-1 if num_cached_tokens is None else num_cached_tokens,
     )

@@ -99,7 +99,7 @@ def read_call(value: Any) -> Call:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return Call("", error=f"a call must be JSON with name and arguments, got {_shown(repr(value))}")
-    arguments = next((value[key] for key in ("arguments", "parameters") if key in value), {})
+    arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

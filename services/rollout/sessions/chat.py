@@ -53,3 +53,6 @@ class ChatFormat(Protocol):
 
     def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         """The message and the calls in what the model sampled."""
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """A text of at most about so many tokens: a longer one loses its middle, and says so."""

@@ -1,9 +1,9 @@
 """The chat format of a tokenizer with a chat template, and of one without.
 
-What stands between two turns is found in a rendering of a small chat in which the model's turn is a mark: all
-that follows the mark, less what the model has written itself to end its turn. So a template may drop thinking,
-merge system messages, or print a date in what comes before: none of it is looked at, and nothing that was
-sampled is rendered.
+What stands between two turns is found in a rendering of a small chat in which the model's turn is a mark:
+all that follows the mark, less what the model has written itself to end its turn. So a template may drop
+thinking, merge system messages, or print a date in what comes before: none of it is looked at, and nothing
+that was sampled is rendered.
 """
 
 import json
@@ -101,6 +101,18 @@ class TemplateChat:
             text, calls = find_calls(text, self._call_format)
         return Parsed(_message(text, thought, calls), calls)
 
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """The text, or its two ends with a note of what is left out between them."""
+        ids = self.encode(text)
+        if len(ids) <= max_tokens:
+            return text
+        head, tail = (max_tokens + 1) // 2, max_tokens // 2
+        first, last = (
+            str(self._tokenizer.decode(part, clean_up_tokenization_spaces=False))
+            for part in (ids[:head], ids[len(ids) - tail :])
+        )
+        return f"{first}\n[{len(ids) - max_tokens} tokens left out]\n{last}"
+
     def _without_end(self, turn_ids: Sequence[int]) -> list[int]:
         ids = list(turn_ids)
         while ids and ids[-1] in self._eos_ids:
@@ -147,7 +159,7 @@ class TemplateChat:
 
     def _after_mark(self, messages: Sequence[ChatMessage], tools: Tools, speaks: bool) -> str:
         text = self._rendered(messages, tools, speaks=speaks)
-        before, mark, after = text.partition(MARK)
+        _, mark, after = text.partition(MARK)
         if not mark:
             what = "calls of tools" if messages[1].get("tool_calls") else "what the model said"
             raise ValueError(f"the chat template leaves out {what} before these messages")

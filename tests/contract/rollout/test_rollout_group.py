@@ -156,7 +156,7 @@ class TestTakeover:
 class TestWorkerLoop:
     @contextlib.asynccontextmanager
     async def running(self, worker: Worker) -> AsyncIterator[RolloutWorker]:
-        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower)
+        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, worker.player)
         task = asyncio.ensure_future(loop.run())
         try:
             yield loop

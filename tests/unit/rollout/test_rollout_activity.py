@@ -8,12 +8,12 @@ import pytest
 from services.rollout.service import _state_of
 
 
-def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0) -> str:
+def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0, playing: int = 0) -> str:
     engine: Any = SimpleNamespace(num_running=running)
     follower: Any = SimpleNamespace(num_waiting=waiting)
-    generator = SimpleNamespace(num_wanted=wanted)
+    generator = SimpleNamespace(num_wanted=wanted, num_playing=playing)
     workers: Any = [
-        SimpleNamespace(running=set(), generator=SimpleNamespace(num_wanted=0)),
+        SimpleNamespace(running=set(), generator=SimpleNamespace(num_wanted=0, num_playing=0)),
         SimpleNamespace(running=set(range(held)), generator=generator),
     ]
     return _state_of(engine, follower, workers)[0]
@@ -26,6 +26,7 @@ def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0) ->
         ({"held": 2, "running": 1, "waiting": 1, "wanted": 1}, "generate"),
         ({"held": 2, "waiting": 1}, "wait:weights"),
         ({"held": 2, "wanted": 8}, "wait:device"),
+        ({"held": 2, "playing": 1}, "wait:environment"),
         ({"held": 2}, "wait:redis"),
     ],
 )

@@ -10,14 +10,11 @@ many run at once; with one at a time everything happens in the main thread.
 """
 
 import contextlib
-import ctypes
 import importlib
-import io
 import os
 import queue
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -29,22 +26,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import ConfigError
+from common.process.children import Send, become_child, read_frame, sender
 from services.reward.functions.group_functions import load_group_function
 from services.reward.functions.loading import load_function
 from services.reward.functions.processes.child_loop import LoopCalls
-from services.reward.functions.request import (
-    LENGTH,
-    Callee,
-    Request,
-    Send,
-    content_of,
-    failure_to_wire,
-    frame_of,
-    outcomes_to_wire,
-)
+from services.reward.functions.request import Callee, Request, failure_to_wire, outcomes_to_wire
 from services.reward.outcome import AttemptError, users_own
 
-_PR_SET_PDEATHSIG = 1
 BEAT_S = 0.5
 MOST_THREADS = 256
 LEAST_S = 0.05
@@ -57,21 +45,14 @@ _thread = threading.local()
 
 def main(descriptor: int, parent: int) -> None:
     """Serve the socket `descriptor` until process `parent` closes it."""
-    _die_with(parent)
-    # Nobody can send it Ctrl-C; with Python's own handler `asyncio.run` would want the main thread.
-    signal.signal(signal.SIGINT, lambda *_: None)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # printing must not fail a sample
-    os.set_inheritable(descriptor, False)  # what the function starts must not keep the socket open
     for name in ("signal", "alarm", "setitimer"):
         if hasattr(signal, name):
             setattr(signal, name, _noted(getattr(signal, name)))
-    with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as frames:
-        spec = _read_frame(frames)
+    with become_child(descriptor, parent) as channel, channel.makefile("rb") as frames:
+        spec = read_frame(frames)
         if spec is None:
             return
-        send = _sender(channel)
+        send = sender(channel)
         try:
             function = _loaded(spec)
         except ConfigError as error:
@@ -199,26 +180,9 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _read_frame(frames: BinaryIO) -> dict[str, Any] | None:
-    """The next frame; None at the end."""
-    head = frames.read(LENGTH.size)
-    return content_of(frames.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
-
-
-def _sender(channel: socket.socket) -> Send:
-    lock = threading.Lock()
-
-    def send(frame: dict[str, Any]) -> None:
-        data = frame_of(frame)
-        with lock, contextlib.suppress(OSError):  # the parent is gone: the reader ends the process
-            channel.sendall(data)
-
-    return send
-
-
 def _read_for_ever(frames: BinaryIO, calls: LoopCalls | ThreadCalls) -> None:
     with contextlib.suppress(OSError):
-        while (frame := _read_frame(frames)) is not None:
+        while (frame := read_frame(frames)) is not None:
             calls.take(frame)
     sys.stdout.flush()
     os._exit(0)  # calls may be running that nobody waits for any more
@@ -228,11 +192,3 @@ def _beat_for_ever(calls: LoopCalls | ThreadCalls, send: Send) -> None:
     while True:
         time.sleep(BEAT_S)
         send({"beat": calls.state()})
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, also in the middle of a call."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit()  # it died before the line above

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from common.process.children import Send
 from services.reward.functions.request import (
     Callee,
     Request,
-    Send,
     failure_to_wire,
     outcomes_to_wire,
 )

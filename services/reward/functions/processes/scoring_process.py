@@ -9,18 +9,14 @@ of its calls, all of them are told of the same `Death`.
 import asyncio
 import contextlib
 import itertools
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.process.programs import ROOT
-from services.reward.functions.request import LENGTH, Request, content_of, frame_of, outcomes_of
+from common.process.children import frame_of, kill_group, receive, spawn
+from services.reward.functions.request import Request, outcomes_of
 from services.reward.outcome import AttemptError, RewardOutcome
 
 START_TIMEOUT_S = 120.0
@@ -30,12 +26,7 @@ SILENT_S = 1.5
 GRACE_S = 5.0
 """How much longer than its calls may take a loop may stand still before its process is killed."""
 
-# The child imports from where its parent does, without a variable that would reach what it starts in turn.
-_BOOTSTRAP = (
-    "import sys; fd, parent = int(sys.argv[1]), int(sys.argv[2]); sys.path[:] = sys.argv[3:]; "
-    "import common, services; del sys.path[0]; "
-    "from services.reward.functions.processes.child import main; main(fd, parent)"
-)
+CHILD = "services.reward.functions.processes.child"
 
 
 @dataclass(eq=False, slots=True)
@@ -89,14 +80,7 @@ class ScoringProcess:
         self, is_async: bool = False, on_beat: Callable[[dict[str, Any]], None] = lambda _: None
     ) -> None:
         self._is_async, self._on_beat = is_async, on_beat
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
-            command += [str(ROOT), *sys.path]  # our own first, until they are there
-            # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+        self._process, self._channel = spawn(CHILD)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loading: asyncio.Future[None] | None = None
@@ -159,9 +143,7 @@ class ScoringProcess:
     def kill(self) -> None:
         """Kill it with all that it started, whatever it is doing."""
         self.is_sound = False
-        if self._process.returncode is None:  # not reaped yet, so the number is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self._process)
         if self._writer is not None:
             self._writer.transport.abort()
         else:
@@ -179,7 +161,7 @@ class ScoringProcess:
         self._write(spec)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                answer = await _read(reader)
+                answer = await receive(reader)
         except TimeoutError:
             self.kill()
             raise AttemptError(f"importing the function took longer than {START_TIMEOUT_S:g} s") from None
@@ -195,7 +177,7 @@ class ScoringProcess:
     async def _read_for_ever(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                self._take(await _read(reader))
+                self._take(await receive(reader))
         self.is_sound = False
         if self._watching is not None:
             self._watching.cancel()
@@ -283,8 +265,3 @@ class ScoringProcess:
         code = await asyncio.to_thread(self._process.wait)
         reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"the process of the reward function died ({reason})"
-
-
-async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
-    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return content_of(await reader.readexactly(num_bytes))

@@ -142,7 +142,7 @@ def test_a_template_without_tools_or_with_strict_turns_says_no(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma4"])
 def test_what_is_extended_equals_a_rendering_where_the_template_keeps_all_that_was_said(name: str) -> None:
-    chat, tokenizer = chat_of(name)
+    chat, _ = chat_of(name)
     question = [{"role": "system", "content": "Guess."}, {"role": "user", "content": "Begin."}]
     turn = chat.encode(f"50{ENDS[name][0]}")
     rendered = chat.render([*question, {"role": "assistant", "content": "50"}, *HIGHER])

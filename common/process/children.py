@@ -1,0 +1,109 @@
+"""Processes that run users' code for a service: started, talked to in frames, killed with all they started.
+
+A frame is a length and a map in msgpack. The child ends when its parent closes the socket or dies.
+"""
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from asyncio import StreamReader
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgpack
+
+from common.process.programs import ROOT
+from common.wire.codec import pack
+
+Send = Callable[[dict[str, Any]], None]
+LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+
+# The child imports from where its parent does, without a variable that would reach what it starts in turn.
+_BOOTSTRAP = (
+    "import sys; fd, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]; "
+    "sys.path[:] = sys.argv[4:]; import common, services; del sys.path[0]; "
+    "import importlib; importlib.import_module(name).main(fd, parent)"
+)
+
+
+def spawn(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process that calls `main(descriptor, parent)` of one of our modules; returns it with our end of
+    the socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), module]
+        command += [str(ROOT), *sys.path]  # our own first, until they are there
+        # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    return process, ours
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process that `spawn` started, with all that it started itself."""
+    if process.returncode is None:  # not reaped yet, so the number is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def frame_of(tree: dict[str, Any]) -> bytes:
+    """One frame."""
+    body = pack(tree)
+    return LENGTH.pack(len(body)) + body
+
+
+def content_of(body: bytes) -> dict[str, Any]:
+    """What a frame holds, without its length."""
+    tree: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
+    return tree
+
+
+async def receive(reader: StreamReader) -> dict[str, Any]:
+    """The next frame. Raises IncompleteReadError: the other side is gone."""
+    (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return content_of(await reader.readexactly(num_bytes))
+
+
+def become_child(descriptor: int, parent: int, may_outlive: bool = False) -> socket.socket:
+    """What a child does first, in its `main`; returns its end of the socket.
+
+    With `may_outlive`, a parent that dies does not take it along: it sees the socket's end, and has to end.
+    """
+    if sys.platform == "linux" and not may_outlive:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit()  # it died before the line above
+    # Nobody can send it Ctrl-C; with Python's own handler `asyncio.run` would want the main thread.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # printing must not fail a call
+    os.set_inheritable(descriptor, False)  # what users' code starts must not keep the socket open
+    return socket.socket(fileno=descriptor)
+
+
+def read_frame(frames: BinaryIO) -> dict[str, Any] | None:
+    """The child's next frame; None at the end."""
+    head = frames.read(LENGTH.size)
+    return content_of(frames.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
+
+
+def sender(channel: socket.socket) -> Send:
+    """What sends frames from any thread of the child."""
+    lock = threading.Lock()
+
+    def send(frame: dict[str, Any]) -> None:
+        data = frame_of(frame)
+        with lock, contextlib.suppress(OSError):  # the parent is gone: the reader ends the process
+            channel.sendall(data)
+
+    return send

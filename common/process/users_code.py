@@ -1,0 +1,69 @@
+"""Users' code by name: `path/to/file.py:name` or `package.module:name`."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.errors import ConfigError
+from common.process.programs import import_from_here
+
+
+def load_users(field: str, reference: str) -> Any:
+    """What `reference` names; `field` is the config's field, for messages.
+
+    Raises:
+        ConfigError: it does not exist or cannot be imported.
+    """
+    where = f"{field} {reference}"
+    origin, _, name = reference.rpartition(":")
+    if not origin or not name:
+        raise ConfigError(f"{where}: expected path/to/file.py:name or package.module:name")
+    try:
+        import_from_here()
+        found: Any = _load_file(where, origin) if origin.endswith(".py") else importlib.import_module(origin)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(
+            f"{where}: importing it failed: {type(error).__name__}: {str(error)[:500]}{line}. It must be "
+            f"importable by {sys.executable} on every machine that runs it"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            defined = [key for key in vars(found) if key[:1] != "_"] if hasattr(found, "__dict__") else []
+            close = difflib.get_close_matches(part, defined, n=1)
+            raise ConfigError(
+                f"{where}: {origin} has no {part!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(where: str, file: str) -> ModuleType:
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(
+            f"{where}: the file {path.absolute()} does not exist on this machine. Relative paths start "
+            "at the config's folder; other machines need the file at the same path"
+        )
+    # Modules beside the file can be imported, but never hide installed ones.
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
+    name = f"tidemill_users_{path.stem}"
+    if (loaded := sys.modules.get(name)) is not None and loaded.__file__ == str(path):
+        return loaded  # several names of one file share its state
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

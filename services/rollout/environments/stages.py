@@ -1,0 +1,20 @@
+"""Where a run's environments are set up: on the worker's loop, or in processes."""
+
+from common.config.environment import EnvironmentConfig
+from services.rollout.environments.environment import Stage
+from services.rollout.environments.loading import load_design
+from services.rollout.environments.local import LocalStage
+from services.rollout.environments.processes import ProcessStage
+
+
+def build_stage(config: EnvironmentConfig) -> Stage:
+    """Load the environment, and choose where it runs: blocking ones never block the worker's loop.
+
+    Raises:
+        ConfigError: it cannot be loaded, or a tool cannot be described.
+    """
+    design = load_design(config)
+    design.kinds()
+    if design.is_async:
+        return LocalStage(design, config.call_timeout_s)
+    return ProcessStage(design, config)

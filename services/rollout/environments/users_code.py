@@ -1,0 +1,191 @@
+"""The border to users' environments: what they raise becomes a fault, and what they return is checked.
+
+Everything that is wrong is said with the place that is wrong and with what was expected there.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.errors import EnvironmentFaultError
+from common.wire.codec import sendable
+from services.rollout.environments.environment import Act, Opening, Row
+from services.rollout.sessions.template_chat import content_text
+
+MAX_CHARS = 500
+STEP_EXPECTED = (
+    "expected (observation, reward, done), or a dict with observation, reward and done; the observation is "
+    "text, a list of chat messages, or None"
+)
+
+
+@contextmanager
+def contained(where: str, kind: str) -> Iterator[None]:
+    """Turn whatever the block raises into an environment's fault, `sys.exit` included."""
+    try:
+        yield
+    except EnvironmentFaultError:
+        raise
+    except asyncio.CancelledError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFaultError(f"{where} raised {described(error)}", kind) from error
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, with the place in the code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {_line(error)}{where}"
+
+
+def complaint(error: BaseException) -> str:
+    """What the model is told of a tool that raised."""
+    return sendable(f"error: {_line(error) or type(error).__name__}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:MAX_CHARS]
+
+
+async def finished(returned: Any) -> Any:
+    """The value itself, or what it is when awaited."""
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def call_reset(reset: Callable[..., Any], row: Row) -> Any:
+    """Call a `reset` with what it takes: the row's columns by name, or the row."""
+    parameters = inspect.signature(reset).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return reset(**row)
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    if len(names) == 1 and names[0] not in row:
+        return reset(dict(row))
+    return reset(**{name: row[name] for name in names if name in row})
+
+
+def opening_of(returned: Any, where: str) -> Opening:
+    """What a `reset` returned: nothing, text or blocks for the end of the prompt, or a chat in its place."""
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        returned = returned[0]  # as in gymnasium, with its info
+    if returned is None:
+        return Opening()
+    if isinstance(returned, str):
+        return Opening(added=sendable(returned))
+    if _is_list_of_maps(returned):
+        if all("role" in message for message in returned):
+            return Opening(messages=_messages(returned, where))
+        if all(block.get("type") == "text" for block in returned):
+            return Opening(added=sendable(content_text(returned)))
+    raise EnvironmentFaultError(
+        f"{where} returned {_kind(returned)}; expected None, text, a list of text blocks, or a list of chat "
+        "messages with role and content",
+        "reset",
+    )
+
+
+def act_of(returned: Any, where: str) -> Act:
+    """What a `step` returned."""
+    if isinstance(returned, Mapping):
+        observation = returned.get("observation", returned.get("observations"))
+        unknown = "observation" not in returned and "observations" not in returned and "done" not in returned
+        reward, is_done = returned.get("reward"), returned.get("done", False)
+    elif isinstance(returned, tuple) and len(returned) in (3, 4):
+        (observation, reward, is_done), unknown = returned[:3], False
+    elif isinstance(returned, tuple) and len(returned) == 5:  # gymnasium's
+        observation, reward, unknown = returned[0], returned[1], False
+        is_done = bool(returned[2]) or bool(returned[3])
+    else:
+        unknown = True
+    if unknown:
+        raise EnvironmentFaultError(f"{where} returned {_kind(returned)}; {STEP_EXPECTED}", "step")
+    return Act(observed(observation, where), number_of(reward, f"{where}: reward is", "step"), bool(is_done))
+
+
+def observed(observation: Any, where: str) -> list[dict[str, Any]]:
+    """The messages of an observation; text is a user's."""
+    if observation is None or observation == []:
+        return []
+    if isinstance(observation, str):
+        return [{"role": "user", "content": sendable(observation)}]
+    if isinstance(observation, Mapping) and "role" in observation:
+        observation = [observation]
+    if _is_list_of_maps(observation) and all("role" in message for message in observation):
+        return _messages(observation, where)
+    raise EnvironmentFaultError(f"{where}: the observation is {_kind(observation)}; {STEP_EXPECTED}", "step")
+
+
+def number_of(value: Any, verb: str, kind: str) -> float | None:
+    """A reward as a finite number; None stays None."""
+    if value is None:
+        return None
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, str) or not math.isfinite(number):
+        raise EnvironmentFaultError(f"{verb} {_kind(value)}; expected a finite number or None", kind)
+    return number
+
+
+def metrics_of(value: Any) -> dict[str, float]:
+    """Those of the metrics that are finite numbers; they are not worth a fault."""
+    found = {}
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        try:
+            number = float(item.item() if hasattr(item, "item") else item)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if math.isfinite(number) and not isinstance(item, str):
+            found[sendable(str(name))] = number
+    return found
+
+
+def result_text(returned: Any) -> str:
+    """What a tool returned as the model reads it: text as it is, blocks' text, else JSON where it can be."""
+    if isinstance(returned, str):
+        return sendable(returned)
+    if _is_list_of_maps(returned) and returned and all(block.get("type") == "text" for block in returned):
+        return sendable(content_text(returned))
+    if isinstance(returned, Mapping | list | tuple):
+        try:
+            return sendable(json.dumps(returned, default=str, ensure_ascii=False))
+        except (TypeError, ValueError):
+            pass
+    return sendable(str(returned))
+
+
+def _messages(found: Any, where: str) -> list[dict[str, Any]]:
+    messages = []
+    for message in found:
+        content = message.get("content")
+        if not isinstance(message["role"], str) or not isinstance(content, str | list | None):
+            raise EnvironmentFaultError(
+                f"{where}: a chat message needs role and content as text, got {_kind(message)}", "step"
+            )
+        plain = {
+            key: sendable(value) if isinstance(value, str) else value
+            for key, value in message.items()
+            if isinstance(value, str) or key == "tool_calls"
+        }
+        messages.append(plain | {"content": sendable(content_text(content))})
+    return messages
+
+
+def _is_list_of_maps(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if inspect.iscoroutine(value):
+        return "a coroutine (declare the method with `async def`)"
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
