@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
-
 from common.config.run import RunConfig
 from common.errors import EnvironmentFaultError
 from common.wire.messages import Ticket
@@ -24,15 +22,12 @@ from services.rollout.environments.agent_programs import (
 )
 from services.rollout.environments.budget import Budget
 from services.rollout.environments.opening import row_of
+from services.rollout.environments.player import play_again
+from services.rollout.environments.session import observe
 from services.rollout.gateway.server import Gateway
 from services.rollout.gateway.session import GatewaySession, Limits
 from services.rollout.sessions.chat import ChatFormat
 from services.rollout.sessions.player import Ask, Played
-
-log = structlog.get_logger(__name__)
-
-PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-"""Before a session is played again; doubles each time."""
 
 
 class AgentPlayer:
@@ -64,17 +59,9 @@ class AgentPlayer:
         Raises:
             EnvironmentFaultError: it failed in every attempt.
         """
-        num_faults = 0
-        while True:
-            try:
-                return await self._play_once(ticket, name, ask, num_faults)
-            except EnvironmentFaultError as fault:
-                num_faults += 1
-                is_last = num_faults >= self._budget.attempts
-                log.warning("an agent failed", sample=name, error=str(fault), again=not is_last)
-                if is_last:
-                    raise
-            await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults))
+        return await play_again(
+            lambda num_faults: self._play_once(ticket, name, ask, num_faults), self._budget.attempts, name
+        )
 
     async def close(self) -> None:
         """Stop listening, and end what was started."""
@@ -97,9 +84,13 @@ class AgentPlayer:
         if not session.histories.recorded:
             raise EnvironmentFaultError(
                 "the agent ended without an answer of the model; it must ask at the address it is given "
-                "(base_url or OPENAI_BASE_URL)"
+                "(base_url or OPENAI_BASE_URL)",
+                "start",
             )
-        return session.played(result.reward, result.metrics, num_faults)
+        played = session.played(result.reward, result.metrics, num_faults)
+        assert played.session is not None
+        observe(played.session, played.first)
+        return played
 
     def _session(self, ticket: Ticket, ask: Ask) -> GatewaySession:
         assert self._chat is not None, "the player was never started"
@@ -121,7 +112,8 @@ class AgentPlayer:
                     return Result()  # it was told of a limit, and does not end
                 raise EnvironmentFaultError(
                     f"the agent neither asked the model nor ended for {silent_s:.0f} s "
-                    "(rollout.environment.call_timeout_s, session_timeout_s)"
+                    "(rollout.environment.call_timeout_s, session_timeout_s)",
+                    "timeout",
                 )
             left_s = min(deadline - now, self._budget.call_timeout_s - silent_s)
             both: set[asyncio.Future[Any]] = {program, session.failed}

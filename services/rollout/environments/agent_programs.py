@@ -134,7 +134,9 @@ class CommandProgram:
                 task.cancel()
         said = errors.decode(errors="replace").strip()[-TAIL_CHARS:]
         if code:
-            raise EnvironmentFaultError(f"the agent's command ended with {ending_in_words(code)}: {said}")
+            raise EnvironmentFaultError(
+                f"the agent's command ended with {ending_in_words(code)}: {said}", "died"
+            )
         return _last_line(output)
 
     async def close(self) -> None:
@@ -182,7 +184,8 @@ class HostedFunction:
         except (OSError, asyncio.IncompleteReadError):
             raise EnvironmentFaultError(
                 f"the process of the agent {self._reference} ended without a result; its output is in the "
-                "log of the rollout worker"
+                "log of the rollout worker",
+                "died",
             ) from None
         if error := result.get("error"):
             raise EnvironmentFaultError(f"the agent {self._reference} failed: {error}")
