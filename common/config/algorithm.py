@@ -104,7 +104,8 @@ class OverlongConfig(Section):
     penalty: float = Field(0.0, ge=0.0, le=1e6)
     """Taken off the reward of a completion at the limit; 0 is off."""
     buffer_share: float = Field(0.2, gt=0.0, le=1.0)
-    """The last share of `rollout.sampling.max_tokens`, over which the punishment grows from 0."""
+    """The last share of `rollout.sampling.max_tokens` (of a session: of `rollout.environment.max_tokens`),
+    over which the punishment grows from 0."""
 
 
 class AlgorithmConfig(Section):
@@ -137,7 +138,9 @@ class AlgorithmConfig(Section):
     reference: ReferenceConfig = ReferenceConfig()
     value: ValueConfig = ValueConfig()
     gamma: float = Field(1.0, gt=0.0, le=1.0)
-    """Discount of later tokens' rewards, of `gae` and `reinforce_plus_plus`."""
+    """Discount of later rewards, of `gae` and `reinforce_plus_plus`."""
+    gamma_per: Literal["token", "turn"] = "token"
+    """What a discount is for: every later token, or only every later turn of a session."""
     gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
     """Generalised advantage estimation: 1 trusts the rewards alone, 0 the next value alone."""
     pass_k: int = Field(4, ge=1, le=4096)
@@ -208,6 +211,12 @@ class AlgorithmConfig(Section):
     def needs_reference(self) -> bool:
         """Whether the reference model's logprobs are wanted for every trained token."""
         return self.reference.model != "off"
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether a token's loss looks at the other tokens of its sequence, as a user's own may."""
+        is_own, level = is_users_own(self.loss), self.importance.level
+        return is_own or self.loss_traits.level == "sequence" or level != "token"
 
     @property
     def has_token_advantages(self) -> bool:

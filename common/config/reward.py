@@ -18,7 +18,7 @@ from common.config.reward_kinds import (
 )
 from common.config.section import Section
 
-KINDS = ("function", "judge", "model", "sandbox")
+KINDS = ("function", "judge", "model", "sandbox", "environment")
 
 
 class RewardLimits(Section):
@@ -62,7 +62,8 @@ class FunctionConfig(Section):
 
 
 class NamedRewardConfig(RewardLimits, FunctionConfig):
-    """One of several rewards; exactly one of `function`, `judge`, `model` and `sandbox` is given.
+    """One of several rewards; exactly one of `function`, `judge`, `model`, `sandbox` and `environment`
+    is given.
 
     Limits and failure policy that are not given are those of the `reward` section.
     """
@@ -85,10 +86,12 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     """A reward model that scores."""
     sandbox: SandboxConfig | None = None
     """Code that is run apart from everything else."""
+    environment: Literal[True] | None = None
+    """The environment's own reward of the session; else the sum of what it gave for single turns."""
 
     @property
     def kind(self) -> str:
-        """`function`, `judge`, `model` or `sandbox`."""
+        """`function`, `judge`, `model`, `sandbox` or `environment`."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
@@ -105,6 +108,10 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     def remote(self) -> RemoteConfig | None:
         """What it has in common with others that ask servers."""
         return self.judge or self.model
+
+    def scores_source(self, data_source: str) -> bool:
+        """Whether it scores samples of this data source."""
+        return not self.applies_to or data_source in self.applies_to
 
     @property
     def is_cached(self) -> bool:

@@ -197,8 +197,9 @@ class JudgeConfig(RemoteConfig):
     """`chat` sends the template's text as the user's message, `completions` as it is."""
     template: str = ""
     """Jinja template of what the judge reads: from prompt and messages (the row's own), prompt_text (what
-    the policy read), completion, ground_truth, extra, data_source, and nonce, a word that is another one in
-    every request."""
+    the policy read), completion, conversation (messages and all that was said after them, calls of tools and
+    their results too), ground_truth, extra, data_source, and nonce, a word that is another one in every
+    request."""
     template_file: str = ""
     """Or a file with it, relative to the config; its text is taken when the config is read."""
     system: str = ""

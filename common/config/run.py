@@ -124,9 +124,26 @@ class RunConfig(Section):
                 f"({self.trainer.groups_per_step}): every update takes the same number of groups"
             )
         self._groups_fit()
+        self._rewards_fit()
         self._algorithm_fits()
         self._placement_fits()
         return self
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Most tokens of a completion: of a session all that follows its prompt."""
+        environment = self.rollout.environment
+        if environment.is_single_turn:
+            return self.rollout.sampling.max_tokens
+        return environment.max_tokens or self.model.max_model_len
+
+    def turn_reward_weight(self, data_source: str) -> float:
+        """What the environment's rewards of single turns count in training, by the weights of `reward`."""
+        return sum(
+            reward.weight
+            for reward in self.reward.named.values()
+            if reward.environment and "train" in reward.lanes and reward.scores_source(data_source)
+        )
 
     @property
     def shared_turn_s(self) -> float | None:
@@ -145,6 +162,28 @@ class RunConfig(Section):
         if self.shared_turn_s is not None and rollout.engine == "transformers":
             raise ValueError(
                 "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
+            )
+
+    def _rewards_fit(self) -> None:
+        named = [name for name, reward in self.reward.named.items() if reward.environment]
+        if named and self.rollout.environment.is_single_turn:
+            raise ValueError(
+                f"reward.rewards.{named[0]} is the environment's own reward, but rollout.environment.use is "
+                "single_turn: nothing answers the model, and nothing gives that reward. Name an environment "
+                "in rollout.environment.use, or take another reward"
+            )
+        algorithm = self.trainer.algorithm
+        if named and algorithm.loss_traits.level == "sequence" and algorithm.has_discount:
+            raise ValueError(
+                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a session, but advantage: "
+                f"{algorithm.advantage} places the environment's rewards of single turns "
+                f"(reward.rewards.{named[0]}) on their tokens. Take loss ppo, or another advantage"
+            )
+        environment = self.rollout.environment
+        if algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens:
+            raise ValueError(
+                "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
+                "there is none: set rollout.environment.max_tokens, or leave the punishment out"
             )
 
     def _groups_fit(self) -> None:

@@ -346,11 +346,11 @@ async def read_samples(
 
 
 def _generated(made: Trajectory) -> SampleFacts:
-    versions = [version for version, _ in made.spans]
-    span, num_prompt = (min(versions), max(versions)), len(made.prompt_ids)
-    return SampleFacts(
-        made.key, num_prompt, made.num_tokens, span, made.worker, made.started_at, made.finished_at
-    )
+    """Of a session, the tokens of all its segments."""
+    num_prompt = sum(len(segment.prompt_ids) for segment in made.segments)
+    num_tokens = sum(len(segment.completion_ids) for segment in made.segments)
+    span = made.min_version, made.max_version
+    return SampleFacts(made.key, num_prompt, num_tokens, span, made.worker, made.started_at, made.finished_at)
 
 
 def _scored(sample: SampleFacts, issued_at: float, score: Score | None) -> SampleFacts:

@@ -55,8 +55,8 @@ def _float32(value: Any) -> Float32:
     return _as_array(value, _FLOAT32, "float32")
 
 
-def _bits(value: Any) -> Bits:
-    """Unpack packed bits: the first byte of the wire form holds the number of padding bits (0..7)."""
+def unpack_bits(value: Any) -> Bits:
+    """Check a mask, or unpack packed bits, whose first byte holds the number of padding bits (0..7)."""
     if isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
         if not data:
@@ -79,7 +79,7 @@ def pack_bits(mask: Bits) -> bytes:
 
 Int32Array = Annotated[Int32, BeforeValidator(_int32)]
 Float32Array = Annotated[Float32, BeforeValidator(_float32)]
-BitArray = Annotated[Bits, BeforeValidator(_bits)]
+BitArray = Annotated[Bits, BeforeValidator(unpack_bits)]
 
 
 def is_same(mine: Any, theirs: Any) -> bool:

@@ -82,7 +82,7 @@ def _check_columns(
     """
     sample = RewardSample((0, 0), False, row["data_source"], "", row["ground_truth"], row["extra"])
     for name, reward in config.named.items():
-        scores = not reward.applies_to or sample.data_source in reward.applies_to
+        scores = reward.scores_source(sample.data_source)
         function = functions[name]
         if function is None or function.how.style is not Style.TRL:
             continue
@@ -141,7 +141,7 @@ def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
     asked = {
         name: reward
         for name, reward in config.named.items()
-        if reward.remote is not None and (not reward.applies_to or sample.data_source in reward.applies_to)
+        if reward.remote is not None and reward.scores_source(sample.data_source)
     }
     texts = {name: _reading(name, reward, sample) for name, reward in asked.items()}
     return {name: text for name, text in texts.items() if text}

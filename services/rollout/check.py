@@ -1,7 +1,8 @@
 """`python -m services.rollout.check CONFIG [ROW]`: can this environment be loaded, and played with?
 
-CONFIG is a run's config as JSON, ROW a row of its dataset. With a row, one session is played in which no engine
-takes part: the model is a script that calls each tool once with made-up arguments, or says "ok" a few times.
+CONFIG is a run's config as JSON, ROW a row of its dataset. With a row, one session is played in which no
+engine takes part: the model is a script that calls each tool once with made-up arguments, or says "ok" a few
+times.
 
 Exits with 0, or with 2 and the reason on stderr. A process of its own, because importing a user's module
 runs whatever stands in it.
@@ -68,18 +69,14 @@ async def _play(config: RunConfig, row: Mapping[str, Any]) -> list[str]:
         ConfigError: the environment cannot be loaded, fails, or says what the chat template refuses.
     """
     section = config.rollout.environment
+    chat = ScriptedChat(open_chat(config))
     player = EnvironmentPlayer(
-        lambda: build_stage(section),
-        lambda: ScriptedChat(open_chat(config)),
-        _nothing,
-        _budget(config),
-        config.data,
+        lambda: build_stage(section), lambda: chat, _nothing, _budget(config), config.data
     )
     try:
         await player.start()
-        ticket = _ticket(config, row, player.chat)
-        assert isinstance(player.chat, ScriptedChat)
-        end = player.chat.render([{"role": "user", "content": SAYS}])[-1:]
+        ticket = _ticket(config, row, chat)
+        end = chat.render([{"role": "user", "content": SAYS}])[-1:]
 
         async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
             return Generation(end, [0.0], ((0, 0),), "stop")
@@ -87,8 +84,8 @@ async def _play(config: RunConfig, row: Mapping[str, Any]) -> list[str]:
         played = await player.play(ticket, "check", ask)
     except (EnvironmentFaultError, ValueError) as error:
         raise ConfigError(
-            f"rollout.environment.use {section.use}: played with the first training row and a script in place "
-            f"of the model: {error}"
+            f"rollout.environment.use {section.use}: played with the first training row and a script in "
+            f"place of the model: {error}"
         ) from None
     finally:
         await player.close()

@@ -47,6 +47,7 @@ from services.trainer.batch.prompts import Prompt
 from services.trainer.batch.reconciler import delete_results
 from services.trainer.batch.strays import move_strays_aside
 from services.trainer.durable.checkpointing import Trimmer
+from services.trainer.groups.samples import num_sampled
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -291,7 +292,7 @@ class Evaluator:
             score=_mean(flat),
             accuracy=_mean([value >= threshold for value in flat]),
             pass_at_k=_mean([max(row) >= threshold for row in scored]),
-            mean_length=_mean([sample.num_tokens for sample in samples]),
+            mean_length=_mean([num_sampled(sample) for sample in samples]),
             clipped_ratio=_mean([sample.finish == "length" for sample in samples]),
             num_samples=len(flat),
             num_failed=len(by_prompt) * self.config.samples - len(flat),

@@ -21,6 +21,7 @@ from services.trainer.batch.stream_join import STREAMS, StreamJoin
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
 from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.step import StepRunner
+from tests.support.sessions import played
 from tests.support.trajectories import make_config, make_trajectory
 
 
@@ -102,14 +103,15 @@ async def reading(join: StreamJoin) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def answering(
-    broker: Broker, keys: Keys, value: Any = None, lanes: Iterable[Lane] = tuple(Lane)
+    broker: Broker, keys: Keys, value: Any = None, lanes: Iterable[Lane] = tuple(Lane), plays: bool = False
 ) -> AsyncIterator[None]:
-    """Workers that answer every ticket at once, with the version of its `min_version`.
+    """Workers that answer every ticket at once, with the version of its `min_version`; those that play, by
+    sessions of several turns and segments.
 
     `value(ticket, index)` is the reward of training samples, index % 2 by default.
     """
     reward = value or (lambda _, index: float(index % 2))
-    tasks = [asyncio.ensure_future(_answer(broker, keys, lane, reward)) for lane in lanes]
+    tasks = [asyncio.ensure_future(_answer(broker, keys, lane, reward, plays)) for lane in lanes]
     try:
         yield
         for task in tasks:
@@ -121,14 +123,14 @@ async def answering(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any) -> None:
+async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any, plays: bool) -> None:
     tickets = _consumer(broker, keys, keys.prompts(lane), ROLLOUT_GROUP, Ticket)
     samples = _consumer(broker, keys, keys.trajectories(lane), REWARD_GROUP, Trajectory)
     async with tickets, samples:
         while True:
             for delivery in await tickets.fetch(64, 0.2):
                 if isinstance(delivery, Delivery):
-                    await _generate(keys, lane, tickets, delivery)
+                    await _generate(keys, lane, tickets, delivery, plays)
             for held in await samples.fetch(256, 0.01):
                 if isinstance(held, Delivery):
                     key = held.message.key
@@ -136,7 +138,7 @@ async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any) -> None:
                     await samples.complete([(held, score)], keys.scores(lane))
 
 
-async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any) -> None:
+async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any, plays: bool) -> None:
     ticket: Ticket = delivery.message
     for index in range(ticket.group_size):
         sample = make_trajectory(
@@ -148,6 +150,8 @@ async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any) -> None
             completion_ids=np.array([3 + ticket.ticket % 20, 4 + index], np.int32),
             logprobs=np.full(2, -1.0, np.float32),
         )
+        if plays:
+            sample = played(sample)
         progress = keys.progress(ticket.ticket, lane)
         await tickets.publish_sample(delivery, keys.trajectories(lane), progress, sample)
 

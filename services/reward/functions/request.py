@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from common.wire.arrays import pack_bits, unpack_bits
 from services.reward.outcome import AttemptError, RewardOutcome
 from services.reward.sample import RewardSample
 
@@ -90,10 +91,14 @@ def _wired(sample: RewardSample) -> dict[str, Any]:
     tree = {name: getattr(sample, name) for name in SAMPLE_FIELDS}  # `asdict` would copy every value
     for name in ("prompt_ids", "completion_ids"):
         tree[name] = np.asarray(tree[name], dtype="<i4").tobytes()
+    if sample.loss_mask is not None:
+        tree["loss_mask"] = pack_bits(sample.loss_mask)
     return tree
 
 
 def _unwired(tree: dict[str, Any]) -> RewardSample:
     for name in ("prompt_ids", "completion_ids"):
         tree[name] = np.frombuffer(tree[name], dtype="<i4")
+    if tree["loss_mask"] is not None:
+        tree["loss_mask"] = unpack_bits(tree["loss_mask"])
     return RewardSample(**tree | {"key": tuple(tree["key"])})

@@ -1,6 +1,7 @@
 """A reward function, and its arguments as the system that it was written for passes them."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from services.reward.outcome import (
     interpret_list,
     users_own,
 )
-from services.reward.sample import RewardSample
+from services.reward.sample import ChatMessages, RewardSample
 
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
 Kwargs = Mapping[str, Any]
@@ -216,7 +217,9 @@ def trl_arguments(
 ) -> dict[str, Any]:
     """Lists with one element for each sample: prompts, completions, token ids, and the row's columns.
 
-    Where the dataset's prompt is a chat, prompts and completions are lists of messages; otherwise text.
+    Where the dataset's prompt is a chat, prompts and completions are lists of messages, those of a session
+    with calls of tools and their results; otherwise text. TRL's `environments` are not among them: they live
+    in the rollout workers.
 
     Raises:
         AttemptError: the function insists on a column that the dataset does not have.
@@ -241,9 +244,8 @@ def trl_arguments(
     return how.taken(offered) | dict(kwargs)
 
 
-def _completion(sample: RewardSample) -> str | list[dict[str, str]]:
-    text = sample.solution_str
-    return text if sample.messages is None else [{"role": "assistant", "content": text}]
+def _completion(sample: RewardSample) -> str | ChatMessages:
+    return sample.solution_str if sample.messages is None else copy.deepcopy(sample.said)
 
 
 def _columns(sample: RewardSample) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def _rendered(template: Template, sample: RewardSample, nonce: str) -> str:
         "messages": sample.chat,
         "prompt_text": sample.prompt_text,
         "completion": sample.solution_str,
+        "conversation": sample.conversation,
         "ground_truth": sample.ground_truth,
         "extra": sample.extra_info,
         "data_source": sample.data_source,

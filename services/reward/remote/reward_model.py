@@ -136,6 +136,8 @@ def reduce_scores(scores: list[Any], sample: RewardSample, config: RewardModelCo
     # Truncation takes from the beginning, so the completion is at the end either way.
     num_completion = len(sample.completion_ids)
     own = tokens[-num_completion:] if num_completion else []
+    if sample.loss_mask is not None:  # the environment's tokens are not what is scored
+        own = [score for score, is_own in zip(own, sample.loss_mask[-len(own) :], strict=True) if is_own]
     if not own:
         raise AttemptError("the completion is empty: it has no token to score", is_final=True)
     if config.token_reward == "min":

@@ -132,4 +132,6 @@ def _digest(version: str, sample: RewardSample) -> str:
         sample.ground_truth,
         sample.extra_info,
     ]
+    if sample.session is not None:
+        parts += [sample.session, None if sample.loss_mask is None else sample.loss_mask.tobytes()]
     return hashlib.blake2b(pack(parts, str), digest_size=16).hexdigest()

@@ -8,7 +8,7 @@ again, and repeats the group functions only.
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
@@ -17,22 +17,26 @@ from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery
 from common.telemetry import metrics
 from common.wire import codec
-from common.wire.arrays import Int32Array
+from common.wire.arrays import BitArray, Int32Array
 from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from common.wire.messages import Lane, Message, Score, Trajectory
 from services.reward.outcome import Part
 from services.reward.rewards.post_processing import PostProcessing
 from services.reward.rewards.weighted_sum import Parts, WeightedSum
-from services.reward.sample import RewardSample
+from services.reward.sample import RewardSample, SessionFacts
 
 
 class GroupResult(Message):
-    """The parts of one sample with what group functions see of it. The prompt is the same for the group."""
+    """The parts of one sample with what group functions see of it. The prompt is the same for the group,
+    except for what an environment adds to it."""
 
     kind: ClassVar[str] = "group result"
     index: int = Field(ge=0)
     text: str
     completion_ids: Int32Array
+    prompt_ids: Int32Array | None = Field(None, description="of a session; absent: those of the group")
+    session: dict[str, Any] | None = None
+    loss_mask: BitArray | None = None
     parts: dict[str, dict[str, Any]]
     worker: str = ""
     latency_s: float = 0.0
@@ -44,9 +48,24 @@ class GroupResult(Message):
             index=sample.key[1],
             text=sample.solution_str,
             completion_ids=sample.completion_ids,
+            prompt_ids=None if sample.session is None else sample.prompt_ids,
+            session=cast(dict[str, Any] | None, sample.session),
+            loss_mask=sample.loss_mask,
             parts={name: asdict(part) for name, part in parts.items()},
             worker=worker,
             latency_s=latency_s,
+        )
+
+    def sample(self, last: RewardSample) -> RewardSample:
+        """The sample it is of, by another one of its group."""
+        return replace(
+            last,
+            key=(last.key[0], self.index),
+            solution_str=self.text,
+            prompt_ids=last.prompt_ids if self.prompt_ids is None else self.prompt_ids,
+            completion_ids=self.completion_ids,
+            session=cast(SessionFacts | None, self.session),
+            loss_mask=self.loss_mask,
         )
 
     def part(self, name: str) -> Part:
@@ -105,15 +124,7 @@ class GroupScoring:
         results = [
             codec.decode({VERSION_FIELD: SCHEMA, PAYLOAD_FIELD: payload}, GroupResult) for payload in payloads
         ]
-        samples = [
-            replace(
-                last,
-                key=(last.key[0], result.index),
-                solution_str=result.text,
-                completion_ids=result.completion_ids,
-            )
-            for result in results
-        ]
+        samples = [result.sample(last) for result in results]
         together = await self._reward.score_group(samples)
         parts: list[Parts] = [
             {name: result.part(name) for name in result.parts} | more

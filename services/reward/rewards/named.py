@@ -131,7 +131,7 @@ class NamedReward:
         """Whether the sample's lane and data source are ones it scores."""
         if sample.lane not in self.config.lanes:
             return False
-        return not self.config.applies_to or sample.data_source in self.config.applies_to
+        return self.config.scores_source(sample.data_source)
 
     @property
     def is_per_group(self) -> bool:

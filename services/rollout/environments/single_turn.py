@@ -1,6 +1,7 @@
 """The smallest environment: one completion, and nothing that answers it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from common.wire.messages import Ticket
 from common.wire.segments import Segment
@@ -19,14 +20,15 @@ class SingleTurn:
     async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
         """One completion. Raises ValueError: the engine refuses the prompt."""
         generation = await ask(ticket.prompt_ids.tolist(), ticket.sampling)
+        only: dict[str, Any] = {
+            "prompt_ids": ticket.prompt_ids,
+            "completion_ids": generation.token_ids,
+            "logprobs": generation.logprobs,
+            "spans": generation.spans,
+        }
         # Not validated here: the trajectory that is made of it is.
-        only = Segment.model_construct(
-            prompt_ids=ticket.prompt_ids,
-            completion_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            spans=generation.spans,
-        )
-        return Played(only, self._decode(generation.token_ids), generation.finish)
+        first = Segment.model_construct(**only)
+        return Played(first, self._decode(generation.token_ids), generation.finish)
 
     async def close(self) -> None:
         """Nothing was started."""

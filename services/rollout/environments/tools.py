@@ -93,8 +93,11 @@ def schema_of(function: Function, name: str, where: str) -> dict[str, Any]:
     Raises:
         ConfigError: types or docstring do not say enough.
     """
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
 
     try:
         schema: dict[str, Any] = get_json_schema(function)

@@ -24,9 +24,8 @@ from services.trainer.groups.group_filter import (
     GroupFilter,
     Refusal,
     TrainableGroup,
-    unscored_sample,
 )
-from services.trainer.groups.samples import Precomputed
+from services.trainer.groups.samples import Precomputed, make_sample
 from services.trainer.policy.policy import Policy, PolicyThread
 
 
@@ -74,7 +73,7 @@ class Precompute:
     def _compute(self, group: CompleteGroup, step: int) -> Precomputed:
         indices = sorted(group.trajectories)
         try:
-            samples = [unscored_sample(group.trajectories[index]) for index in indices]
+            samples = [make_sample(group.trajectories[index]) for index in indices]
         except ValueError:
             return Precomputed(step, {})  # numbers that are not finite: the filter will refuse the group
         return Precomputed(step, dict(zip(indices, self.policy.precompute(samples), strict=True)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from common.config import RunConfig
 from common.wire.messages import Score, ScoreStatus, Trajectory
-from services.trainer.groups.samples import Precomputed, PrecomputedTokens, Sample
+from services.trainer.groups.samples import Precomputed, PrecomputedTokens, Sample, make_sample
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS = "bad_numbers"
@@ -87,7 +87,7 @@ class GroupFilter:
     """Decides what becomes of complete groups; the same group always has the same outcome."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.reward, self.trainer = config.reward, config.trainer
+        self.config, self.reward, self.trainer = config, config.reward, config.trainer
         self.algorithm = config.trainer.algorithm
 
     def apply(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
@@ -131,24 +131,12 @@ class GroupFilter:
         return rewards, left_out
 
     def _sample(self, trajectory: Trajectory, reward: float) -> Sample:
-        """Raises ValueError where a logprob is not finite, the reward is out of range, or the prompt is
-        empty."""
-        if not abs(reward) <= MAX_REWARD:
-            raise ValueError(f"trajectory {trajectory.key}: reward {reward} is beyond {MAX_REWARD:g}")
-        sample = unscored_sample(trajectory)
+        """Raises ValueError where a logprob is not finite, a reward is out of range, or a prompt is empty."""
+        weight = self.config.turn_reward_weight(trajectory.data_source) if trajectory.session else 0.0
+        sample = make_sample(trajectory, weight)
+        for one in (reward, *(turn.reward for turn in sample.turns)):
+            if not abs(one) <= MAX_REWARD:
+                raise ValueError(f"trajectory {trajectory.key}: reward {one} is beyond {MAX_REWARD:g}")
         if self.algorithm.mask_truncated and trajectory.finish == "length":
             return replace(sample, mask=np.zeros_like(sample.mask), reward=reward)
         return replace(sample, reward=reward)
-
-
-def unscored_sample(trajectory: Trajectory) -> Sample:
-    """The tokens of a trajectory, for what does not depend on its reward. Raises ValueError: a logprob is not
-    finite, or the prompt is empty."""
-    return Sample(
-        key=trajectory.key,
-        prompt_ids=trajectory.prompt_ids,
-        completion_ids=trajectory.completion_ids,
-        rollout_logprobs=trajectory.logprobs,
-        mask=trajectory.mask,
-        reward=0.0,
-    )

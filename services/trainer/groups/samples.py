@@ -1,31 +1,54 @@
 """One trajectory as the trainer sees it: token ids, rollout logprobs, loss mask, and its advantage.
 
+A session is one sample, however many segments it has: arrays of its tokens are those of its segments end to
+end, so that all of them share its advantage, and whatever counts sequences counts sessions. Only the forward
+pass sees the segments, each as a row of its own (`policy/packing.py`).
+
 The arrays of a sample fit each other, its numbers are finite, and its prompt is not empty (the last prompt
 token predicts the first completion token). A sample that breaks this is never built, so later code need not
 look for NaN.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import TidemillError
 from common.wire.arrays import Bits, Float32, Float64, Int32
-from common.wire.messages import TrajectoryKey
+from common.wire.messages import Trajectory, TrajectoryKey
+from common.wire.segments import Segment
+
+Kind = TypeVar("Kind", bound=np.generic)
 
 PER_TOKEN = ("advantage", "returns", "proximal_logprobs", "reference_logprobs", "values")
 """Fields that, where they are arrays, have an entry for each completion token."""
 
 
+class SegmentTokens(NamedTuple):
+    """A segment of a sample: its own prompt, and how many of the sample's completion tokens are its."""
+
+    prompt_ids: Int32
+    num_completion: int
+
+
+class TurnEnd(NamedTuple):
+    """A turn of a session: the completion token after its last one, and its share of the sample's reward."""
+
+    end: int
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """T completion tokens, of which those with `mask` are trained.
+    """T completion tokens, of which those with `mask` are trained: never those of an environment.
 
     A completion may be empty (T = 0) or masked entirely: it has no gradient, but counts as a sequence.
 
     Raises:
-        ValueError: lengths differ, the prompt is empty, or a number is not finite.
+        ValueError: lengths differ, a prompt is empty, or a number is not finite.
     """
 
     key: TrajectoryKey
@@ -44,6 +67,10 @@ class Sample:
     """[T], under the reference model, where there is one."""
     values: Float32 | None = None
     """[T], the value head's estimates at the start of the step, before each token is chosen."""
+    forked: tuple[SegmentTokens, ...] = ()
+    """All segments in order, where there are several; empty for one, whose prompt is `prompt_ids`."""
+    turns: tuple[TurnEnd, ...] = ()
+    """Of a session, in order; empty for a single turn."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -52,8 +79,14 @@ class Sample:
                 f"trajectory {self.key}: {num_tokens} completion ids, {len(self.rollout_logprobs)} logprobs "
                 f"and a mask of {len(self.mask)} must have one length"
             )
-        if not len(self.prompt_ids):
+        if sum(segment.num_completion for segment in self.segments) != num_tokens:
+            raise ValueError(
+                f"trajectory {self.key}: its segments do not have {num_tokens} completion tokens"
+            )
+        if not all(len(segment.prompt_ids) for segment in self.segments):
             raise ValueError(f"trajectory {self.key}: the prompt is empty, nothing predicts the first token")
+        if not np.isfinite([turn.reward for turn in self.turns]).all():
+            raise ValueError(f"trajectory {self.key}: rewards of turns must be finite")
         if not (np.isfinite(self.advantage).all() and np.isfinite(self.reward)):
             raise ValueError(
                 f"trajectory {self.key}: reward {self.reward} and advantage {self.advantage} must be finite"
@@ -66,9 +99,20 @@ class Sample:
             raise ValueError(f"trajectory {self.key}: rollout logprobs must be finite")
 
     @property
+    def segments(self) -> tuple[SegmentTokens, ...]:
+        """All rows that the model has to see."""
+        return self.forked or (SegmentTokens(self.prompt_ids, len(self.completion_ids)),)
+
+    @property
     def num_tokens(self) -> int:
-        """Prompt plus completion: what the sample takes of a micro-batch's budget."""
-        return len(self.prompt_ids) + len(self.completion_ids)
+        """Prompts plus completions: what the sample takes of a micro-batch's budget."""
+        return sum(len(segment.prompt_ids) + segment.num_completion for segment in self.segments)
+
+    @property
+    def turn_A(self) -> NDArray[np.int64]:
+        """The number of the turn that each trained token belongs to. Shape [A]; a single turn is turn 0."""
+        ends = [turn.end for turn in self.turns]
+        return np.searchsorted(ends, np.flatnonzero(self.mask), side="right").astype(np.int64)
 
     @property
     def num_trained(self) -> int:
@@ -81,6 +125,61 @@ class Sample:
         if not isinstance(self.advantage, np.ndarray):
             return float(self.advantage)
         return float(self.advantage[self.mask].mean()) if self.num_trained else 0.0
+
+
+def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
+    """The tokens of a trajectory, without its reward; those of turns are multiplied by `turn_weight`.
+
+    Raises:
+        ValueError: a logprob or a turn's reward is not finite, or a prompt is empty.
+    """
+    segments = trajectory.segments
+    return Sample(
+        key=trajectory.key,
+        prompt_ids=trajectory.prompt_ids,
+        completion_ids=_joined([segment.completion_ids for segment in segments]),
+        rollout_logprobs=_joined([segment.logprobs for segment in segments]),
+        mask=_joined([segment.mask for segment in segments]),
+        reward=0.0,
+        forked=tuple(
+            SegmentTokens(s.prompt_ids, len(s.completion_ids)) for s in trajectory.forks and segments
+        ),
+        turns=tuple(_turn_ends(segments, turn_weight)),
+    )
+
+
+def num_sampled(trajectory: Trajectory) -> int:
+    """Completion tokens of the model, over all segments: the length of a completion, in every metric."""
+    return sum(int(np.count_nonzero(segment.mask)) for segment in trajectory.segments)
+
+
+def token_versions(trajectory: Trajectory) -> Int32:
+    """The version that produced each completion token, over all segments. Shape [T]; of tokens that no
+    version produced, the version of those before them."""
+    return _joined([np.repeat(*_lengths(segment)) for segment in trajectory.segments]).astype(np.int32)
+
+
+def sampled_versions(trajectory: Trajectory) -> Int32:
+    """The version of each token that the model produced, over all segments: never of an environment's."""
+    return token_versions(trajectory)[_joined([segment.mask for segment in trajectory.segments])]
+
+
+def _lengths(segment: Segment) -> tuple[list[int], list[int]]:
+    """The versions of a segment's spans, and how many tokens each has."""
+    firsts = [first for _, first in segment.spans]
+    lengths = np.diff([*firsts, len(segment.completion_ids)])
+    return [version for version, _ in segment.spans], lengths.tolist()
+
+
+def _joined(arrays: list[NDArray[Kind]]) -> NDArray[Kind]:
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def _turn_ends(segments: Iterable[Segment], weight: float) -> Iterator[TurnEnd]:
+    start = 0
+    for segment in segments:
+        yield from (TurnEnd(start + turn.end, weight * (turn.reward or 0.0)) for turn in segment.turns)
+        start += len(segment.completion_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

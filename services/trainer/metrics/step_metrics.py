@@ -13,6 +13,8 @@ from common.telemetry import metrics
 from common.wire.messages import Commit, Score, Trajectory
 from services.trainer.algorithm.losses.totals import loss_metrics
 from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.groups.samples import num_sampled, sampled_versions
+from services.trainer.metrics.session_metrics import session_metrics
 from services.trainer.step import StepResult
 
 BYTES_OF_A_TOKEN = 4
@@ -50,9 +52,10 @@ def stage_metrics(
 
 def record_bytes(trajectory: Trajectory) -> int:
     """What Redis holds for one trajectory and its score, about."""
-    ids = BYTES_OF_A_TOKEN * (len(trajectory.prompt_ids) + 2 * trajectory.num_tokens)
+    ids = sum(len(s.prompt_ids) + 2 * len(s.completion_ids) for s in trajectory.segments)
     text = len(trajectory.text.encode()) + len(trajectory.prompt_text.encode())
-    return ids + text + ENTRY_BYTES
+    said = len(repr(trajectory.session.messages)) if trajectory.session else 0
+    return BYTES_OF_A_TOKEN * ids + text + said + ENTRY_BYTES
 
 
 def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
@@ -78,8 +81,9 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
     trajectories = [t for group in result.groups for t in group.source.trajectories.values()]
     scores = [s for group in result.groups for s in group.source.scores.values()]
     queued = [s for group in result.groups for s in group.source.queued_s.values()]
-    lengths = np.array([t.num_tokens for t in trajectories])
-    staleness = np.concatenate([step - t.token_versions() for t in trajectories])
+    lengths = np.array([num_sampled(t) for t in trajectories])
+    staleness = np.concatenate([step - sampled_versions(t) for t in trajectories])
+    segments = [segment for t in trajectories for segment in t.segments]
     metrics = {
         **_reward_metrics(result.groups),
         "completions/mean_length": float(lengths.mean()),
@@ -87,7 +91,7 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
         "completion_tokens": float(lengths.sum()),
-        "step_tokens": float(sum(len(t.prompt_ids) + t.num_tokens for t in trajectories)),
+        "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
         **staleness_shares(staleness),
@@ -95,6 +99,7 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
         "groups_dropped_ratio": num_dropped / (num_dropped + len(result.groups)),
         "step_time_s": step_time_s,
         **stage_metrics(trajectories, scores, queued),
+        **session_metrics(trajectories),
     }
     return metrics | _policy_metrics(result)
 
@@ -168,12 +173,11 @@ def observe_step(commit: Commit, result: StepResult) -> None:
 
 
 def _observe_staleness(trajectory: Trajectory, step: int, tokens: "Counter[int]") -> None:
-    """Count the tokens of each span by their staleness; what is older than the last bucket is in that."""
+    """Count the model's tokens by their staleness; what is older than the last bucket is in that."""
     metrics.TRAINED_STALENESS.observe(step - trajectory.min_version)
-    metrics.TRAINED_SPANS.observe(len(trajectory.spans))
-    ends = [first for _, first in trajectory.spans[1:]] + [trajectory.num_tokens]
-    for (version, first), end in zip(trajectory.spans, ends, strict=True):
-        tokens[min(step - version, OLDEST_BUCKET)] += end - first
+    metrics.TRAINED_SPANS.observe(len({version for s in trajectory.segments for version, _ in s.spans}))
+    for version, count in zip(*np.unique(sampled_versions(trajectory), return_counts=True), strict=True):
+        tokens[min(step - int(version), OLDEST_BUCKET)] += int(count)
 
 
 def _observe_stages(trajectory: Trajectory, score: Score, committed_at: float) -> None:

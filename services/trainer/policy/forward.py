@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from common.wire.arrays import Int32
 from services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from services.trainer.groups.samples import Sample
 from services.trainer.policy.packing import Layout, Tile, TokenRow, choose_layout, make_tiles
@@ -206,38 +207,44 @@ def tile_tokens(
     crosses to the device in one copy.
     """
     chosen = [samples[i] for i in tile.samples]
+    places = [row.places for row in tile.rows]
     counts = [len(row.targets) for row in tile.rows]
+    weights = [token_weight(normalisation, sample.num_trained) for sample in chosen]
     columns = {
-        "rollout_logprobs_N": _joined(chosen, "rollout_logprobs"),
+        "rollout_logprobs_N": _joined(chosen, places, "rollout_logprobs"),
         "advantages_N": np.concatenate(
-            [np.broadcast_to(sample.advantage, sample.mask.shape)[sample.mask] for sample in chosen]
+            [
+                np.broadcast_to(sample.advantage, sample.mask.shape)[own]
+                for sample, own in zip(chosen, places, strict=True)
+            ]
         ),
-        "weights_N": np.repeat([token_weight(normalisation, count) for count in counts], counts),
+        "weights_N": np.repeat(weights, counts),
     }
     for field, name in _OPTIONAL.items():
-        if (values := _joined(chosen, field)) is not None:
+        if (values := _joined(chosen, places, field)) is not None:
             columns[name] = values
     stacked = torch.from_numpy(np.stack([np.asarray(column, np.float64) for column in columns.values()]))
     tensors = stacked.to(scores.logprobs_N.device, scores.logprobs_N.dtype)
-    sequence = np.repeat(np.arange(len(chosen)), counts)
+    numbers = {sample: number for number, sample in enumerate(dict.fromkeys(tile.samples))}
+    sequence = np.repeat([numbers[sample] for sample in tile.samples], counts)
     return Tokens(
         logprobs_N=scores.logprobs_N,
         entropies_N=scores.entropies_N,
         values_N=values_N,
         sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
-        num_sequences=len(chosen),
+        num_sequences=len(numbers),
         **dict(zip(columns, tensors, strict=True)),
     )
 
 
-def _joined(samples: Sequence[Sample], field: str) -> NDArray[np.floating] | None:
-    """One field of all samples at their trained tokens. Shape [N]; None where they have none."""
+def _joined(samples: Sequence[Sample], places: Sequence[Int32], field: str) -> NDArray[np.floating] | None:
+    """One field of each row's sample at the row's tokens. Shape [N]; None where they have none."""
     given = [getattr(sample, field) for sample in samples]
     if all(value is None for value in given):
         return None
     assert not any(value is None for value in given), f"a micro-batch has {field} as a whole or not at all"
     joined: NDArray[np.floating] = np.concatenate(
-        [value[s.mask] for value, s in zip(given, samples, strict=True)]
+        [value[own] for value, own in zip(given, places, strict=True)]
     )
     return joined
 
@@ -287,4 +294,4 @@ def _made_up_row(sample: int, length: int, vocab_size: int) -> TokenRow:
     """No token twice, none of them 0, and other ones in each row."""
     ids = (np.arange(1, length + 1) + 10 * sample) % vocab_size
     places = np.arange(length, dtype=np.int32)
-    return TokenRow(sample, ids.astype(np.int32), places, ids.astype(np.int32))
+    return TokenRow(sample, ids.astype(np.int32), places, ids.astype(np.int32), places)

@@ -44,12 +44,14 @@ block-diagonal rows 0.87 s (128 wide) to 6.9 s (4,096 wide); row by row 1.5 s.""
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """The part of one sequence that has to pass through the model to score its tokens."""
+    """The part of one sequence that has to pass through the model to score its tokens: a whole sample, or one
+    segment of it. `places` are those of the targets among the sample's completion tokens."""
 
     sample: int
     ids: Int32
     sources: Int32
     targets: Int32
+    places: Int32
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -73,16 +75,21 @@ class Tile:
 
 
 def make_rows(samples: Sequence[Sample], scored: Sequence[Bits]) -> list[TokenRow]:
-    """One row for each sample with a scored token; `scored` marks completion tokens, [T] each. Tokens after
-    the last scored one, and that one itself, predict nothing that is needed: cut off."""
+    """One row for each segment of a sample with a scored token; `scored` marks completion tokens, [T] each.
+    Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off."""
     rows = []
     for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True)):
-        chosen = np.flatnonzero(scored_T)
-        if not len(chosen):
-            continue
-        sources = (len(sample.prompt_ids) - 1 + chosen).astype(np.int32)
-        ids = np.concatenate([sample.prompt_ids, sample.completion_ids])[: sources[-1] + 1]
-        rows.append(TokenRow(i, ids, sources, sample.completion_ids[chosen]))
+        start = 0
+        for prompt_ids, num_completion in sample.segments:
+            end = start + num_completion
+            chosen = np.flatnonzero(scored_T[start:end])
+            if len(chosen):
+                own_ids = sample.completion_ids[start:end]
+                sources = (len(prompt_ids) - 1 + chosen).astype(np.int32)
+                ids = np.concatenate([prompt_ids, own_ids])[: sources[-1] + 1]
+                places = (start + chosen).astype(np.int32)
+                rows.append(TokenRow(i, ids, sources, own_ids[chosen], places))
+            start = end
     return rows
 
 
@@ -107,9 +114,23 @@ def choose_layout(
     return "block" if attention == "sdpa" and kinds == {"full_attention"} else "padded"
 
 
-def make_tiles(rows: Sequence[TokenRow], layout: Layout, max_tokens: int) -> list[Tile]:
+def make_tiles(
+    rows: Sequence[TokenRow], layout: Layout, max_tokens: int, keeps_samples: bool = False
+) -> list[Tile]:
     """Distribute rows over tiles of at most `max_tokens` positions, padding included. A row longer than that
-    has a tile of its own. Deterministic: longest first, ties in the given order."""
+    has a tile of its own. Deterministic: longest first, ties in the given order.
+
+    `keeps_samples` puts all rows of a sample into one tile, for losses that look at whole sequences: a sample
+    of several rows has a tile of its own then, whatever its size.
+    """
+    if keeps_samples:
+        by_sample: dict[int, list[TokenRow]] = {}
+        for row in rows:
+            by_sample.setdefault(row.sample, []).append(row)
+        several = [own for own in by_sample.values() if len(own) > 1]
+        alone = [own[0] for own in by_sample.values() if len(own) == 1]
+        whole = [tile for own in several for tile in make_tiles(own, layout, sum(map(len, own)) * len(own))]
+        return make_tiles(alone, layout, max_tokens) + whole
     ordered = sorted(rows, key=len, reverse=True)
     if layout == "padded":
         return [_rectangle(group) for group in _rectangles([[row] for row in ordered], max_tokens)]

@@ -31,7 +31,7 @@ class SimulatedPolicy:
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer
-        self._max_completion_tokens = config.rollout.sampling.max_tokens
+        self._max_completion_tokens = config.max_completion_tokens
         self._needs_reference = config.trainer.algorithm.needs_reference
         self._num_updates = 0
         self._chain = xxhash.xxh3_128(b"simulated").digest()

@@ -81,7 +81,7 @@ def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedMod
     return model, {
         "dtype": dtype,
         "temperature": sampling.temperature,
-        "max_completion_tokens": sampling.max_tokens,
+        "max_completion_tokens": config.max_completion_tokens,
         "adapters": adapters,
     }
 
@@ -118,6 +118,8 @@ class TransformersPolicy:
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, model.device)
+        # What looks at a whole sequence needs all segments of a session in one forward pass.
+        self._keeps_samples = algorithm.needs_whole_sequences
         self._tile_tokens = config.micro_batch_tokens
         """Of one forward pass."""
         if model.device.type == "cpu":
@@ -139,6 +141,11 @@ class TransformersPolicy:
 
     def _tiles_of(self, batch: MicroBatch) -> list[Tile]:
         rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
+        return make_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples)
+
+    def _scored_tiles(self, samples: Sequence[Sample]) -> list[Tile]:
+        """With every completion token, trained or not."""
+        rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
         return make_tiles(rows, self.layout, self._tile_tokens)
 
     def _accumulate(self, batch: MicroBatch, tiles: Sequence[Tile]) -> MicroBatchMetrics:
@@ -259,15 +266,15 @@ class TransformersPolicy:
     ) -> tuple[list[Float32 | None], list[Float32 | None]]:
         """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample. float32;
         float64 for a model of that precision, so that comparisons of gradients are not rounded."""
-        rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
-        empty: list[Float32 | None] = [np.zeros(0, dtype=np.float32) for _ in samples]
-        logprobs, values = list(empty), list(empty)
-        for tile in make_tiles(rows, self.layout, self._tile_tokens):
+        lengths = [len(sample.completion_ids) for sample in samples]
+        wide = np.float64 if self._dtype == torch.float64 else np.float32
+        logprobs: list[Float32 | None] = [np.zeros(length, dtype=wide) for length in lengths]
+        values: list[Float32 | None] = [np.zeros(length, dtype=wide) for length in lengths]
+        for tile in self._scored_tiles(samples):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None)
-            counts = [len(row.targets) for row in tile.rows]
-            _place(scores.logprobs_N, counts, tile.samples, logprobs)
+            _place(scores.logprobs_N, tile, logprobs)
             if head is not None:
-                _place(head(scores.hidden_NH), counts, tile.samples, values)
+                _place(head(scores.hidden_NH), tile, values)
         return logprobs, values if head else [None] * len(samples)
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
@@ -352,8 +359,11 @@ def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _place(values_N: Tensor, counts: list[int], samples: list[int], results: list[Float32 | None]) -> None:
-    """Cut a tile's values into those of its rows, and put each at its sample's place."""
+def _place(values_N: Tensor, tile: Tile, results: list[Float32 | None]) -> None:
+    """Put a tile's values at the places of their tokens in their samples."""
     wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
-    for i, piece in zip(samples, wide_N.cpu().split(counts), strict=True):
-        results[i] = piece.numpy()
+    pieces = wide_N.cpu().split([len(row.places) for row in tile.rows])
+    for row, piece in zip(tile.rows, pieces, strict=True):
+        found = results[row.sample]
+        assert found is not None
+        found[row.places] = piece.numpy()

@@ -35,6 +35,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
             "kl": {"place": "loss", "estimator": "k3", "coefficient": 0.01},
         }
     },
+    "sessions of several turns": {"algorithm": {"preset": "reinforce_plus_plus", "gamma": 0.9}},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
 }
 
@@ -67,7 +68,7 @@ async def replayed(context: Any, *steps: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 async def test_every_algorithm_replays_bit_by_bit(make, broker, keys, name):
     context = make(policy="transformers", steps=4, group_size=4, checkpoint_every=2, **ALGORITHMS[name])
-    async with answering(broker, keys, reward):
+    async with answering(broker, keys, reward, plays="sessions" in name):
         await run(context)
     results = await replayed(context, 0, 1, 3)  # from the starting model, on, and from a checkpoint
     assert [result["step"] for result in results] == [0, 1, 3]

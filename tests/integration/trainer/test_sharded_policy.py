@@ -20,6 +20,7 @@ from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from services.trainer.policy.policy import Policy, UpdateResult
 from services.trainer.policy.transformers_policy import load_policy
 from tests.support.models import emptied, make_samples, masked, run_config, tiny_model
+from tests.support.sessions import session_samples
 
 STEPS = 3
 
@@ -54,9 +55,14 @@ def two_ranks(folder: Path) -> Iterator[ShardedPolicy]:
 
 
 def batches_of(step: int) -> tuple[list[Sample], list[Sample]]:
-    """Two mini-batches of unequal lengths, one with samples that carry no loss."""
-    samples = make_samples(18, seed=step)
-    return samples[:9], [*samples[9:], masked(samples[0]), emptied(samples[1])]
+    """Two mini-batches of unequal lengths, one with samples that carry no loss, both with sessions."""
+    samples, sessions = make_samples(18, seed=step), session_samples(6, seed=step)
+    return [*samples[:9], *sessions[:3]], [
+        *samples[9:],
+        *sessions[3:],
+        masked(samples[0]),
+        emptied(samples[1]),
+    ]
 
 
 def train(policy: Policy, steps: range) -> list[Any]:

@@ -25,6 +25,7 @@ from services.trainer.policy.policy import Policy, PolicyThread
 from services.trainer.policy.transformers_policy import TransformersPolicy
 from services.trainer.step import StepResult, StepRunner, make_commit
 from tests.support.models import PIECES, make_policy, one_batch, run_config
+from tests.support.sessions import random_session
 from tests.support.training import make_context, make_score, outstanding
 from tests.support.trajectories import make_trajectory
 
@@ -34,11 +35,16 @@ OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
 
 
 def group_of(ticket: int) -> CompleteGroup:
-    """A group of completions of very unequal lengths, each with its score."""
+    """A group of completions of very unequal lengths, each with its score; every other ticket's is of a
+    session of two segments and a session of one, with rewards of turns."""
     rng = np.random.default_rng(ticket)
     trajectories, scores = {}, {}
     for index in range(SIZE):
         count = int(rng.integers(1, 9))
+        scores[index] = make_score(ticket, index, float(rng.normal()))
+        if ticket % 2:
+            trajectories[index] = random_session(ticket, index, 2 - index, group_size=SIZE)
+            continue
         trajectories[index] = make_trajectory(
             ticket,
             index,
@@ -47,7 +53,6 @@ def group_of(ticket: int) -> CompleteGroup:
             completion_ids=rng.integers(3, len(PIECES), count).astype(np.int32),
             logprobs=rng.normal(-3.0, 0.5, count).astype(np.float32),
         )
-        scores[index] = make_score(ticket, index, float(rng.normal()))
     return CompleteGroup(ticket, 0, trajectories, scores)
 
 
@@ -97,7 +102,11 @@ def config_of(num_mini_batches: int, micro_batch_tokens: int = 64, **algorithm: 
             "optimizer": OPTIMIZER,
             "algorithm": algorithm,
         },
-        rollout={"sampling": {"max_tokens": 14, "temperature": 1.0}},
+        rollout={
+            "sampling": {"max_tokens": 14, "temperature": 1.0},
+            "environment": {"use": "my_env.py:MyEnv", "max_tokens": 14},
+        },
+        reward={"rewards": {"game": {"environment": True, "weight": 0.5}}},
     )
 
 

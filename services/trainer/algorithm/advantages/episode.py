@@ -37,6 +37,8 @@ VARIANCE_EPSILON = 1e-8
 """Added to the variance; verl's value."""
 
 Float64s = NDArray[np.float64]
+Discount = float | Float64s
+"""One for all tokens of a sequence, or one for each, [A]."""
 
 
 def whiten(values: Sequence[Float64s]) -> list[Float64s]:
@@ -79,12 +81,27 @@ class Episode:
         """A."""
         return len(self.token_rewards_A)
 
+    @property
+    def has_turn_rewards(self) -> bool:
+        """Whether the environment rewarded single turns."""
+        return any(turn.reward for turn in self.sample.turns)
+
+    def discounts(self, algorithm: AlgorithmConfig) -> Discount:
+        """What the step from each token to the next is discounted by: `gamma`, or where that is per turn, 1
+        within a turn and `gamma` from its last token on. One number, or [A]."""
+        if algorithm.gamma_per == "token" or algorithm.gamma == 1.0:
+            return algorithm.gamma
+        turn_A = self.sample.turn_A
+        is_last_A = np.append(turn_A[1:] != turn_A[:-1], np.ones(min(len(turn_A), 1), dtype=np.bool_))
+        return np.where(is_last_A, algorithm.gamma, 1.0)
+
 
 def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> Episode:
     """Shape a sample's reward: overlong punishment, and the KL penalty where it belongs to the reward.
 
     The penalty of a token is coefficient * k(rollout logprob - reference logprob), on the tokens that were
-    sampled and by the policy that sampled them (arXiv 2203.02155, eq. 2). The score falls on the last token.
+    sampled and by the policy that sampled them (arXiv 2203.02155, eq. 2). The score falls on the last token,
+    less what the environment gave for single turns, which falls on the last trained token of each.
     """
     overlong = algorithm.overlong
     score = sample.reward + overlong_penalty(
@@ -95,8 +112,22 @@ def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) ->
         token_rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl)
     reward = score + float(token_rewards_A.sum())
     if len(token_rewards_A):
-        token_rewards_A[-1] += score
+        token_rewards_A += _placed(sample, score)
     return Episode(sample, reward, token_rewards_A)
+
+
+def _placed(sample: Sample, score: float) -> Float64s:
+    """The score at the sample's trained tokens: each turn's reward at its last one (of a turn without any, at
+    the last one before it), and the rest at the last of all. Shape [A], A > 0; the sum is the score."""
+    placed_A = np.zeros(sample.num_trained)
+    rest = score
+    if any(turn.reward for turn in sample.turns):
+        lasts = np.searchsorted(sample.turn_A, np.arange(len(sample.turns)), side="right") - 1
+        for last, turn in zip(lasts.tolist(), sample.turns, strict=True):
+            placed_A[max(last, 0)] += turn.reward
+            rest -= turn.reward
+    placed_A[-1] += rest
+    return placed_A
 
 
 def _kl(sample: Sample, kl: KlConfig) -> Float64s:

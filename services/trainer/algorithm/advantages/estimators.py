@@ -11,7 +11,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from services.trainer.algorithm.advantages.episode import Float64s, Rewards, finite_rewards, whiten
+from services.trainer.algorithm.advantages.episode import Discount, Float64s, Rewards, finite_rewards, whiten
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation; TRL's value."""
@@ -95,14 +95,15 @@ def pass_at_k(rewards: Rewards, k: int, threshold: float = 0.5) -> NDArray[np.fl
 
 
 def gae(
-    rewards_A: Float64s, values_A: Float64s, gamma: float = 1.0, gae_lambda: float = 1.0
+    rewards_A: Float64s, values_A: Float64s, gamma: Discount = 1.0, gae_lambda: float = 1.0
 ) -> tuple[Float64s, Float64s]:
     """Advantages and returns of one sequence's A trained tokens. Shapes [A], float64.
 
     Eq. 16 as a recursion: d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lambda A_{t+1}; the value
     after the last token is 0, for the sequence is over (also one that was cut off at its limit). Returns, the
     value head's targets, are A_t + V_t. `values_A[t]` is the estimate before token t is chosen; tokens that
-    are not trained (a tool's output) are no actions and are passed over.
+    are not trained (a tool's output) are no actions and are passed over. `gamma` is one number, or one [A]
+    for the step from each token to the next.
 
     Rewards 0, 1, values 0.5, 0.25, gamma 1, lambda 0.5: d = -0.25, 0.75; A = 0.125, 0.75; returns 0.625, 1.
 
@@ -113,23 +114,28 @@ def gae(
         raise ValueError(f"{len(rewards_A)} rewards but {len(values_A)} values")
     advantages = [0.0] * len(rewards_A)
     following_value = following_advantage = 0.0
-    pairs = list(zip(rewards_A.tolist(), values_A.tolist(), strict=True))
-    for t, (reward, value) in reversed(list(enumerate(pairs))):
-        delta = reward + gamma * following_value - value
-        following_advantage = delta + gamma * gae_lambda * following_advantage
+    gammas = np.broadcast_to(gamma, rewards_A.shape).tolist()
+    steps = list(zip(rewards_A.tolist(), values_A.tolist(), gammas, strict=True))
+    for t, (reward, value, discount) in reversed(list(enumerate(steps))):
+        delta = reward + discount * following_value - value
+        following_advantage = delta + discount * gae_lambda * following_advantage
         advantages[t], following_value = following_advantage, value
     advantages_A = np.array(advantages, dtype=np.float64)
     return advantages_A, advantages_A + values_A
 
 
-def reinforce_plus_plus(token_rewards: Sequence[Float64s], gamma: float = 1.0) -> list[Float64s]:
+def reinforce_plus_plus(
+    token_rewards: Sequence[Float64s], gammas: Sequence[Discount] | None = None
+) -> list[Float64s]:
     """whiten(G_t) with G_t = r_t + gamma G_{t+1}. N arrays [A], float64.
 
-    Token rewards hold the KL penalty of each token (k1, by `kl.place: reward`), and the sequence's reward at
-    its last token. Rewards 1 and 0 of sequences of 1 and 2 tokens: returns [1], [0, 0], mean 1/3, variance
+    Token rewards hold the KL penalty of each token (k1, by `kl.place: reward`), rewards of single turns at
+    their last tokens, and the rest of the sequence's at its own. `gammas` has a discount for each sequence,
+    1 without. Rewards 1 and 0 of sequences of 1 and 2 tokens: returns [1], [0, 0], mean 1/3, variance
     1/3; advantages [1.1547], [-0.57735, -0.57735].
     """
-    return whiten([returns(rewards_A, gamma) for rewards_A in token_rewards])
+    discounts = gammas or [1.0] * len(token_rewards)
+    return whiten([returns(*pair) for pair in zip(token_rewards, discounts, strict=True)])
 
 
 def reinforce_plus_plus_baseline(
@@ -152,13 +158,14 @@ def reinforce_plus_plus_baseline(
     )
 
 
-def returns(rewards_A: Float64s, gamma: float) -> Float64s:
-    """Discounted sums of a token's reward and all later ones. Shape [A].
+def returns(rewards_A: Float64s, gamma: Discount) -> Float64s:
+    """Discounted sums of a token's reward and all later ones. Shape [A]. `gamma` as of `gae`.
 
     Without a discount, rewards 0, 0, 1 give exactly 1, 1, 1.
     """
     result, following = [0.0] * len(rewards_A), 0.0
+    gammas = np.broadcast_to(gamma, rewards_A.shape).tolist()
     for t, reward in reversed(list(enumerate(rewards_A.tolist()))):
-        following = reward + gamma * following
+        following = reward + gammas[t] * following
         result[t] = following
     return np.array(result, dtype=np.float64)

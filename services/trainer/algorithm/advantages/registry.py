@@ -146,9 +146,10 @@ def _pass_at_k(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
 
 
 def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
-    rewards = [episode.token_rewards_A for group in groups for episode in group]
-    advantages = reinforce_plus_plus(rewards, algorithm.gamma)
-    if algorithm.has_token_advantages:
+    episodes = [episode for group in groups for episode in group]
+    discounts = [episode.discounts(algorithm) for episode in episodes]
+    advantages = reinforce_plus_plus([episode.token_rewards_A for episode in episodes], discounts)
+    if algorithm.has_token_advantages or any(episode.has_turn_rewards for episode in episodes):
         return [Estimate(values_A) for values_A in advantages]
     return _of_sequences(advantages)
 
@@ -166,7 +167,7 @@ def _of_sequences(advantages: Sequence[Float64s]) -> list[Estimate]:
 
 def _gae(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
     pairs = [
-        gae(episode.token_rewards_A, _values(episode), algorithm.gamma, algorithm.gae_lambda)
+        gae(episode.token_rewards_A, _values(episode), episode.discounts(algorithm), algorithm.gae_lambda)
         for group in groups
         for episode in group
     ]
@@ -203,7 +204,7 @@ class Advantages:
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.trainer.algorithm
-        self._max_tokens = config.rollout.sampling.max_tokens
+        self._max_tokens = config.max_completion_tokens
         self._advantage = find_advantage(self._algorithm)
 
     @property

@@ -7,7 +7,7 @@ the same order: they agree on the number of forward passes, and a rank with fewe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,13 @@ class RankPolicy(TransformersPolicy):
         head: ValueHead | None = None,
     ) -> tuple[list[Float32 | None], list[Float32 | None]]:
         """This rank's share, gathered with the others'."""
-        whole = [replace(sample, mask=np.ones_like(sample.mask)) for sample in samples]
-        shares = split_samples(whole, self._ranks.size)
-        counts = [len(self._tiles_of(MicroBatch(tuple(whole[i] for i in share)))) for share in shares]
+        shares = split_samples(samples, self._ranks.size)
+        counts = [len(self._scored_tiles([samples[i] for i in share])) for share in shares]
         mine = shares[self._ranks.rank]
-        scored, _ = super()._score_all([whole[i] for i in mine], scorer, temperature)
+        scored, _ = super()._score_all([samples[i] for i in mine], scorer, temperature)
         if isinstance(scorer, ShardedScorer):
             for _ in range(max(counts) - counts[self._ranks.rank]):
-                scorer.score(_empty_pass(MicroBatch(tuple(whole))), temperature)
+                scorer.score(_empty_pass(MicroBatch(tuple(samples))), temperature)
         arrays = [[str(a.dtype), a.tobytes()] for a in scored if a is not None]
         results: list[Float32 | None] = [None] * len(samples)
         gathered = self._ranks.gather(msgpack.packb(arrays))

@@ -1,0 +1,135 @@
+"""Rewards of whole sessions: the environment's own, and what functions, judges and models are given."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import NamedRewardConfig
+from common.config.reward_kinds import JudgeConfig, RewardModelConfig
+from common.errors import ConfigError
+from common.wire import codec
+from common.wire.messages import Lane, Score, ScoreStatus
+from services.reward.functions.loading import load_function
+from services.reward.functions.request import Request, content_of, frame_of
+from services.reward.outcome import AttemptError
+from services.reward.remote.judge import JudgePrompt
+from services.reward.remote.reward_model import make_body, reduce_scores
+from services.reward.rewards.environment import EnvironmentReward
+from services.reward.rewards.group_scoring import GroupResult
+from services.reward.sample import RewardSample
+from services.reward.worker import Scorer
+from tests.support.rewards import together
+from tests.support.sessions import MESSAGES, make_segment, make_session
+from tests.support.trajectories import make_config, make_trajectory
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+def sample_of(*segments: Any, **fields: Any) -> RewardSample:
+    trajectory = make_session(3, 1, *segments, **({"extra": {"prompt": CHAT}} | fields))
+    return RewardSample.from_trajectory(trajectory, Lane.TRAIN)
+
+
+async def score(weight: float = 1.0, **fields: Any) -> Score:
+    config = make_config(
+        rollout={"environment": {"use": "e.py:E"}}, reward={"rewards": {"game": {"environment": True}}}
+    )
+    rewards = together(
+        {"game": (EnvironmentReward(), {"function": None, "environment": True, "weight": weight})}
+    )
+    return await Scorer(rewards, config.reward, "w1", 0).score(make_session(**fields), Lane.TRAIN)
+
+
+async def test_the_environments_reward_is_a_reward_with_weight_and_components() -> None:
+    made = await score(2.0, reward=0.5, metrics={"won": 1.0, "lost": math.nan, "num_turns": 99.0})
+    assert (made.status, made.value) == (ScoreStatus.OK, 1.0)
+    assert made.components == {"game": 0.5, "game/won": 1.0, "game/num_turns": 2.0}
+
+
+async def test_without_a_reward_of_the_session_those_of_its_turns_are_summed() -> None:
+    reward = EnvironmentReward()
+    turns = make_segment((1,), (2,), (3,), (4,), (5,), (6,), rewards=(0.25, None, 0.5))
+    assert (await reward.score(sample_of(turns))).value == 0.75
+    assert (await reward.score(sample_of(turns, reward=0.0))).value == 0.0
+
+
+async def test_a_session_without_a_reward_is_a_failed_score_that_says_so() -> None:
+    made = await score()
+    assert (made.status, made.value, made.attempts) == (ScoreStatus.FAILED, None, 1)
+    assert "gave no reward" in made.error and "tools" in made.error
+    single = RewardSample.from_trajectory(make_trajectory(), Lane.TRAIN)
+    with pytest.raises(AttemptError, match="no session"):
+        await EnvironmentReward().score(single)
+    with pytest.raises(AttemptError, match="finite"):
+        await EnvironmentReward().score(sample_of(reward=math.inf))
+
+
+def test_a_run_of_single_turns_cannot_name_the_environments_reward() -> None:
+    with pytest.raises(ConfigError, match=r"reward.rewards.game.*single_turn"):
+        make_config(reward={"rewards": {"game": {"environment": True}}})
+    with pytest.raises(ValueError, match="exactly one of"):
+        NamedRewardConfig(function="gsm8k", environment=True)
+
+
+def test_the_conversation_is_what_was_said_and_continues_a_begun_answer() -> None:
+    assert sample_of().conversation == [*CHAT, *MESSAGES]
+    begun = [*CHAT, {"role": "assistant", "content": "Well, "}]
+    said = ({"role": "assistant", "content": "2."}, {"role": "user", "content": "Sure?"})
+    continued = sample_of(extra={"prompt": begun}, messages=said).conversation
+    assert continued == [*CHAT, {"role": "assistant", "content": "Well, 2."}, said[1]]
+
+
+def test_functions_get_the_session_as_verl_and_trl_hand_it_over(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text(
+        "def verl(solution_str, extra_info):\n"
+        "    roles = [message['role'] for message in extra_info['messages']]\n"
+        "    return {'score': extra_info['num_turns'], 'sum': sum(extra_info['turn_scores']), "
+        "'tools': roles.count('tool')}\n"
+        "def trl(completions, completion_ids):\n"
+        "    return [len(each) + len(ids) / 10 for each, ids in zip(completions, completion_ids)]\n"
+    )
+    sample = sample_of(make_segment((1,), (2,), (3, 3), (4,), rewards=(1.0, 2.0)))
+    (verl,) = load_function(f"{path}:verl", {}, "auto").call(Request([sample]))
+    assert (verl.value, verl.components) == (2.0, {"sum": 3.0, "tools": 1.0})
+    (trl,) = load_function(f"{path}:trl", {}, "auto").call(Request([sample]))
+    assert trl.value == 3 + 4 / 10
+
+
+def test_a_single_turn_is_handed_over_as_ever() -> None:
+    single = RewardSample.from_trajectory(make_trajectory(extra={"prompt": CHAT}), Lane.TRAIN)
+    assert single.fields()["extra_info"] == {"prompt": CHAT, "is_evaluation": False}
+    assert single.conversation == [*CHAT, {"role": "assistant", "content": "#### 1"}]
+
+
+def test_judges_and_reward_models_read_the_conversation_and_score_the_models_tokens() -> None:
+    sample = sample_of()
+    template = "{% for m in conversation %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    text = JudgePrompt("j", JudgeConfig(base_urls=("http://h:1",), model="m", template=template)).text(sample)
+    assert "tool: 2" in text and "assistant: It is 2." in text
+    config = RewardModelConfig(base_urls=("http://h:1",), head="token", input="ids", token_reward="sum")
+    assert make_body(sample, config)["input"] == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert reduce_scores([[float(place)] for place in range(8)], sample, config) == 3 + 4 + 7
+    chat = RewardModelConfig(base_urls=("http://h:1",))
+    assert make_body(sample, chat)["messages"] == [*CHAT, *MESSAGES]
+
+
+def test_a_rewritten_history_is_scored_by_its_last_segment() -> None:
+    sample = sample_of(make_segment((1,), (2,)), make_segment((1, 5), (6, 7), (8,)))
+    assert [list(ids) for ids in (sample.prompt_ids, sample.completion_ids)] == [[1, 5], [6, 7, 8]]
+    assert sample.loss_mask.tolist() == [True, True, False]
+
+
+def test_a_session_reaches_scoring_processes_and_group_functions_whole() -> None:
+    sample = sample_of(reward=0.5)
+    (body,) = [frame_of(Request([sample]).to_wire())[4:]]
+    (received,) = Request.from_wire(content_of(body)).samples
+    kept = GroupResult.of(sample, {}, "w1", 0.0)
+    other = RewardSample.from_trajectory(make_session(3, 0, extra={"prompt": CHAT}), Lane.TRAIN)
+    found = codec.decode(codec.encode(kept), GroupResult).sample(other)
+    for same in (received, found):
+        assert (same.key, same.session) == (sample.key, sample.session)
+        assert np.array_equal(same.loss_mask, sample.loss_mask)
