@@ -26,6 +26,9 @@ class EnvironmentConfig(Section):
     agent: str = ""
     """A program that plays a session against an address like OpenAI's or Anthropic's: a function,
     `my_agent.py:run`, or a command that starts with `$ `, such as `$ python my_agent.py`."""
+    gateway_host: str = Field("127.0.0.1", min_length=1)
+    """The address of this machine at which programs reach the model. Any other than 127.0.0.1 is open to
+    others too, who need the key of a session; for programs in containers, for instance, that of their bridge."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, how to speak to it."""
     call_format: CallFormat = "auto"

@@ -1,15 +1,15 @@
-"""Agent programs as people write them, for tests: each plays one session."""
+"""Agent programs as people write them, for tests: each plays one session. Clients take seconds to import, so
+only those import them that ask."""
 
 import os
 import time
 from typing import Any
 
-import anthropic
-import openai
-
 
 def twice(row: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
     """Plain, with OpenAI's client: asks twice; the reward is whether the last answer is the truth."""
+    import openai
+
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     for _ in range(2):
@@ -20,6 +20,8 @@ def twice(row: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[
 
 async def with_anthropic(anthropic_base_url: str, api_key: str) -> float:
     """Async, with Anthropic's client, as a stream."""
+    import anthropic
+
     client = anthropic.AsyncAnthropic(base_url=anthropic_base_url, api_key=api_key)
     asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     async with client.messages.stream(**asked) as stream:
@@ -28,6 +30,8 @@ async def with_anthropic(anthropic_base_url: str, api_key: str) -> float:
 
 def for_ever() -> None:
     """Goes on until an error ends it; its clients read the variables."""
+    import openai
+
     client, messages = openai.OpenAI(), [{"role": "user", "content": "Go."}]
     while True:
         said = client.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
@@ -52,6 +56,8 @@ def idle() -> str:
 
 def wordy(base_url: str, api_key: str) -> str:
     """Gives a reward that is none."""
+    import openai
+
     openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model="m", prompt="x")
     return "good"
 

@@ -43,7 +43,7 @@ class AgentPlayer:
         self._budget = Budget.of(config)
         self._max_tokens = config.rollout.environment.max_tokens
         self._program: Program = program_of(config.rollout.environment.agent)
-        self._gateway = Gateway(config.model.path)
+        self._gateway = Gateway(config.model.path, config.rollout.environment.gateway_host)
         self._chat: ChatFormat | None = None
 
     async def start(self) -> None:
@@ -119,7 +119,9 @@ class AgentPlayer:
             both: set[asyncio.Future[Any]] = {program, session.failed}
             await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
-                session.failed.result()
+                break
+        if session.failed.done():
+            session.failed.result()
         try:
             return program.result()
         except EnvironmentFaultError:

@@ -148,27 +148,31 @@ class HostedFunction:
 
     def __init__(self, reference: str) -> None:
         self._reference = reference
-        self._folder = Path(tempfile.gettempdir())
-        self._host: tuple[subprocess.Popen[bytes], Any] | None = None
+        self._folder: Path | None = None
+        self._host: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Import the function, in the host."""
         self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
-        self._host = spawn("services.rollout.environments.agent_host")
-        _, channel = self._host
-        reader, writer = await asyncio.open_unix_connection(sock=channel)
-        writer.write(frame_of({"agent": self._reference, "path": str(self._socket)}))
+        self._host, channel = spawn("services.rollout.environments.agent_host")
+        reader, self._writer = await asyncio.open_unix_connection(sock=channel)
+        self._writer.write(frame_of({"agent": self._reference, "path": str(self._socket)}))
         try:
             error = (await receive(reader)).get("error", "")
         except asyncio.IncompleteReadError:
             error = f"rollout.environment.agent {self._reference}: the process that imports it ended"
-        self._writer = writer
         if error:
             await self.close()
             raise ConfigError(error)
 
     async def run(self, assignment: Assignment) -> Result:
-        """Have the host fork, and wait for the result."""
+        """Have the host fork, and wait for the result. A host that has died is started again."""
+        async with self._starting:
+            if self._host is None or self._host.poll() is not None:
+                await self.close()
+                await self.start()
         pid = 0
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket)
@@ -193,15 +197,17 @@ class HostedFunction:
 
     async def close(self) -> None:
         """End the host; the kernel ends what it has forked."""
-        if self._host is not None:
-            process, _ = self._host
+        if self._writer is not None:
             self._writer.close()
-            kill_group(process)
-            await asyncio.to_thread(process.wait)
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        if self._host is not None:
+            kill_group(self._host)
+            await asyncio.to_thread(self._host.wait)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     @property
     def _socket(self) -> Path:
+        assert self._folder is not None, "the program was never started"
         return self._folder / "host"
 
 

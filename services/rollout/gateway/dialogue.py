@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from common.wire.codec import sendable
+
 Message = dict[str, Any]
 Tool = dict[str, Any]
 Identity = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -96,8 +98,8 @@ class ToolCall:
 
     def to_message(self) -> dict[str, Any]:
         """In OpenAI's form."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        function = {"name": sendable(self.name), "arguments": sendable(self.arguments)}
+        return {"id": sendable(self.id), "type": "function", "function": function}
 
 
 def identity(message: Mapping[str, Any]) -> Identity:
@@ -124,7 +126,7 @@ def text_of(content: Any, where: str) -> str:
         RequestError: there is something else in it.
     """
     if content is None or isinstance(content, str):
-        return content or ""
+        return sendable(content or "")
     if not isinstance(content, list):
         raise RequestError(f"{where} must be text or a list of parts, got {type(content).__name__}")
     texts = []
@@ -134,7 +136,7 @@ def text_of(content: Any, where: str) -> str:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise RequestError(f"{where} has a part of type {kind!r}; this model reads text only")
         texts.append(text)
-    return "\n".join(texts)
+    return sendable("\n".join(texts))
 
 
 def tool_of(name: Any, description: Any, parameters: Any) -> Tool:

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from common.errors import ConfigError
 from services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
 from services.rollout.gateway.dialogue import RequestError
 from services.rollout.gateway.session import GatewaySession
@@ -57,8 +58,8 @@ NO_RETRY = {"x-should-retry": "false"}
 class Gateway:
     """Serves the sessions that are open; `model` is what it calls the model."""
 
-    def __init__(self, model: str) -> None:
-        self.model, self.root = model, ""
+    def __init__(self, model: str, host: str = "127.0.0.1") -> None:
+        self.model, self.host, self.root = model, host, ""
         self._sessions: dict[str, GatewaySession] = {}
         self._ignored: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
@@ -84,9 +85,13 @@ class Gateway:
         self._server = _Server(config)
 
     async def start(self) -> None:
-        """Listen."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.root = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        """Listen. Raises ConfigError: not at this address."""
+        try:
+            listener = socket.create_server((self.host, 0), backlog=1024)
+        except OSError as error:
+            where = f"{self.host} (rollout.environment.gateway_host)"
+            raise ConfigError(f"cannot listen for agents at {where}: {error.strerror}") from None
+        self.root = f"http://{self.host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
 
     async def close(self) -> None:

@@ -97,7 +97,8 @@ class GatewaySession:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.failed.cancel()
+        if not self.failed.cancel() and not self.failed.cancelled():
+            self.failed.exception()  # seen, also where nobody waits any more
 
     def count_tokens(self, question: Question) -> int:
         """Tokens of the prompt that the question would have."""

@@ -153,6 +153,14 @@ async def test_a_play_that_is_broken_off_leaves_no_process(agent: str) -> None:
     await wait_until(no_children)
 
 
+async def test_a_host_of_functions_that_was_killed_is_started_again() -> None:
+    async with player(function("twice"), attempts=2) as agent:
+        (host,) = children()
+        host.kill()
+        played = await agent.play(TICKET, "s", ScriptedModel("2", "yes", "2", "yes").ask)
+        assert played.session.reward == 1.0
+
+
 async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_not() -> None:
     def sleeper(worker: str) -> Any:
         return asyncio.create_subprocess_exec("sleep", "3600", env={SESSION: "s", WORKER: worker})
