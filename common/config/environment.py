@@ -27,10 +27,10 @@ class EnvironmentConfig(Section):
     """A program that plays a session against an address like OpenAI's or Anthropic's: a function,
     `my_agent.py:run`, or a command that starts with `$ `, such as `$ python my_agent.py`."""
     gateway_host: str = Field("127.0.0.1", min_length=1)
-    """The address of this machine at which programs reach the model. Any other than 127.0.0.1 is open to
-    others too, who need the key of a session; for programs in containers, for instance, that of their bridge."""
+    """The address of this machine at which agents reach the model: for those in containers, that of their
+    bridge. Any but 127.0.0.1 can be reached by others too, who then need a session's key."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, how to speak to it."""
+    """Keyword arguments of the class or factory that `use` names; for an OpenEnv server, see docs/agents.md."""
     call_format: CallFormat = "auto"
     """How the model writes calls of tools. `auto` looks at the chat template."""
     max_turns: int = Field(16, ge=1, le=10_000)

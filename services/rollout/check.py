@@ -162,6 +162,10 @@ class ScriptedChat:
         """As the model's."""
         return self._inner.shorten(text, max_tokens)
 
+    def encode(self, text: str) -> list[int]:
+        """As the model's."""
+        return self._inner.encode(text)
+
     def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         """The next line of the script."""
         message: dict[str, Any] = {"role": "assistant", "content": SAYS}
