@@ -30,7 +30,7 @@ class EnvironmentConfig(Section):
     """The address of this machine at which agents reach the model: for those in containers, that of their
     bridge. Any but 127.0.0.1 can be reached by others too, who then need a session's key."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class or factory that `use` names; for an OpenEnv server, see docs/agents.md."""
+    """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, see agents.md."""
     call_format: CallFormat = "auto"
     """How the model writes calls of tools. `auto` looks at the chat template."""
     max_turns: int = Field(16, ge=1, le=10_000)

@@ -109,14 +109,7 @@ class CommandProgram:
         short = {"TIDEMILL_ROW": row} if len(row.encode()) < LONGEST_VARIABLE else {}
         # Not our own variables: with them a program, or code that a model wrote, would reach the run's Redis.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
-        process = await asyncio.create_subprocess_shell(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=inherited | assignment.variables | short,
-            start_new_session=True,
-        )
+        process = await _started(self._command, inherited | assignment.variables | short)
         assert process.stdin and process.stdout and process.stderr
         tails = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
         try:
@@ -235,6 +228,25 @@ def _is_alive(mark: str) -> bool:
         return _mark_of(psutil.Process(int(mark.partition(":")[0]))) == mark
     except (psutil.Error, ValueError):
         return False
+
+
+async def _started(command: str, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """The process of a command. One that is cancelled while it starts is killed too, with its group."""
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_shell(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=variables,
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        _kill_group((await starting).pid)
+        raise
 
 
 def _kill_group(pid: int) -> None:
