@@ -98,8 +98,9 @@ class Playing:
         """What the environment says to it goes to `_answers`; returns how the session ends, if it does."""
         parsed = self._chat.parse(generation.token_ids, self._kind.tools)
         self._messages.append(parsed.message)
-        if generation.finish == "length":
-            return "max_tokens"
+        is_cut = generation.finish == "length"
+        if is_cut and not self._kind.takes_text:
+            return "max_tokens"  # half a call is none
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s()):
@@ -116,6 +117,8 @@ class Playing:
         )
         self._answers = [self._cut(dict(message)) for act in acts for message in act.messages]
         self._messages += self._answers
+        if is_cut:
+            return "max_tokens"
         return "done" if any(act.is_done for act in acts) or not self._answers else None
 
     async def _answer(self, parsed: Parsed) -> list[Act]:
