@@ -28,7 +28,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge unit test gpu-test check docs bench bench-name chaos simulate compose-test images-cpu clean distclean
+.PHONY: help install demo demo-judge demo-agent unit test gpu-test check docs bench bench-name chaos simulate compose-test images-cpu clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -46,6 +46,9 @@ demo: $(BASE) $(if $(filter vllm,$(ENGINE)),$(LIBNUMA)) ## train a small model a
 
 demo-judge: $(BASE) $(LIBNUMA) ## the same with a judge and a reward model: two vLLM servers and a classifier's
 	$(BIN)/tidemill up examples/judge/config.yaml
+
+demo-agent: $(BASE) ## a small model learns a game of several turns
+	$(BIN)/tidemill up examples/guess/config.yaml
 
 unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest tests/unit -q -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)

@@ -92,9 +92,12 @@ def become_child(descriptor: int, parent: int, may_outlive: bool = False) -> soc
 
 
 def read_frame(frames: BinaryIO) -> dict[str, Any] | None:
-    """The child's next frame; None at the end."""
-    head = frames.read(LENGTH.size)
-    return content_of(frames.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
+    """The child's next frame; None at the end, also where the parent was killed."""
+    try:
+        head = frames.read(LENGTH.size)
+        return content_of(frames.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
+    except ConnectionError:
+        return None
 
 
 def sender(channel: socket.socket) -> Send:

@@ -1,8 +1,13 @@
 """Make the model and the data of the guessing demo.
 
-The model is a Llama of about a hundred thousand parameters. It is shown games of a careless player, who
-knows that an answer is a number, and does not listen to what he is told. So it knows how the game goes and
-not how to win it: that is what the run has to bring out.
+The model is a Llama of about a hundred thousand parameters, shown games in two passes, as in examples/arith:
+
+1. *Skill.* A player who halves what is left, and always wins.
+2. *Habit.* A careless player, who guesses whatever comes to mind, and thinks in one game of ten only.
+
+What is left knows how the game goes, mostly loses, and has the better game within reach of sampling. The run
+has to bring it out from nothing but won and lost: so the demo shows that the pipeline learns, not that a game
+is learnt from nothing.
 
     python examples/guess/make_model.py            # writes beside this file; under a minute on one core
 
@@ -24,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 WORDS = ["guess", "higher", "lower", "number?"]
 CONTEXT_TOKENS = 32
+PEAK_LR = 3e-3
 PROMPT = "guess"
 
 
@@ -50,7 +56,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=CONTEXT_TOKENS,
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,
+            initializer_range=0.1,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -59,26 +67,39 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
 
 
-def careless_game(rng: random.Random) -> list[str]:
+CARELESS = 0.1
+"""Share of the games in which the careless player thinks."""
+
+
+def play_game(rng: random.Random, plays_well: bool) -> list[str]:
     """The words of one game; the player's turns end with EOS."""
     number = rng.choice(NUMBERS)
-    words = [PROMPT]
+    words, low, high = [PROMPT], NUMBERS[0], NUMBERS[-1]
     for _ in range(GUESSES):
-        guess = rng.choice(NUMBERS)
+        guess = (low + high) // 2 if plays_well else rng.choice(NUMBERS)
         words += [str(guess), EOS]
         if guess == number:
             break
         words.append("higher" if guess < number else "lower")
+        low, high = (guess + 1, high) if guess < number else (low, guess - 1)
     return words
 
 
-def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, steps: int
+def imitate(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    num_steps: int,
+    share_well: float,
 ) -> None:
-    """Imitate the careless player."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(steps):
-        games = [tokenizer.convert_tokens_to_ids(careless_game(rng)) for _ in range(128)]
+    """Imitate a player who plays this share of the games well."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR)
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR * (1 - step / num_steps)
+        games = [
+            tokenizer.convert_tokens_to_ids(play_game(rng, rng.random() < share_well)) for _ in range(128)
+        ]
         width = max(map(len, games))
         ids_BT = torch.full((len(games), width), tokenizer.pad_token_id)
         labels_BT = torch.full_like(ids_BT, -100)
@@ -89,8 +110,7 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 50 == 0 or step == steps - 1:
-            print(f"step {step:4d}/{steps}  loss {loss.item():.3f}", flush=True)
+    print(f"{num_steps} steps, {share_well:.0%} played well: loss {loss.item():.3f}", flush=True)
 
 
 def write_rows(path: Path, numbers: Sequence[int]) -> None:
@@ -107,7 +127,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make the small model and the data of the guessing demo.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder to write into")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and training")
-    parser.add_argument("--steps", type=int, default=150, help="steps of imitation")
     args = parser.parse_args(argv)
     rng = random.Random(args.seed)
     write_rows(args.out / "train.jsonl", [rng.choice(NUMBERS) for _ in range(512)])
@@ -117,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
-    train(model, tokenizer, rng, args.steps)
+    imitate(model, tokenizer, rng, 150, share_well=1.0)
+    imitate(model, tokenizer, rng, 100, share_well=CARELESS)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
     (args.out / "model" / "model.safetensors").chmod(0o644)  # written as 0600; workers may be another user
