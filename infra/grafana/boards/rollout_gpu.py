@@ -1,5 +1,6 @@
 """Rollout and GPU: is generation fast?"""
 
+from infra.grafana.boards.sessions import SESSIONS
 from infra.grafana.panels import Board, Panel, Query, Row, increase, per_s, quantile, spread, total
 
 HEADING = "Rollout and GPU: is generation fast?"
@@ -205,4 +206,4 @@ GPU = Row(
     ),
 )
 
-ROLLOUT_GPU = Board("rollout_gpu", "Rollout and GPU", HEADING, (GENERATION, WEIGHTS, ENGINE, GPU))
+ROLLOUT_GPU = Board("rollout_gpu", "Rollout and GPU", HEADING, (GENERATION, SESSIONS, WEIGHTS, ENGINE, GPU))

@@ -54,6 +54,11 @@ class ProcessStage:
         await asyncio.gather(*(process.end() for process in processes))
 
     @property
+    def pids(self) -> list[int]:
+        """Ids of the processes that are there."""
+        return [process.pid for process in self._all]
+
+    @property
     def call_timeout_s(self) -> float:
         """Limit of one call."""
         return self._config.call_timeout_s

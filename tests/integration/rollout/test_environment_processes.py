@@ -1,0 +1,133 @@
+"""Environments that block, in processes of their own: hung, killed, closed."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.environment import EnvironmentConfig
+from common.errors import EnvironmentFaultError
+from services.rollout.environments.loading import load_design
+from services.rollout.environments.processes import ProcessStage
+from services.rollout.environments.stages import build_stage
+from tests.support.environments import THIS
+
+ROW = {"prompt": "Play.", "ground_truth": 7}
+
+
+def stage_of(**section: Any) -> ProcessStage:
+    config = EnvironmentConfig(**{"processes": 2, **section})
+    return ProcessStage(load_design(config), config)
+
+
+@pytest.fixture
+def closing(tmp_path: Path) -> Path:
+    """A file of a user whose environment tells of its close on disk."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import pathlib, time\n"
+        "class Mine:\n"
+        "    def __init__(self, folder):\n"
+        "        self.folder = folder\n"
+        "    def reset(self, row):\n"
+        "        self.name = row['name']\n"
+        "    def step(self, text):\n"
+        "        while text == 'hang': time.sleep(0.05)\n"
+        "        return 'more', 0.0, False\n"
+        "    def close(self):\n"
+        "        pathlib.Path(self.folder, self.name).touch()\n"
+    )
+    return file
+
+
+async def test_sessions_keep_their_state_in_one_process_each_and_blocking_does_not_hold_up_others() -> None:
+    stage = stage_of(use=f"{THIS}:Guess")
+    try:
+        games = [await stage.open(ROW | {"ground_truth": number}) for number in range(4)]
+        for number, game in enumerate(games):
+            await game.reset(ROW | {"ground_truth": number})
+        acts = [await game.step("2") for game in games]
+        assert [act.is_done for act in acts] == [False, False, True, False]
+        assert len(stage.pids) == 2
+    finally:
+        await stage.close()
+
+
+async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_there(
+    closing: Path, tmp_path: Path
+) -> None:
+    options = {"folder": str(tmp_path)}
+    stage = stage_of(use=f"{closing}:Mine", options=options, call_timeout_s=1.0, processes=1)
+    try:
+        stuck, other = [await stage.open(ROW) for _ in range(2)]
+        await stuck.reset(ROW | {"name": "stuck"})
+        await other.reset(ROW | {"name": "other"})
+        (old,) = stage.pids
+        with pytest.raises(EnvironmentFaultError, match="step took longer than 1 s"):
+            await stuck.step("hang")
+        assert (await other.step("x")).messages
+        replaced = await stage.open(ROW)
+        assert set(stage.pids) > {old}
+        await other.close()
+        assert (tmp_path / "other").exists() and old not in stage.pids
+        await replaced.close()
+    finally:
+        await stage.close()
+
+
+async def test_a_tool_that_hangs_is_told_to_the_model_and_the_next_call_works() -> None:
+    stage = stage_of(use="tools", tools=(f"{THIS}:hang", f"{THIS}:multiply"), call_timeout_s=1.0)
+    try:
+        tools = await stage.open(ROW)
+        act = await tools.call("hang", {"seconds": 3600})
+        assert (act.messages[0]["content"], act.is_wrong) == (
+            "error: hang took longer than 1 s and was stopped",
+            True,
+        )
+        assert (await tools.call("multiply", {"a": 6, "b": 7})).messages[0]["content"] == "42"
+    finally:
+        await stage.close()
+
+
+async def test_a_process_that_dies_is_a_fault_of_its_sessions_and_is_replaced() -> None:
+    stage = stage_of(use=f"{THIS}:Guess", processes=1)
+    try:
+        first = await stage.open(ROW)
+        await first.reset(ROW)
+        os.kill(stage.pids[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentFaultError, match=r"died \(SIGKILL\)|has died") as fault:
+            await first.step("3")
+        assert fault.value.kind == "died"
+        await first.close()
+        second = await stage.open(ROW)
+        await second.reset(ROW)
+        assert (await second.step("7")).is_done
+    finally:
+        await stage.close()
+
+
+async def test_what_is_open_is_closed_when_the_worker_ends(closing: Path, tmp_path: Path) -> None:
+    stage = stage_of(use=f"{closing}:Mine", options={"folder": str(tmp_path)})
+    games = [await stage.open(ROW) for _ in range(3)]
+    for number, game in enumerate(games):
+        await game.reset(ROW | {"name": str(number)})
+    await stage.close()
+    assert all((tmp_path / str(number)).exists() for number in range(3))
+
+
+def test_blocking_environments_run_in_processes_and_others_on_the_loop() -> None:
+    for use, expected in ((f"{THIS}:Guess", "ProcessStage"), (f"{THIS}:AsyncGuess", "LocalStage")):
+        assert type(build_stage(EnvironmentConfig(use=use))).__name__ == expected
+
+
+async def test_opening_that_is_broken_off_leaves_nothing() -> None:
+    stage = stage_of(use=f"{THIS}:Guess")
+    opening = asyncio.ensure_future(stage.open(ROW))
+    await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    await stage.close()
+    assert not stage.pids

@@ -1,0 +1,132 @@
+"""Environments of users, as their files have them: played by tests, also in other processes."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+THIS = str(Path(__file__).resolve())
+
+
+class Guess:
+    """Ours: text in, (observation, reward, done) out."""
+
+    def reset(self, row: dict[str, Any]) -> str:
+        self.number = int(row["ground_truth"])
+        return " 1 to 9."
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        if text.strip() == str(self.number):
+            return None, 1.0, True
+        return "higher", 0.25, False
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"number": self.number, "note": "no number", "bad": float("nan")}
+
+
+class AsyncGuess:
+    """The same without blocking; its `close` leaves a trace."""
+
+    closed: ClassVar[list[int]] = []
+
+    async def reset(self, row: dict[str, Any]) -> None:
+        self.number = int(row["ground_truth"])
+
+    async def step(self, text: str) -> dict[str, Any]:
+        if text == "hang":
+            await asyncio.sleep(3600)
+        if text == "raise":
+            raise RuntimeError("the board is broken")
+        if text == "nonsense":
+            return 3  # type: ignore[return-value]
+        return {"observation": "higher", "reward": None, "done": text == str(self.number)}
+
+    async def close(self) -> None:
+        self.closed.append(self.number)
+
+
+class Counter:
+    """TRL's: public methods are tools."""
+
+    def reset(self, ground_truth: int, **row: Any) -> str:
+        self.goal, self.count = ground_truth, 0
+        return " Count."
+
+    def add(self, amount: int) -> str:
+        """
+        Add to the counter.
+
+        Args:
+            amount: How much to add.
+        """
+        if self.count >= 10:
+            raise ValueError("Game over.")
+        self.count += amount
+        return f"now {self.count}"
+
+    def get_reward(self) -> float:
+        return float(self.count == self.goal)
+
+    def _hidden(self) -> None:
+        raise AssertionError
+
+
+class Skyrl:
+    """SkyRL-gym's."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        self.goal = extras["reward_spec"]["ground_truth"]
+        self.hint = env_config.hint
+
+    def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return [*prompt, {"role": "user", "content": self.hint}], {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        is_right = action == self.goal
+        said = [] if is_right else [{"role": "user", "content": "again"}]
+        return {"observations": said, "reward": float(is_right), "done": is_right, "metadata": {}}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"hints": 1}
+
+
+class NoStep:
+    def reset(self) -> None: ...
+    def step(self) -> None: ...
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a * b
+
+
+def hang(seconds: int) -> str:
+    """
+    Do nothing for a while.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "done"
+
+
+def die(code: int) -> str:
+    """
+    End this process.
+
+    Args:
+        code: Its exit code.
+    """
+    os._exit(code)
+
+
+def undescribed(query):  # type: ignore[no-untyped-def]
+    return query

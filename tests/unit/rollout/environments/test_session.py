@@ -1,0 +1,261 @@
+"""Sessions with a script in place of the engine: what is kept, how they end, what a fault does."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from common.config.environment import EnvironmentConfig
+from common.config.run import DataConfig
+from common.errors import ConfigError, EnvironmentFaultError
+from common.wire.messages import SamplingParams, Ticket, Trajectory
+from services.rollout.engines.engine import Generation
+from services.rollout.environments.budget import Budget
+from services.rollout.environments.loading import load_design
+from services.rollout.environments.local import LocalStage
+from services.rollout.environments.player import EnvironmentPlayer
+from services.rollout.sessions.player import Played
+from services.rollout.sessions.template_chat import TemplateChat
+from tests.support.environments import THIS
+from tests.unit.rollout.sessions.test_template_chat import tokenizer_of
+
+QWEN = tokenizer_of("qwen3")
+EOS = QWEN.convert_tokens_to_ids("<|im_end|>")
+CHAT = TemplateChat(QWEN, [EOS])
+BUDGET = Budget(8, 4096, 4096, 0, 60.0, 600.0, attempts=2)
+
+
+def ids_of(text: str) -> list[int]:
+    return CHAT.encode(text)
+
+
+class Script:
+    """An engine that says these lines, in turn; notes what it was asked."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+
+    async def __call__(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        self.asked.append((list(ids), sampling))
+        line = self.lines.pop(0)
+        if line == "hang":
+            await asyncio.sleep(3600)
+        is_cut = line.endswith("...")
+        token_ids = ids_of(line) + ([] if is_cut else [EOS])
+        return Generation(
+            token_ids, [-0.5] * len(token_ids), ((len(self.asked), 0),), "length" if is_cut else "stop", 3
+        )
+
+
+def ticket(truth: Any = 7, **fields: Any) -> Ticket:
+    prompt = [{"role": "user", "content": "Play."}]
+    settings = {
+        "prompt_ids": CHAT.render(prompt),
+        "extra": {"prompt": prompt},
+        "sampling": SamplingParams(max_tokens=100),
+        "ground_truth": truth,
+    } | fields
+    return Ticket(ticket=1, step=1, min_version=0, group_size=2, **settings)
+
+
+async def play(
+    script: Script, budget: Budget = BUDGET, ground_truth: Any = 7, timeout_s: float = 60.0, **section: Any
+) -> Played:
+    config = EnvironmentConfig(**section)
+    player = EnvironmentPlayer(
+        # On the loop, also where it may block: other tests are about processes.
+        lambda: LocalStage(load_design(config), timeout_s),
+        lambda: CHAT,
+        lambda ids: str(QWEN.decode(ids)),
+        budget,
+        DataConfig(train="x"),
+    )
+    await player.start()
+    try:
+        return await player.play(ticket(ground_truth), "train-1-0-1", script)
+    finally:
+        await player.close()
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def test_a_game_is_played_to_its_end_and_every_token_is_where_it_was_sampled() -> None:
+    script = Script("3", "7")
+    played = await play(script, use=f"{THIS}:Guess")
+    session, first = played.session, played.first
+    assert session is not None
+    assert QWEN.decode(first.prompt_ids) == (
+        "<|im_start|>user\nPlay. 1 to 9.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert QWEN.decode(first.completion_ids) == (
+        "3<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
+    )
+    of_model = first.completion_ids[first.mask].tolist()
+    assert of_model == [*ids_of("3"), EOS, *ids_of("7"), EOS]
+    assert [ids for ids, _ in script.asked][1] == [
+        *first.prompt_ids,
+        *first.completion_ids[: -len(of_model) // 2],
+    ]
+    assert first.spans == ((1, 0), (2, len(first.completion_ids) - 2))
+    assert [turn.reward for turn in session.turns] == [0.25, 1.0]
+    assert (session.reward, session.end, played.finish) == (1.25, "done", "stop")
+    assert [turn.num_cached_tokens for turn in session.turns] == [3, 3]
+    assert session.metrics == {"number": 7.0}
+    assert [message["role"] for message in session.messages] == ["assistant", "user", "assistant"]
+    assert (
+        Trajectory(ticket=1, index=0, step=1, group_size=2, **played.fields())
+        .segments[0]
+        .completion_ids.tolist()
+        == first.completion_ids.tolist()
+    )
+
+
+async def test_tools_answer_in_order_and_wrong_calls_are_observations() -> None:
+    calls = call("multiply", a="6", b=7) + call("divide") + call("multiply", a=1)
+    played = await play(Script(calls, "42"), use="tools", tools=(f"{THIS}:multiply",))
+    assert played.session is not None
+    answers = [m["content"] for m in played.session.messages if m["role"] == "tool"]
+    assert answers[0] == "42"
+    assert answers[1] == "error: there is no tool 'divide'; there is multiply"
+    assert answers[2].startswith("error: multiply: b: Missing required argument")
+    first, second = played.session.turns
+    assert (first.num_calls, first.num_wrong_calls, second.num_calls) == (3, 2, 0)
+    assert '"name": "multiply"' in QWEN.decode(played.first.prompt_ids)
+    assert played.session.reward is None
+
+
+async def test_trls_class_plays_unchanged() -> None:
+    lines = call("add", amount=9), call("add", amount=9), call("add", amount=1), "done"
+    played = await play(Script(*lines), use=f"{THIS}:Counter", ground_truth=18)
+    assert played.session is not None
+    answers = [m["content"] for m in played.session.messages if m["role"] == "tool"]
+    assert answers == ["now 9", "now 18", "error: Game over."]
+    assert played.session.reward == 1.0
+    prompt = QWEN.decode(played.first.prompt_ids)
+    assert "Play. Count." in prompt and "_hidden" not in prompt and "get_reward" not in prompt
+
+
+async def test_skyrl_gyms_class_gives_the_chat_and_the_rewards() -> None:
+    played = await play(Script("5", "7"), use=f"{THIS}:Skyrl", options={"hint": "A digit."}, ground_truth="7")
+    assert played.session is not None
+    assert "A digit.<|im_end|>" in QWEN.decode(played.first.prompt_ids)
+    assert (played.session.reward, played.session.metrics) == (1.0, {"hints": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("lines", "changes", "end", "num_turns"),
+    [
+        (["3"] * 9, {"max_turns": 2}, "max_turns", 2),
+        (["3", "4", "5"], {"max_tokens": 40}, "max_tokens", 2),
+        (["3..."], {}, "max_tokens", 1),
+        (["3", "hang"], {"session_timeout_s": 0.05}, "timeout", 1),
+    ],
+)
+async def test_a_session_that_reaches_a_limit_is_truncated_and_keeps_its_reward(
+    lines: list[str], changes: dict[str, Any], end: str, num_turns: int
+) -> None:
+    settings = {name: getattr(BUDGET, name) for name in Budget.__dataclass_fields__}
+    played = await play(Script(*lines), Budget(**settings | changes), use=f"{THIS}:Guess")
+    assert played.session is not None
+    assert (played.session.end, played.finish) == (end, "length")
+    assert len(played.session.turns) == num_turns
+    assert bool(played.first.mask[-1])
+    answered = 0.25 if not lines[0].endswith("...") else 0.0
+    assert (played.session.reward or 0.0) == pytest.approx(answered * num_turns)
+
+
+async def test_only_a_turn_without_room_is_given_less() -> None:
+    script = Script("3", "7")
+    settings = {name: getattr(BUDGET, name) for name in Budget.__dataclass_fields__}
+    await play(script, Budget(**settings | {"max_tokens": 120}), use=f"{THIS}:Guess")
+    assert script.asked[0][1] == SamplingParams(max_tokens=100)
+    assert script.asked[1][1].max_tokens < 100
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("raise", "step raised RuntimeError: the board is broken"),
+        ("nonsense", "step returned int 3; expected (observation, reward, done)"),
+        ("hang", "step took longer than"),
+    ],
+)
+async def test_a_fault_is_played_again_and_then_handed_on_and_everything_is_closed(
+    line: str, said: str
+) -> None:
+    load_design(EnvironmentConfig(use=f"{THIS}:AsyncGuess"))
+    load_closed().clear()
+
+    class Saying(Script):
+        async def __call__(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+            return Generation([*ids_of(line), EOS], [-0.5] * (len(ids_of(line)) + 1), ((0, 0),), "stop")
+
+    with pytest.raises(EnvironmentFaultError) as fault:
+        await play(Saying(), timeout_s=0.05, use=f"{THIS}:AsyncGuess")
+    assert said in str(fault.value)
+    assert len(load_closed()) == BUDGET.attempts
+
+
+def load_closed() -> list[int]:
+    """Users' files are modules of their own: not the one that this test imports."""
+    import sys
+
+    closed: list[int] = sys.modules["tidemill_users_environments"].AsyncGuess.closed
+    return closed
+
+
+async def test_a_play_that_is_cancelled_closes_its_environment() -> None:
+    config = EnvironmentConfig(use=f"{THIS}:AsyncGuess")
+    player = EnvironmentPlayer(
+        lambda: LocalStage(load_design(config), 60.0), lambda: CHAT, str, BUDGET, DataConfig(train="x")
+    )
+    await player.start()
+    load_closed().clear()
+    asked = asyncio.Event()
+
+    async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        asked.set()
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    playing = asyncio.ensure_future(player.play(ticket(), "x", ask))
+    await asked.wait()
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    await player.close()
+    assert load_closed() == [7]
+
+
+async def test_a_long_answer_loses_its_middle() -> None:
+    settings = {name: getattr(BUDGET, name) for name in Budget.__dataclass_fields__}
+    budget = Budget(**settings | {"max_result_tokens": 4})
+    played = await play(Script("3", "7"), budget, use=f"{THIS}:Guess")
+    assert "hi\n[2 tokens left out]\ner" in QWEN.decode(played.first.completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"use": f"{THIS}:NoStep"}, r"step\(self\).*expected step\(self, text\)"),
+        ({"use": f"{THIS}:Gues"}, "has no 'Gues'; did you mean 'Guess'"),
+        ({"use": f"{THIS}:Skyrl", "options": {}}, "ok"),
+        ({"use": f"{THIS}:Guess", "options": {"x": 1}}, "cannot be made with rollout.environment.options"),
+        ({"use": "nowhere.py:Guess"}, "does not exist on this machine"),
+        ({"use": f"{THIS}:THIS"}, "is str; expected a class with step"),
+        ({"use": "tools", "tools": (f"{THIS}:undescribed",)}, "Expected are a type for each argument"),
+        ({"use": "tools", "tools": (f"{THIS}:Guess",)}, "is no function"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_said_before_the_first_session(
+    section: dict[str, Any], said: str
+) -> None:
+    if said == "ok":
+        assert load_design(EnvironmentConfig(**section)).kinds()
+        return
+    with pytest.raises(ConfigError, match=said):
+        load_design(EnvironmentConfig(**section)).kinds()
