@@ -1,5 +1,6 @@
 """The `rollout.environment` section: what answers the model, and within which limits."""
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -7,6 +8,7 @@ from pydantic import Field, model_validator
 from common.config.section import Section
 
 SINGLE_TURN, TOOLS, AGENT = "single_turn", "tools", "agent"
+OPENENV = "openenv:"
 
 CallFormat = Literal["auto", "hermes", "llama3", "json"]
 
@@ -16,16 +18,19 @@ class EnvironmentConfig(Section):
 
     use: str = SINGLE_TURN
     """`single_turn`: one completion and no more. `tools`: the functions of `tools`. `agent`: the program of
-    `agent`. Else a class or factory of your own, `my_env.py:MyEnv` or `package.module:MyEnv`: one of TRL's,
-    SkyRL-gym's or OpenEnv's, or ours."""
+    `agent`. `openenv:http://host:port`: an OpenEnv server. Else a class or factory of your own,
+    `my_env.py:MyEnv` or `package.module:MyEnv`: one of TRL's or SkyRL-gym's, or ours."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call, `my_tools.py:search` each: typed, with a docstring that says what
     each argument means; plain or async."""
     agent: str = ""
     """A program that plays a session against an address like OpenAI's or Anthropic's: a function,
     `my_agent.py:run`, or a command that starts with `$ `, such as `$ python my_agent.py`."""
+    gateway_host: str = Field("127.0.0.1", min_length=1)
+    """The address of this machine at which agents reach the model: for those in containers, that of their
+    bridge. Any but 127.0.0.1 can be reached by others too, who then need a session's key."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class or factory that `use` names."""
+    """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, see agents.md."""
     call_format: CallFormat = "auto"
     """How the model writes calls of tools. `auto` looks at the chat template."""
     max_turns: int = Field(16, ge=1, le=10_000)
@@ -65,6 +70,10 @@ class EnvironmentConfig(Section):
             raise ValueError(f"`tools` goes with use: tools, and use is {self.use}")
         if self.agent and self.use != AGENT:
             raise ValueError(f"`agent` goes with use: agent, and use is {self.use}")
+        if self.use.startswith(OPENENV) and not re.match(r"https?://[^/]", self.use.removeprefix(OPENENV)):
+            raise ValueError(
+                f"use: openenv: needs a server's address, openenv:http://host:port; got {self.use!r}"
+            )
         if self.use not in (SINGLE_TURN, TOOLS, AGENT) and ":" not in self.use:
             raise ValueError(
                 f"use must be single_turn, tools, agent, or a class of your own such as my_env.py:MyEnv; "

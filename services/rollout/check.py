@@ -21,6 +21,7 @@ from common.process.programs import run_main
 from common.run.dataset import PROMPT
 from common.wire.messages import SamplingParams, Ticket
 from services.rollout.engines.engine import Generation
+from services.rollout.environments.agent_programs import Program, program_of
 from services.rollout.environments.budget import Budget
 from services.rollout.environments.player import EnvironmentPlayer
 from services.rollout.environments.stages import build_stage
@@ -37,7 +38,10 @@ def main(argument: str, row: str = "") -> int:
     """Check the environment of a config given as JSON; returns the exit code."""
     try:
         config = RunConfig.model_validate(json.loads(argument))
-        if config.rollout.environment.is_single_turn or config.rollout.environment.use == AGENT:
+        if config.rollout.environment.is_single_turn:
+            return 0
+        if config.rollout.environment.use == AGENT:
+            run_main(_start(program_of(config.rollout.environment.agent)))
             return 0
         for line in run_main(_play(config, json.loads(row))) if row else _load(config):
             print(f"{PLAYED}{line}")
@@ -45,6 +49,12 @@ def main(argument: str, row: str = "") -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+async def _start(program: Program) -> None:
+    """An agent's program is loaded and no more: with a script for a model, many have reason to fail."""
+    await program.start()
+    await program.close()
 
 
 def _load(config: RunConfig) -> list[str]:
@@ -151,6 +161,10 @@ class ScriptedChat:
     def shorten(self, text: str, max_tokens: int) -> str:
         """As the model's."""
         return self._inner.shorten(text, max_tokens)
+
+    def encode(self, text: str) -> list[int]:
+        """As the model's."""
+        return self._inner.encode(text)
 
     def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         """The next line of the script."""

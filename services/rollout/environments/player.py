@@ -7,7 +7,7 @@ every case, also when the play is cancelled because the lease is lost or the wor
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -26,6 +26,30 @@ log = structlog.get_logger(__name__)
 
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Before a session is played again; doubles each time."""
+
+
+async def play_again(play_once: Callable[[int], Awaitable[Played]], attempts: int, name: str) -> Played:
+    """Play a session, again where its environment fails; `play_once` is told how often it has failed.
+
+    Raises:
+        EnvironmentFaultError: it failed in every attempt.
+    """
+    num_faults = 0
+    metrics.SESSIONS_HELD.inc()
+    try:
+        while True:
+            try:
+                return await play_once(num_faults)
+            except EnvironmentFaultError as fault:
+                num_faults += 1
+                metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
+                is_last = num_faults >= attempts
+                log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)
+                if is_last:
+                    raise
+            await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults))
+    finally:
+        metrics.SESSIONS_HELD.dec()
 
 
 class EnvironmentPlayer:
@@ -69,22 +93,9 @@ class EnvironmentPlayer:
             EnvironmentFaultError: it failed in every attempt.
             ValueError: the prompt is too long, or the chat template refuses what the environment says.
         """
-        num_faults = 0
-        metrics.SESSIONS_HELD.inc()
-        try:
-            while True:
-                try:
-                    return await self._play_once(ticket, ask, num_faults)
-                except EnvironmentFaultError as fault:
-                    num_faults += 1
-                    metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
-                    is_last = num_faults >= self.budget.attempts
-                    log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)
-                    if is_last:
-                        raise
-                await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults))
-        finally:
-            metrics.SESSIONS_HELD.dec()
+        return await play_again(
+            lambda faults: self._play_once(ticket, ask, faults), self.budget.attempts, name
+        )
 
     async def close(self) -> None:
         """Close what is still open, and end what was started."""

@@ -12,7 +12,7 @@ from typing import Any
 from common.config.run import DataConfig
 from common.telemetry import metrics
 from common.wire.messages import Ticket
-from common.wire.segments import Session, SessionEnd
+from common.wire.segments import Segment, Session, SessionEnd
 from services.rollout.engines.engine import Generation
 from services.rollout.environments.budget import Budget, fitted
 from services.rollout.environments.environment import Act, Closing, Environment, Kind, Row
@@ -69,7 +69,7 @@ class Playing:
             metrics=dict(closing.metrics),
             num_faults=num_faults,
         )
-        observe(session, recorder)
+        observe(session, segment)
         return Played(
             segment, decode(recorder.completion_ids), "stop" if end == "done" else "length", session
         )
@@ -162,19 +162,21 @@ def wrong(error: str) -> Act:
     return Act([{"content": f"error: {error}"}], is_wrong=True)
 
 
-def observe(session: Session, recorder: SegmentRecorder) -> None:
+def observe(session: Session, first: Segment) -> None:
     """Count a finished session."""
-    turns = session.turns
+    segments = (first, *session.forks)
+    turns = [turn for segment in segments for turn in segment.turns]
     of_model = sum(turn.num_tokens for turn in turns)
+    num_tokens = sum(len(segment.completion_ids) for segment in segments)
     metrics.SESSION_ENDS.labels(session.end).inc()
     metrics.SESSION_TURNS.observe(len(turns))
     metrics.SESSION_TOKENS.labels("model").inc(of_model)
-    metrics.SESSION_TOKENS.labels("environment").inc(len(recorder.completion_ids) - of_model)
+    metrics.SESSION_TOKENS.labels("environment").inc(num_tokens - of_model)
     metrics.SESSION_SECONDS.labels("engine").observe(sum(turn.engine_s for turn in turns))
     metrics.SESSION_SECONDS.labels("environment").observe(sum(turn.environment_s for turn in turns))
     metrics.TOOL_CALLS.labels("made").inc(sum(turn.num_calls - turn.num_wrong_calls for turn in turns))
     metrics.TOOL_CALLS.labels("wrong").inc(sum(turn.num_wrong_calls for turn in turns))
-    for turn in turns[1:]:
+    for turn in (turn for segment in segments for turn in segment.turns[1:]):
         if turn.num_cached_tokens >= 0:
             metrics.LATER_PROMPT_TOKENS.labels("cached").inc(turn.num_cached_tokens)
             metrics.LATER_PROMPT_TOKENS.labels("computed").inc(

@@ -1,9 +1,10 @@
 """Where a run's environments are set up: on the worker's loop, or in processes."""
 
-from common.config.environment import EnvironmentConfig
+from common.config.environment import OPENENV, EnvironmentConfig
 from services.rollout.environments.environment import Stage
 from services.rollout.environments.loading import load_design
 from services.rollout.environments.local import LocalStage
+from services.rollout.environments.openenv import OpenEnvStage
 from services.rollout.environments.processes import ProcessStage
 
 
@@ -13,6 +14,8 @@ def build_stage(config: EnvironmentConfig) -> Stage:
     Raises:
         ConfigError: it cannot be loaded, or a tool cannot be described.
     """
+    if config.use.startswith(OPENENV):
+        return OpenEnvStage(config.use, config.options, config.call_timeout_s, config.session_timeout_s)
     design = load_design(config)
     design.kinds()
     if design.is_async:

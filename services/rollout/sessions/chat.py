@@ -48,6 +48,9 @@ class ChatFormat(Protocol):
             ValueError: the template cannot render these messages there.
         """
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that follows other ids."""
+
     def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         """The message and the calls in what the model sampled."""
 

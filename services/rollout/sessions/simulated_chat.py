@@ -30,6 +30,10 @@ class SimulatedChat:
         """The ids of the messages' words."""
         return self.render(messages)
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of the words."""
+        return self.render([{"content": text}])
+
     def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         """The tokens as words."""
         return Parsed({"role": "assistant", "content": " ".join(f"t{token}" for token in turn_ids)})

@@ -1,0 +1,130 @@
+"""`use: agent`: sessions of a program that only knows an address and a key.
+
+Guarantees: every play has an address of its own, and all ids, logprobs and versions that pass it are kept; a
+program that fails, says nothing for `call_timeout_s` or never asks the model is an environment's fault, and
+played again; what a program started is killed as its play ends, however it ends.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from common.config.run import RunConfig
+from common.errors import EnvironmentFaultError
+from common.wire.messages import Ticket
+from services.rollout.environments.agent_programs import (
+    Assignment,
+    Program,
+    Result,
+    end_leftovers,
+    program_of,
+)
+from services.rollout.environments.budget import Budget
+from services.rollout.environments.opening import row_of
+from services.rollout.environments.player import play_again
+from services.rollout.environments.session import observe
+from services.rollout.gateway.server import Gateway
+from services.rollout.gateway.session import GatewaySession, Limits
+from services.rollout.sessions.chat import ChatFormat
+from services.rollout.sessions.player import Ask, Played
+
+
+class AgentPlayer:
+    """Plays the sessions of one worker's agents."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        open_chat: Callable[[], ChatFormat],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._open_chat, self._decode = open_chat, decode
+        self._budget = Budget.of(config)
+        self._max_tokens = config.rollout.environment.max_tokens
+        self._program: Program = program_of(config.rollout.environment.agent)
+        self._gateway = Gateway(config.model.path, config.rollout.environment.gateway_host)
+        self._chat: ChatFormat | None = None
+
+    async def start(self) -> None:
+        """Load the program and the tokenizer, and listen. Raises ConfigError: one of them cannot be used."""
+        await asyncio.to_thread(end_leftovers)
+        self._chat = await asyncio.to_thread(self._open_chat)
+        await self._program.start()
+        await self._gateway.start()
+
+    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
+        """Play one sample, again where its program fails.
+
+        Raises:
+            EnvironmentFaultError: it failed in every attempt.
+        """
+        return await play_again(
+            lambda num_faults: self._play_once(ticket, name, ask, num_faults), self._budget.attempts, name
+        )
+
+    async def close(self) -> None:
+        """Stop listening, and end what was started."""
+        await self._gateway.close()
+        await self._program.close()
+
+    async def _play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
+        session = self._session(ticket, ask)
+        try:
+            with self._gateway.serving(session) as root:
+                assignment = Assignment(name, row_of(ticket), root, session.key, self._gateway.model)
+                program = asyncio.create_task(self._program.run(assignment))
+                try:
+                    result = await self._watched(program, session)
+                finally:
+                    program.cancel()
+                    await asyncio.wait({program})
+        finally:
+            await session.close()
+        if not session.histories.recorded:
+            raise EnvironmentFaultError(
+                "the agent ended without an answer of the model; it must ask at the address it is given "
+                "(base_url or OPENAI_BASE_URL)",
+                "start",
+            )
+        played = session.played(result.reward, result.metrics, num_faults)
+        assert played.session is not None
+        observe(played.session, played.first)
+        return played
+
+    def _session(self, ticket: Ticket, ask: Ask) -> GatewaySession:
+        assert self._chat is not None, "the player was never started"
+        budget = self._budget
+        limits = Limits(budget.max_turns, self._max_tokens, budget.max_model_len)
+        return GatewaySession(self._chat, self._decode, ask, ticket.sampling, limits)
+
+    async def _watched(self, program: "asyncio.Task[Result]", session: GatewaySession) -> Result:
+        """What the program came to, within the limits of time."""
+        deadline = time.monotonic() + self._budget.session_timeout_s
+        while not program.done():
+            now = time.monotonic()
+            silent_s = 0.0 if session.num_running else now - session.active_at
+            if now >= deadline and session.histories.recorded:
+                session.end = "timeout"
+                return Result()
+            if silent_s >= self._budget.call_timeout_s or now >= deadline:
+                if session.end != "done":
+                    return Result()  # it was told of a limit, and does not end
+                raise EnvironmentFaultError(
+                    f"the agent neither asked the model nor ended for {silent_s:.0f} s "
+                    "(rollout.environment.call_timeout_s, session_timeout_s)",
+                    "timeout",
+                )
+            left_s = min(deadline - now, self._budget.call_timeout_s - silent_s)
+            both: set[asyncio.Future[Any]] = {program, session.failed}
+            await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                break
+        if session.failed.done():
+            session.failed.result()
+        try:
+            return program.result()
+        except EnvironmentFaultError:
+            if session.end == "done":
+                raise
+            return Result()  # a limit has ended its loop, in whatever way it takes an error

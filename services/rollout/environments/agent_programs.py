@@ -1,0 +1,274 @@
+"""Agent programs: a function, or a command. Each play of one has a process, killed with all it started."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import structlog
+
+from common.errors import ConfigError, EnvironmentFaultError
+from common.process.children import frame_of, kill_group, receive, spawn
+from common.process.programs import ending_in_words
+from services.rollout.environments.agent_host import result_of
+
+log = structlog.get_logger(__name__)
+
+COMMAND = "$ "
+SESSION, WORKER = "TIDEMILL_SESSION", "TIDEMILL_WORKER"
+"""Variables by which what a dead worker has left is found."""
+LONGEST_VARIABLE = 100_000
+"""Linux refuses to start a program with a longer one; a row is on stdin, too."""
+TAIL_BYTES = 16_384
+TAIL_CHARS = 2_000
+PIPES_CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a program is given for one session."""
+
+    name: str
+    row: Mapping[str, Any]
+    root: str
+    key: str
+    model: str
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        """The arguments of a function."""
+        urls = {"base_url": f"{self.root}/v1", "anthropic_base_url": self.root}
+        return {"row": dict(self.row), **urls, "api_key": self.key, "model": self.model}
+
+    @property
+    def row_json(self) -> str:
+        """The row, as JSON."""
+        return json.dumps(self.row, default=str)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of its process."""
+        return {
+            "OPENAI_BASE_URL": f"{self.root}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.root,
+            "ANTHROPIC_API_KEY": self.key,
+            "TIDEMILL_MODEL": self.model,
+            SESSION: self.name,
+            WORKER: _mark_of(psutil.Process()),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a program says about its session."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Program(Protocol):
+    """Plays sessions. Cancelling `run` kills the process of that session."""
+
+    async def start(self) -> None:
+        """Be ready. Raises ConfigError: the program cannot be run."""
+
+    async def run(self, assignment: Assignment) -> Result:
+        """Play one session. Raises EnvironmentFaultError: it failed."""
+
+    async def close(self) -> None:
+        """End what was started."""
+
+
+def program_of(agent: str) -> Program:
+    """That of the config's field."""
+    return CommandProgram(agent.removeprefix(COMMAND)) if agent.startswith(COMMAND) else HostedFunction(agent)
+
+
+class CommandProgram:
+    """A command of the shell; the last line of its output may be a result in JSON."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def run(self, assignment: Assignment) -> Result:
+        """Start it, give it the row, and wait for its end."""
+        row = assignment.row_json
+        short = {"TIDEMILL_ROW": row} if len(row.encode()) < LONGEST_VARIABLE else {}
+        # Not our own variables: with them a program, or code that a model wrote, would reach the run's Redis.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
+        process = await _started(self._command, inherited | assignment.variables | short)
+        assert process.stdin and process.stdout and process.stderr
+        tails = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
+        try:
+            with contextlib.suppress(ConnectionError):
+                process.stdin.write(row.encode())
+                await process.stdin.drain()
+                process.stdin.close()
+            code = await process.wait()
+        finally:
+            _kill_group(process.pid)
+            # What left the group may hold the pipes open.
+            await asyncio.wait(tails, timeout=PIPES_CLOSE_S)
+            output, errors = (task.result() if task.done() else b"" for task in tails)
+            for task in tails:
+                task.cancel()
+        said = errors.decode(errors="replace").strip()[-TAIL_CHARS:]
+        if code:
+            raise EnvironmentFaultError(
+                f"the agent's command ended with {ending_in_words(code)}: {said}", "died"
+            )
+        return _last_line(output)
+
+    async def close(self) -> None:
+        """Every session has killed its own."""
+
+
+class HostedFunction:
+    """A Python function, plain or async, that a host process runs in a fork of its own for each session."""
+
+    def __init__(self, reference: str) -> None:
+        self._reference = reference
+        self._folder: Path | None = None
+        self._host: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Import the function, in the host."""
+        self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
+        self._host, channel = spawn("services.rollout.environments.agent_host")
+        reader, self._writer = await asyncio.open_unix_connection(sock=channel)
+        self._writer.write(frame_of({"agent": self._reference, "path": str(self._socket)}))
+        try:
+            error = (await receive(reader)).get("error", "")
+        except asyncio.IncompleteReadError:
+            error = f"rollout.environment.agent {self._reference}: the process that imports it ended"
+        if error:
+            await self.close()
+            raise ConfigError(error)
+
+    async def run(self, assignment: Assignment) -> Result:
+        """Have the host fork, and wait for the result. A host that has died is started again."""
+        async with self._starting:
+            if self._host is None or self._host.poll() is not None:
+                await self.close()
+                await self.start()
+        pid = 0
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket)
+            try:
+                pid = (await receive(reader))["pid"]
+                offered = json.loads(json.dumps(assignment.offered, default=str))
+                writer.write(frame_of({"offered": offered, "variables": assignment.variables}))
+                result = await receive(reader)
+            finally:
+                writer.close()
+                if pid:
+                    _kill_group(pid)
+        except (OSError, asyncio.IncompleteReadError):
+            raise EnvironmentFaultError(
+                f"the process of the agent {self._reference} ended without a result; its output is in the "
+                "log of the rollout worker",
+                "died",
+            ) from None
+        if error := result.get("error"):
+            raise EnvironmentFaultError(f"the agent {self._reference} failed: {error}")
+        return Result(**result)
+
+    async def close(self) -> None:
+        """End the host; the kernel ends what it has forked."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._host is not None:
+            kill_group(self._host)
+            await asyncio.to_thread(self._host.wait)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    @property
+    def _socket(self) -> Path:
+        assert self._folder is not None, "the program was never started"
+        return self._folder / "host"
+
+
+def end_leftovers() -> int:
+    """Kill what agents of dead workers have left on this machine; returns how many processes that were."""
+    num_ended = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            worker = process.environ().get(WORKER, "")
+            if worker and not _is_alive(worker):
+                process.kill()
+                num_ended += 1
+    if num_ended:
+        log.warning("killed what agents of a dead worker had left", processes=num_ended)
+    return num_ended
+
+
+def _mark_of(process: psutil.Process) -> str:
+    """Tells a process from others that have the same number later."""
+    return f"{process.pid}:{process.create_time():.2f}"
+
+
+def _is_alive(mark: str) -> bool:
+    try:
+        return _mark_of(psutil.Process(int(mark.partition(":")[0]))) == mark
+    except (psutil.Error, ValueError):
+        return False
+
+
+async def _started(command: str, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """The process of a command. One that is cancelled while it starts is killed too, with its group."""
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_shell(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=variables,
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        _kill_group((await starting).pid)
+        raise
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """The end of a stream."""
+    tail = b""
+    while chunk := await stream.read(TAIL_BYTES):
+        tail = (tail + chunk)[-TAIL_BYTES:]
+    return tail
+
+
+def _last_line(output: bytes) -> Result:
+    """The result in the last line of JSON, where there is one."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return Result()
+    if not isinstance(found, dict) or not found.keys() & {"reward", "metrics"}:
+        return Result()
+    return Result(**result_of(found, "the last line of its output says"))

@@ -1,0 +1,222 @@
+"""`use: openenv:http://host:port`: an environment on an OpenEnv server, one connection for each session.
+
+Speaks the frames of `/ws` itself: the package `openenv` cannot be installed beside vLLM, and its client hides
+that a step after a timeout runs on a new environment which nobody has reset. Here whatever is late, and a
+connection that ends, is a fault: the session is played again from its start.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
+
+from common.config.environment import OPENENV
+from common.config.section import Section
+from common.errors import ConfigError, EnvironmentFaultError
+from common.run.dataset import PROMPT
+from services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
+from services.rollout.environments.users_code import number_of
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+Frame = dict[str, Any]
+CAPACITY = "CAPACITY_REACHED"
+INVALID = "VALIDATION_ERROR"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Before asking a full server again; doubles each time."""
+CONNECT_S = 10.0
+TEXTS = ("text", "message", "messages", "content", "prompt", "result", "output", "echoed_message")
+"""Fields in which observations have what the model is to read, where `observation_field` does not say."""
+
+
+class OpenEnvOptions(Section):
+    """`rollout.environment.options` with an OpenEnv server."""
+
+    action_field: str = "message"
+    """The field of an action that holds what the model said."""
+    action_schema: dict[str, Any] | None = None
+    """JSON schema of an action. With it the model acts by calling a tool, whose arguments are the action."""
+    tool: str = "act"
+    """The name of that tool."""
+    description: str = "Act in the environment."
+    """What the tool does, for the model."""
+    observation_field: str = ""
+    """The field of an observation that the model reads; empty takes the one with text, else all as JSON."""
+    reset: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of every reset."""
+
+
+class OpenEnvStage:
+    """Connects to the server, once for each session."""
+
+    def __init__(self, use: str, options: Mapping[str, Any], call_timeout_s: float, wait_s: float) -> None:
+        """`wait_s` is how long a session waits for its place on a full server.
+
+        Raises:
+            ConfigError: an option is wrong, or the package that connects is missing.
+        """
+        try:
+            import websockets  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                "rollout.environment.use: openenv:... needs the package websockets; install the extra: "
+                "pip install 'tidemill[openenv]'"
+            ) from None
+        try:
+            self.options = OpenEnvOptions.model_validate(options)
+        except ValidationError as error:
+            raise ConfigError(f"rollout.environment.options of an OpenEnv server: {error}") from None
+        self._url = "ws" + use.removeprefix(OPENENV).removeprefix("http").rstrip("/") + "/ws"
+        self._timeout_s, self._wait_s = call_timeout_s, wait_s
+        function = {"name": self.options.tool, "description": self.options.description}
+        tools: Sequence[Mapping[str, Any]] = ()
+        if self.options.action_schema is not None:
+            tools = [{"type": "function", "function": function | {"parameters": self.options.action_schema}}]
+        self._kind = Kind(use, tools, takes_text=not tools, is_async=True)
+
+    def kind_of(self, row: Row) -> Kind:
+        """The same for all rows."""
+        return self._kind
+
+    async def open(self, row: Row) -> "OpenEnvEnvironment":
+        """Connect, and reset there: only then the server says whether it has a place."""
+        pause_s, left_s = FIRST_PAUSE_S, self._wait_s
+        while True:
+            environment = OpenEnvEnvironment(await self._connect(), self.options, self._timeout_s, self._url)
+            try:
+                await environment.begin(row)
+                return environment
+            except _FullError:
+                await environment.close()
+                if left_s <= 0:
+                    raise EnvironmentFaultError(
+                        f"{self._url} was full for {self._wait_s:g} s (session_timeout_s); let it hold more "
+                        "sessions (max_concurrent_envs), or let workers play fewer (max_groups_in_flight)",
+                        "start",
+                    ) from None
+            except BaseException:
+                await environment.close()
+                raise
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            left_s -= pause_s
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+    async def _connect(self) -> "ClientConnection":
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
+
+        try:
+            return await connect(self._url, open_timeout=CONNECT_S, max_size=None, proxy=None)
+        except (OSError, TimeoutError, WebSocketException) as error:
+            raise EnvironmentFaultError(f"{self._url} cannot be reached: {error}", "start") from None
+
+
+class OpenEnvEnvironment:
+    """One session on the server."""
+
+    def __init__(
+        self, connection: "ClientConnection", options: OpenEnvOptions, timeout_s: float, url: str
+    ) -> None:
+        self._connection, self._options = connection, options
+        self._timeout_s, self._url = timeout_s, url
+        self._opening = Opening()
+
+    async def begin(self, row: Row) -> None:
+        """Reset the environment on the server."""
+        columns = {name: value for name, value in row.items() if name != PROMPT}
+        answer = await self._ask("reset", {**columns, **self._options.reset})
+        self._opening = Opening(added=self._text(answer.get("observation")))
+
+    async def reset(self, row: Row) -> Opening:
+        """What the server said to the reset, which comes with the connection."""
+        return self._opening
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
+        """The model acts by calling the tool."""
+        return await self._act(dict(arguments), role={})
+
+    async def step(self, text: str) -> Act:
+        """The model acts by what it says."""
+        return await self._act({self._options.action_field: text}, role={"role": "user"})
+
+    async def finish(self) -> Closing:
+        """The rewards of the turns are all there is."""
+        return Closing()
+
+    async def close(self) -> None:
+        """The server ends its environment with the connection."""
+        await self._connection.close()
+
+    async def _act(self, action: Frame, role: Mapping[str, str]) -> Act:
+        try:
+            answer = await self._ask("step", action)
+        except _RefusedError as error:
+            return Act([{**role, "content": f"error: {error}"}], is_wrong=True)
+        reward = number_of(answer.get("reward"), f"{self._url}: reward is", "step")
+        text = self._text(answer.get("observation"))
+        return Act([{**role, "content": text}], reward, bool(answer.get("done")))
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Frame:
+        """One frame there, and its answer. After anything unexpected the session there is worth nothing."""
+        from websockets.exceptions import ConnectionClosed, WebSocketException
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with contextlib.suppress(ConnectionClosed):  # of a full server: it has said so before
+                    await self._connection.send(json.dumps({"type": kind, "data": data}, default=str))
+                frame = json.loads(await self._connection.recv())
+        except TimeoutError:
+            raise EnvironmentFaultError(
+                f"{self._url}: {kind} took longer than {self._timeout_s:g} s (call_timeout_s)", "timeout"
+            ) from None
+        except (OSError, WebSocketException, ValueError) as error:
+            raise EnvironmentFaultError(f"{self._url}: {kind} failed: {error}", kind) from None
+        found: Frame = frame.get("data") or {}
+        if frame.get("type") == "observation":
+            return found
+        code, message = str(found.get("code")), str(found.get("message"))
+        if code == CAPACITY:
+            raise _FullError(message)
+        if code == INVALID:
+            message = "; ".join(_explained(error) for error in found.get("errors") or ()) or message
+            if kind == "step" and self._options.action_schema is not None:
+                raise _RefusedError(message)
+        raise EnvironmentFaultError(f"{self._url}: {kind} failed with {code}: {message}", kind)
+
+    def _text(self, observation: Any) -> str:
+        """What the model reads of an observation."""
+        if not isinstance(observation, Mapping):
+            return "" if observation is None else str(observation)
+        field = self._options.observation_field
+        if field and field not in observation:
+            raise EnvironmentFaultError(
+                f"{self._url}: an observation has {', '.join(observation)}, and not {field!r} "
+                "(options.observation_field)",
+                "step",
+            )
+        names = (field,) if field else TEXTS
+        value = next((observation[n] for n in names if isinstance(observation.get(n), str)), None)
+        if value is None:
+            value = observation.get(field) if field else dict(observation)
+        return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _explained(error: Mapping[str, Any]) -> str:
+    """One of the server's findings about an action."""
+    return f"{'.'.join(str(part) for part in error.get('loc', ()))}: {error.get('msg')}"
+
+
+class _FullError(Exception):
+    """The server has no place for another session."""
+
+
+class _RefusedError(Exception):
+    """The action is none: the model is told so."""

@@ -1,0 +1,142 @@
+"""Anthropic's `/v1/messages`: requests in, answers and events out."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from services.rollout.gateway.dialogue import (
+    Answer,
+    Message,
+    Question,
+    RequestError,
+    Tool,
+    ToolCall,
+    limit_of,
+    named_results,
+    objects,
+    stops_of,
+    text_of,
+    tool_of,
+)
+from services.rollout.gateway.openai_chat import Event
+
+BILLING = "x-anthropic-billing-header"
+"""A block of the system prompt that begins so is another one in every request, and nothing for the model."""
+FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+UNREAD = ("thinking", "redacted_thinking")
+
+
+def question_of(body: Mapping[str, Any]) -> Question:
+    """What a request asks. Raises RequestError: it cannot be answered."""
+    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    if choice not in ("auto", "none"):
+        raise RequestError(f"tool_choice {choice!r} forces a call, which is not supported; use auto or none")
+    if (body.get("output_config") or {}).get("format") or body.get("output_format"):
+        raise RequestError("a format of the output is not supported: answers are sampled freely")
+    messages = _system(body.get("system"))
+    num_system = len(messages)
+    for number, message in enumerate(objects(body, "messages")):
+        messages += _messages(message, f"messages[{number}]")
+    if len(messages) == num_system:
+        raise RequestError("`messages` is empty; send at least one message")
+    return Question(
+        named_results(messages),
+        tuple(_tool(tool) for tool in objects(body, "tools")),
+        allows_calls=choice != "none",
+        max_tokens=limit_of(body, "max_tokens"),
+        stop=stops_of(body.get("stop_sequences")),
+    )
+
+
+def message_answer(answer: Answer, model: str) -> Event:
+    """The whole answer."""
+    return _head(answer, model) | {
+        "content": _blocks(answer),
+        "stop_reason": FINISH[answer.finish],
+        "usage": _usage(answer, answer.num_completion_tokens),
+    }
+
+
+def message_events(answer: Answer, model: str) -> Iterator[Event]:
+    """The same as a stream."""
+    start = _head(answer, model) | {"content": [], "stop_reason": None, "usage": _usage(answer, 0)}
+    yield {"type": "message_start", "message": start}
+    yield {"type": "ping"}
+    for index, block in enumerate(_blocks(answer)):
+        if block["type"] == "text":
+            begun, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            arguments = json.dumps(block["input"])
+            begun, delta = block | {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        yield {"type": "content_block_start", "index": index, "content_block": begun}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": FINISH[answer.finish], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ended, "usage": _usage(answer, answer.num_completion_tokens)}
+    yield {"type": "message_stop"}
+
+
+def _head(answer: Answer, model: str) -> Event:
+    head = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": model}
+    return head | {"stop_sequence": None}
+
+
+def _usage(answer: Answer, num_output_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
+        "cache_read_input_tokens": answer.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": num_output_tokens,
+    }
+
+
+def _blocks(answer: Answer) -> list[Event]:
+    blocks: list[Event] = [{"type": "text", "text": answer.text}] if answer.text else []
+    for call in answer.calls:
+        named = {"id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        blocks.append({"type": "tool_use"} | named)
+    return blocks
+
+
+def _system(system: Any) -> list[Message]:
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or []
+    kept = [block for block in blocks if not str(block.get("text", "")).startswith(BILLING)]
+    text = text_of(kept, "system")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _messages(message: Mapping[str, Any], where: str) -> list[Message]:
+    """One of Anthropic's messages: results of tools are messages of their own, and go first."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where} has role {role!r}; expected user or assistant")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = objects(message, "content")
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    uses = [block for block in blocks if block.get("type") == "tool_use"]
+    others = [block for block in blocks if block not in results and block not in uses]
+    messages: list[Message] = [_result(block, where) for block in results]
+    text = text_of([block for block in others if block.get("type") not in UNREAD], where)
+    if text or uses or not results:
+        messages.append({"role": role, "content": text} | _calls(uses))
+    return messages
+
+
+def _result(block: Mapping[str, Any], where: str) -> Message:
+    text = text_of(block.get("content"), where)
+    return {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
+
+
+def _calls(uses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    calls = [
+        ToolCall(str(use.get("id") or ""), str(use.get("name")), json.dumps(use.get("input") or {}))
+        for use in uses
+    ]
+    return {"tool_calls": [call.to_message() for call in calls]} if calls else {}
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give tools of your own")
+    return tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))

@@ -1,0 +1,180 @@
+"""What a client asks and what it gets, whichever API it speaks.
+
+Messages are kept in one form, that of OpenAI's chat with text as a string. What two messages have in common
+is compared by `identity`, which survives what clients do to a history that they send back: text as a list of
+parts, null for no text, new ids of calls, arguments written as other JSON, dropped reasoning.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from common.wire.codec import sendable
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+Identity = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Role, text, and the name and arguments of each call."""
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+SESSION_LIMIT = "session_limit"
+"""The code of the error that says that a session has reached a limit."""
+
+
+class RequestError(Exception):
+    """A request that is answered by an error: what is wrong, and what to do."""
+
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.code, self.status = message, code, status
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request to the model: the whole history as the client has it."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    allows_calls: bool = True
+    """Whether calls of tools are handed to the client as such."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    prompt: str | list[int] | None = None
+    """Text or ids in place of messages."""
+
+    @property
+    def key(self) -> Any:
+        """Equal where the same is asked again."""
+        prompt = tuple(self.prompt) if isinstance(self.prompt, list) else self.prompt
+        return prompt, self.tools_key, self.identities
+
+    @property
+    def tools_key(self) -> str:
+        """Equal where the tools are."""
+        return json.dumps(self.tools, sort_keys=True, default=str)
+
+    @property
+    def identities(self) -> tuple[Identity, ...]:
+        """The history, for comparisons."""
+        return tuple(identity(message) for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said."""
+
+    id: str
+    message: Message
+    finish: FinishReason
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """Its text; empty where it only called tools."""
+        return str(self.message["content"])
+
+    @property
+    def calls(self) -> "tuple[ToolCall, ...]":
+        """Its calls of tools, in order."""
+        return tuple(ToolCall.of(call) for call in self.message.get("tool_calls", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call: `arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str = field(repr=False)
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any]) -> "ToolCall":
+        """From OpenAI's form."""
+        function = call["function"]
+        return cls(call["id"], function["name"], function["arguments"])
+
+    def to_message(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        function = {"name": sendable(self.name), "arguments": sendable(self.arguments)}
+        return {"id": sendable(self.id), "type": "function", "function": function}
+
+
+def identity(message: Mapping[str, Any]) -> Identity:
+    """What stays of a message, whatever a client does to its form."""
+    calls = (call.get("function", {}) for call in message.get("tool_calls") or ())
+    named = tuple((str(call.get("name")), _same_json(call.get("arguments"))) for call in calls)
+    return str(message["role"]), str(message.get("content") or "").strip(), named
+
+
+def named_results(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages, where results of tools say which tool it was: some chat templates need it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id", ""))):
+            message.setdefault("name", name)
+    return tuple(messages)
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message: a string, nothing, or a list of parts that are text.
+
+    Raises:
+        RequestError: there is something else in it.
+    """
+    if content is None or isinstance(content, str):
+        return sendable(content or "")
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be text or a list of parts, got {type(content).__name__}")
+    texts = []
+    for part in content:
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(f"{where} has a part of type {kind!r}; this model reads text only")
+        texts.append(text)
+    return sendable("\n".join(texts))
+
+
+def tool_of(name: Any, description: Any, parameters: Any) -> Tool:
+    """A tool in OpenAI's form."""
+    function: dict[str, Any] = {"name": name, "description": description or ""}
+    return {"type": "function", "function": function | {"parameters": parameters or {"type": "object"}}}
+
+
+def objects(body: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+    """The list of objects in a field of a request; empty where the field is absent."""
+    value = body.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RequestError(f"`{name}` must be a list of objects")
+    return value
+
+
+def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
+    """The client's limit of tokens, under the first of the names that is there."""
+    for name in names:
+        if (value := body.get(name)) is not None:
+            if not isinstance(value, int) or value < 1:
+                raise RequestError(f"`{name}` must be a whole number from 1, got {value!r}")
+            return value
+    return None
+
+
+def stops_of(value: Any) -> tuple[str, ...]:
+    """Texts at which an answer is cut."""
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError("stop sequences must be text, or a list of texts")
+    return tuple(stop for stop in stops if stop)
+
+
+def _same_json(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return str(arguments)
+    return json.dumps(arguments if arguments is not None else {}, sort_keys=True)

@@ -1,0 +1,158 @@
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`: requests in, answers and events out."""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from services.rollout.gateway.dialogue import (
+    Answer,
+    Message,
+    Question,
+    RequestError,
+    Tool,
+    ToolCall,
+    limit_of,
+    named_results,
+    objects,
+    stops_of,
+    text_of,
+    tool_of,
+)
+
+Event = dict[str, Any]
+FREE_CHOICES = (None, "auto", "none")
+
+
+def chat_question(body: Mapping[str, Any]) -> Question:
+    """What a request for a chat completion asks. Raises RequestError: it cannot be answered."""
+    if body.get("n") not in (None, 1):
+        raise RequestError("n must be 1: a session has one history; ask again for another answer")
+    form = body.get("response_format")
+    if form and form.get("type") != "text":
+        raise RequestError(
+            "response_format is not supported: answers are sampled freely, as they are trained"
+        )
+    if body.get("functions"):
+        raise RequestError("`functions` is not supported; give them as `tools`")
+    messages = objects(body, "messages")
+    if not messages:
+        raise RequestError("`messages` is empty; send at least one message")
+    return Question(
+        named_results([_message(message, number) for number, message in enumerate(messages)]),
+        tuple(_tool(tool) for tool in objects(body, "tools")),
+        allows_calls=check_choice(body.get("tool_choice")) != "none",
+        max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
+        stop=stops_of(body.get("stop")),
+    )
+
+
+def check_choice(choice: Any) -> Any:
+    """The `tool_choice` of a request. Raises RequestError: it forces a call."""
+    if choice not in FREE_CHOICES:
+        raise RequestError(f"tool_choice {choice!r} forces a call, which is not supported; use auto or none")
+    return choice
+
+
+def chat_answer(answer: Answer, model: str) -> Event:
+    """The whole answer."""
+    message = {"refusal": None, **answer.message}
+    if answer.calls:
+        message["content"] = answer.text or None
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
+    return _head(answer, model, "chat.completion") | {"choices": [choice], "usage": usage(answer)}
+
+
+def chat_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
+    """The same as a stream."""
+    head = _head(answer, model, "chat.completion.chunk")
+
+    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> Event:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return head | {"choices": [choice]} | ({"usage": None} if has_usage else {})
+
+    yield chunk({"role": "assistant", "content": ""})
+    if reasoning := answer.message.get("reasoning_content"):
+        yield chunk({"reasoning_content": reasoning})
+    if answer.text:
+        yield chunk({"content": answer.text})
+    for index, call in enumerate(answer.calls):
+        yield chunk({"tool_calls": [{"index": index, **call.to_message()}]})
+    yield chunk({}, answer.finish)
+    if has_usage:
+        yield head | {"choices": [], "usage": usage(answer)}
+
+
+def text_question(body: Mapping[str, Any]) -> Question:
+    """What a request for a completion asks. Raises RequestError: it cannot be answered."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_ids):
+        raise RequestError("`prompt` must be one text, or one list of token ids, and not empty")
+    for name, plain in (("n", 1), ("best_of", 1), ("echo", False), ("suffix", None)):
+        if body.get(name) not in (None, plain):
+            raise RequestError(f"`{name}` is not supported")
+    stops = stops_of(body.get("stop"))
+    return Question((), max_tokens=limit_of(body, "max_tokens"), stop=stops, prompt=prompt)
+
+
+def text_answer(answer: Answer, model: str) -> Event:
+    """The whole answer."""
+    choice = {"index": 0, "text": answer.text, "finish_reason": answer.finish, "logprobs": None}
+    head = _head(answer, model, "text_completion")
+    return head | {"choices": [choice], "usage": usage(answer)}
+
+
+def text_events(answer: Answer, model: str, has_usage: bool) -> Iterator[Event]:
+    """The same as a stream."""
+    whole = text_answer(answer, model)
+    used = whole.pop("usage")
+    yield whole
+    if has_usage:
+        yield whole | {"choices": [], "usage": used}
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """What the turn read and wrote."""
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": answer.num_completion_tokens,
+        "total_tokens": answer.num_prompt_tokens + answer.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+    }
+
+
+def _head(answer: Answer, model: str, kind: str) -> Event:
+    prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+    return {"id": f"{prefix}-{answer.id}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _message(message: Mapping[str, Any], number: int) -> Message:
+    where = f"messages[{number}]"
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise RequestError(f"{where} has role {role!r}; expected system, user, assistant or tool")
+    plain: Message = {
+        "role": "system" if role == "developer" else role,
+        "content": text_of(message.get("content"), where),
+    }
+    if calls := objects(message, "tool_calls"):
+        plain["tool_calls"] = [_call(call, where).to_message() for call in calls]
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        plain["reasoning_content"] = text_of(reasoning, where)
+    return plain | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
+
+
+def _call(call: Mapping[str, Any], where: str) -> ToolCall:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} has a call without a function's name")
+    return ToolCall(str(call.get("id") or ""), function["name"], str(function.get("arguments") or "{}"))
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give functions")
+    return tool_of(function.get("name"), function.get("description"), function.get("parameters"))

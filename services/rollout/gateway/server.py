@@ -1,0 +1,223 @@
+"""The gateway: a small HTTP server inside the rollout worker, on a loopback port of its own.
+
+Every session has an address of its own, `/s/<token>/v1`, that speaks OpenAI's and Anthropic's APIs. An answer
+is generated and read as a whole; a client that asks for a stream gets it as one, once it is there.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from common.errors import ConfigError
+from services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
+from services.rollout.gateway.dialogue import RequestError
+from services.rollout.gateway.session import GatewaySession
+
+log = structlog.get_logger(__name__)
+
+Body = dict[str, Any]
+Endpoint = Callable[[GatewaySession, Body], Awaitable[Response]]
+
+IGNORED = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "parallel_tool_calls",
+        "reasoning",
+        "reasoning_effort",
+        "thinking",
+    ]
+)
+"""What a client may send and the run decides: the trainer's numerics rest on the run's own sampling."""
+KEEP_ALIVE_S = 600
+"""Clients keep connections while their tools run; closing one earlier looks like a fault."""
+NO_RETRY = {"x-should-retry": "false"}
+"""For both clients: asking again cannot mend this."""
+
+
+class Gateway:
+    """Serves the sessions that are open; `model` is what it calls the model."""
+
+    def __init__(self, model: str, host: str = "127.0.0.1") -> None:
+        self.model, self.host, self.root = model, host, ""
+        self._sessions: dict[str, GatewaySession] = {}
+        self._ignored: set[str] = set()
+        self._serving: asyncio.Task[None] | None = None
+        posts: dict[str, Endpoint] = {
+            "chat/completions": self._chat,
+            "completions": self._completion,
+            "responses": self._response,
+            "messages": self._message,
+            "messages/count_tokens": self._count,
+        }
+        routes = [
+            Route(f"/s/{{token}}/v1/{path}", self._endpoint(post), methods=["POST"])
+            for path, post in posts.items()
+        ]
+        routes.append(Route("/s/{token}/v1/models", self._endpoint(self._models), methods=["GET"]))
+        config = uvicorn.Config(
+            Starlette(routes=routes),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Server(config)
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError: not at this address."""
+        try:
+            listener = socket.create_server((self.host, 0), backlog=1024)
+        except OSError as error:
+            where = f"{self.host} (rollout.environment.gateway_host)"
+            raise ConfigError(f"cannot listen for agents at {where}: {error.strerror}") from None
+        # Accepted sockets inherit it. Without, answers wait 40 ms for the client's acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.root = f"http://{self.host}:{listener.getsockname()[1]}"
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
+
+    async def close(self) -> None:
+        """Stop listening; requests under way are broken off."""
+        self._server.should_exit = self._server.force_exit = True
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def serving(self, session: GatewaySession) -> Iterator[str]:
+        """Answer the session's programs at the address that this gives, without `/v1`."""
+        self._sessions[session.token] = session
+        try:
+            yield f"{self.root}/s/{session.token}"
+        finally:
+            del self._sessions[session.token]
+
+    def _endpoint(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                session = self._session(request)
+                return await endpoint(session, await _body(request) if request.method == "POST" else {})
+            except RequestError as error:
+                return _refusal(error)
+            except asyncio.CancelledError:
+                return _refusal(RequestError("the session is over", "session_over", 404))
+            except Exception as error:  # the session fails with it; its program must not try again
+                log.warning("a turn of an agent failed", error=str(error))
+                return _refusal(RequestError("the engine failed", "engine_failed", 500))
+
+        return answer
+
+    def _session(self, request: Request) -> GatewaySession:
+        session = self._sessions.get(request.path_params["token"])
+        if session is None:
+            raise RequestError("there is no session at this address, or it is over", "session_over", 404)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(
+            (request.headers.get("x-api-key") or given).encode(), session.key.encode()
+        ):
+            raise RequestError(
+                "the key is not the session's; use the one that came with its address", "key", 401
+            )
+        return session
+
+    def _note_ignored(self, body: Mapping[str, Any]) -> None:
+        """Say once for every parameter that the run's own holds."""
+        if new := sorted(name for name in IGNORED - self._ignored if body.get(name) is not None):
+            self._ignored.update(new)
+            log.info("an agent's parameters are ignored: rollout.sampling holds", parameters=new)
+
+    async def _models(self, session: GatewaySession, body: Body) -> Response:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tidemill"}
+        shown = {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
+        pages = {"has_more": False, "first_id": self.model, "last_id": self.model}
+        return JSONResponse({"object": "list", "data": [model | shown], **pages})
+
+    async def _chat(self, session: GatewaySession, body: Body) -> Response:
+        self._note_ignored(body)
+        answer = await session.answer(openai_chat.chat_question(body))
+        if not body.get("stream"):
+            return JSONResponse(openai_chat.chat_answer(answer, self.model))
+        return _stream([*openai_chat.chat_events(answer, self.model, _has_usage(body)), "[DONE]"])
+
+    async def _completion(self, session: GatewaySession, body: Body) -> Response:
+        self._note_ignored(body)
+        answer = await session.answer(openai_chat.text_question(body))
+        if not body.get("stream"):
+            return JSONResponse(openai_chat.text_answer(answer, self.model))
+        return _stream([*openai_chat.text_events(answer, self.model, _has_usage(body)), "[DONE]"])
+
+    async def _response(self, session: GatewaySession, body: Body) -> Response:
+        self._note_ignored(body)
+        answer = await session.answer(openai_responses.question_of(body))
+        if not body.get("stream"):
+            return JSONResponse(openai_responses.response(answer, self.model, body))
+        return _stream(openai_responses.response_events(answer, self.model, body))
+
+    async def _message(self, session: GatewaySession, body: Body) -> Response:
+        self._note_ignored(body)
+        answer = await session.answer(anthropic_messages.question_of(body))
+        if not body.get("stream"):
+            return JSONResponse(anthropic_messages.message_answer(answer, self.model))
+        return _stream(anthropic_messages.message_events(answer, self.model))
+
+    async def _count(self, session: GatewaySession, body: Body) -> Response:
+        return JSONResponse({"input_tokens": session.count_tokens(anthropic_messages.question_of(body))})
+
+
+class _Server(uvicorn.Server):
+    """One that leaves the process's signals to the service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _body(request: Request) -> Body:
+    try:
+        body = json.loads(await request.body())
+    except ValueError as error:
+        raise RequestError(f"the request is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the request must be a JSON object")
+    return body
+
+
+def _has_usage(body: Body) -> bool:
+    return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def _stream(events: Iterable[Mapping[str, Any] | str]) -> Response:
+    """Server-sent events; of those that have a type, its name goes before it."""
+    lines = []
+    for event in events:
+        named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
+        data = event if isinstance(event, str) else json.dumps(event)
+        lines.append(f"{named}data: {data}\n\n")
+    return Response("".join(lines), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _refusal(error: RequestError) -> Response:
+    """In a form that both clients read."""
+    kind = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
+    named = {"type": kind.get(error.status, "invalid_request_error"), "code": error.code, "param": None}
+    message = f"{error.message} ({error.code})"
+    return JSONResponse({"type": "error", "error": {"message": message} | named}, error.status, NO_RETRY)

@@ -1,0 +1,79 @@
+"""An agent's session on a real engine whose weights change in the middle of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config.run import RunConfig
+from common.wire.messages import SamplingParams, Ticket
+from services.rollout.engines import build_engine
+from services.rollout.engines.engine import Generation, GenerationRequest
+from services.rollout.environments import build_player
+from tests.support.models import tiny_model, write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}w1 {{ m.content }} <eos> {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+)
+
+
+def config_of(folder: Path) -> RunConfig:
+    environment = {"use": "agent", "agent": "tests.support.agents:twice"}
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "max_model_len": 120},
+            "data": {"train": "none", "max_prompt_tokens": 16},
+            "rollout": {
+                "engine": "transformers",
+                "environment": environment,
+                "sampling": {"max_tokens": 20},
+            },
+        }
+    )
+
+
+async def test_ids_logprobs_and_versions_of_every_turn_are_the_engines(tmp_path: Path) -> None:
+    config = config_of(tiny_model(tmp_path / "model", eos_token_id=[1]))
+    write_tokenizer(tmp_path / "model", TEMPLATE)
+    new = tiny_model(tmp_path / "new", seed=1, eos_token_id=[1]) / "model.safetensors"
+    engine = build_engine(config)
+    await engine.start()
+    player = build_player(config, engine.decode)
+    seen: list[list[int]] = []
+    said: list[list[int]] = []
+    scores: list[list[float]] = []
+
+    async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        generation = await engine.generate(GenerationRequest(f"t{len(seen)}", ids, sampling))
+        seen.append(list(ids))
+        said.append(generation.token_ids)
+        scores.append(await engine.score(ids, generation.token_ids))
+        if len(seen) == 1:
+            await engine.load(1, [new])
+        return generation
+
+    ticket = Ticket(
+        ticket=0,
+        step=0,
+        min_version=0,
+        group_size=1,
+        sampling=SamplingParams(max_tokens=20),
+        prompt_ids=np.arange(3, dtype=np.int32),
+        prompt_text="w7 w8",
+        ground_truth="",
+    )
+    try:
+        await player.start()
+        played = await player.play(ticket, "s", ask)
+    finally:
+        await player.close()
+        await engine.close()
+    first, second = played.first.turns
+    assert played.session is not None and played.session.histories == {"clean": 1}
+    assert played.first.spans == ((0, 0), (1, second.first))
+    ids = [*played.first.prompt_ids.tolist(), *played.first.completion_ids.tolist()]
+    for turn, prompt, tokens, score in zip((first, second), seen, said, scores, strict=True):
+        start = turn.num_prompt_tokens
+        assert ids[:start] == prompt and ids[start : start + turn.num_tokens] == tokens
+        assert played.first.logprobs[turn.first : turn.end].tolist() == pytest.approx(score, abs=1e-5)

@@ -1,0 +1,191 @@
+"""Programs that only know an address and a key, played as sessions: functions, and commands."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from common.errors import ConfigError, EnvironmentFaultError
+from common.wire.messages import SamplingParams, Ticket
+from services.rollout.environments.agent import AgentPlayer
+from services.rollout.environments.agent_programs import SESSION, WORKER, end_leftovers
+from tests.support.models import run_config
+from tests.support.scripted_model import ByteChat, ScriptedModel
+from tests.support.waiting import wait_until
+
+CHAT = ByteChat()
+TICKET = Ticket(
+    ticket=0,
+    step=0,
+    min_version=0,
+    group_size=1,
+    sampling=SamplingParams(max_tokens=99),
+    prompt_ids=np.arange(3, dtype=np.int32),
+    prompt_text="1 + 1?",
+    ground_truth="yes",
+)
+
+
+@contextlib.asynccontextmanager
+async def player(agent: str, **limits: Any) -> AsyncIterator[AgentPlayer]:
+    environment = {"use": "agent", "agent": agent, "attempts": 1} | limits
+    config = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
+    player = AgentPlayer(config, lambda: CHAT, CHAT.decode)
+    try:
+        await player.start()
+        yield player
+    finally:
+        await player.close()
+
+
+def function(name: str) -> str:
+    return f"tests.support.agents:{name}"
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def no_children() -> bool:
+    return not children()
+
+
+async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept() -> None:
+    async with player(function("twice")) as agent:
+        models = [ScriptedModel("2", "yes"), ScriptedModel("2", "no")]
+        played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
+        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert played[0].session.metrics == {"asked": 2.0} and played[0].session.histories == {"clean": 1}
+        assert played[0].first.prompt_ids.tolist() == models[0].seen[0]
+        said = [message["content"] for message in played[0].session.messages]
+        assert said == ["2", "Sure?", "yes"] and played[0].finish == "stop"
+
+
+async def test_an_async_function_with_anthropics_client_may_give_a_number() -> None:
+    async with player(function("with_anthropic")) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("four").ask)
+        assert played.session.reward == 4.0
+
+
+async def test_a_command_reads_its_row_and_its_last_line_is_the_result(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, sys, openai\n"
+        "row = json.load(sys.stdin)\n"
+        "assert row == json.loads(os.environ['TIDEMILL_ROW'])\n"
+        "said = openai.OpenAI().responses.create(model='m', input=row['prompt']).output_text\n"
+        "print('working')\n"
+        "print(json.dumps({'reward': len(said), 'metrics': {'n': 1}}))\n"
+    )
+    async with player(f"$ {sys.executable} {script}") as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("two").ask)
+        assert played.session.reward == 3.0 and played.session.metrics == {"n": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        (function("raising"), "LookupError: the page is gone"),
+        (function("dying"), "without a result"),
+        (function("idle"), "without an answer of the model"),
+        (function("wordy"), "expected a finite number"),
+        ("$ echo ready; echo no browser >&2; exit 7", "exit code 7: no browser"),
+    ],
+)
+async def test_a_program_that_fails_is_a_fault_in_every_attempt_and_never_a_reward(
+    agent: str, words: str
+) -> None:
+    async with player(agent, attempts=2) as played:
+        with pytest.raises(EnvironmentFaultError, match=words):
+            await played.play(TICKET, "s", ScriptedModel("a", "b").ask)
+
+
+async def test_a_program_that_says_nothing_is_a_fault_and_is_killed() -> None:
+    async with player("$ sleep 3600 & sleep 3600", call_timeout_s=0.3) as agent:
+        with pytest.raises(EnvironmentFaultError, match="neither asked the model nor ended"):
+            await agent.play(TICKET, "s", ScriptedModel().ask)
+        await wait_until(no_children)
+
+
+async def test_a_limit_of_turns_ends_a_loop_that_knows_no_end_and_truncates_it() -> None:
+    async with player(function("for_ever"), max_turns=2) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a", "b", "c").ask)
+        assert played.finish == "length" and played.session.end == "max_turns"
+        assert played.session.reward is None and len(played.session.turns) == 2
+
+
+async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() -> None:
+    model = ScriptedModel("a")
+
+    async def ask(ids: Any, sampling: SamplingParams) -> Any:
+        return await (model.ask(ids, sampling) if model.lines else asyncio.Event().wait())
+
+    async with player(function("for_ever"), session_timeout_s=5.0) as agent:
+        played = await agent.play(TICKET, "s", ask)
+        assert played.session.end == "timeout" and len(played.session.turns) == 1
+
+
+async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:
+    async def ask(ids: Any, sampling: SamplingParams) -> Any:
+        raise LookupError("the engine is gone")
+
+    async with player(function("for_ever")) as agent:
+        with pytest.raises(LookupError, match="the engine is gone"):
+            await agent.play(TICKET, "s", ask)
+
+
+@pytest.mark.parametrize("agent", [function("silent"), "$ sleep 3600"])
+async def test_a_play_that_is_broken_off_leaves_no_process(agent: str) -> None:
+    async with player(agent) as started:
+        idle = len(children())
+        playing = asyncio.create_task(started.play(TICKET, "s", ScriptedModel().ask))
+        await wait_until(lambda: len(children()) > idle)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        await wait_until(lambda: len(children()) == idle)
+    await wait_until(no_children)
+
+
+async def test_a_host_of_functions_that_was_killed_is_started_again() -> None:
+    async with player(function("twice"), attempts=2) as agent:
+        (host,) = children()
+        host.kill()
+        played = await agent.play(TICKET, "s", ScriptedModel("2", "yes", "2", "yes").ask)
+        assert played.session.reward == 1.0
+
+
+async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_not() -> None:
+    def sleeper(worker: str) -> Any:
+        return asyncio.create_subprocess_exec("sleep", "3600", env={SESSION: "s", WORKER: worker})
+
+    me = psutil.Process()
+    left, kept = await sleeper("999999:1.00"), await sleeper(f"{me.pid}:{me.create_time():.2f}")
+    try:
+        assert end_leftovers() == 1
+        assert await left.wait() == -9 and kept.returncode is None
+    finally:
+        kept.kill()
+        await kept.wait()
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        (function("demanding"), r"nothing gives browser.*def demanding\(row, base_url, api_key\)"),
+        (function("twise"), "did you mean 'twice'"),
+        ("no_such_agent.py:run", "does not exist on this machine"),
+    ],
+)
+async def test_a_function_that_cannot_be_called_is_said_before_the_first_session(
+    agent: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        async with player(agent):
+            pass

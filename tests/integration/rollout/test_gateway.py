@@ -1,0 +1,264 @@
+"""The gateway, asked by the clients that agents use, unmodified: ids are what the engine saw and said."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from common.wire.messages import SamplingParams
+from common.wire.segments import Segment
+from services.rollout.gateway.server import Gateway
+from services.rollout.gateway.session import GatewaySession, Limits
+from tests.support.scripted_model import END, ByteChat, ScriptedModel, call_line
+
+CHAT = ByteChat()
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+TOOL = {"type": "function", "function": ADD}
+LIMITS = Limits(max_turns=8, max_tokens=0, max_model_len=4096)
+
+
+class Opened:
+    """A session behind a gateway, its model, and clients of it."""
+
+    def __init__(self, session: GatewaySession, model: ScriptedModel, root: str) -> None:
+        self.session, self.model = session, model
+        self.openai = openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=session.key)
+        self.anthropic = anthropic.AsyncAnthropic(base_url=root, api_key=session.key)
+
+    async def say(self, messages: list[Any], **more: Any) -> Any:
+        completion = await self.openai.chat.completions.create(model="m", messages=messages, **more)
+        return completion.choices[0].message
+
+    @property
+    def segments(self) -> list[Segment]:
+        played = self.session.played(None, {})
+        assert played.session is not None
+        return [played.first, *played.session.forks]
+
+    def check_ids(self) -> None:
+        """Each turn is what the engine said after what it saw, and nothing else is trained."""
+        turns = []
+        for segment in self.segments:
+            ids = [*segment.prompt_ids.tolist(), *segment.completion_ids.tolist()]
+            trained = segment.mask.tolist()
+            for turn in segment.turns:
+                start, end = turn.num_prompt_tokens, turn.num_prompt_tokens + turn.num_tokens
+                turns.append((ids[:start], ids[start:end]))
+                assert all(trained[turn.first : turn.end])
+                trained[turn.first : turn.end] = [False] * turn.num_tokens
+            assert not any(trained)
+        assert sorted(turns) == sorted(zip(self.model.seen, self.model.said, strict=True))
+
+
+@contextlib.asynccontextmanager
+async def opened(*lines: str, limits: Limits = LIMITS, max_tokens: int = 200) -> AsyncIterator[Opened]:
+    model = ScriptedModel(*lines)
+    session = GatewaySession(CHAT, CHAT.decode, model.ask, SamplingParams(max_tokens=max_tokens), limits)
+    gateway = Gateway("m")
+    await gateway.start()
+    try:
+        with gateway.serving(session) as root:
+            yield Opened(session, model, root)
+    finally:
+        await session.close()
+        await gateway.close()
+
+
+USER = {"role": "user", "content": "What is 1 + 2?"}
+
+
+async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_form() -> None:
+    async with opened("thinking " + call_line("add", a=1, b=2), call_line("add", a=3), "three") as run:
+        first = await run.say([USER], tools=[TOOL], temperature=0.1)
+        assert json.loads(first.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+        told = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}
+        second = await run.say([USER, first, told], tools=[TOOL])
+        assert second.content is None
+        rewritten = {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "thinking "}],
+            "tool_calls": [
+                {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}
+            ],
+        }
+        parts = {"role": "user", "content": [{"type": "text", "text": USER["content"]}]}
+        last = {"role": "tool", "tool_call_id": "y", "content": [{"type": "text", "text": "4"}]}
+        third = await run.say([parts, rewritten, {**told, "tool_call_id": "x"}, second, last], tools=[TOOL])
+        assert third.content == "three"
+        assert run.session.counts == {"clean": 2} and len(run.segments) == 1
+        assert [turn.num_calls for turn in run.segments[0].turns] == [1, 1, 0]
+        run.check_ids()
+
+
+async def test_a_changed_end_of_the_last_answer_is_realigned_and_what_replaces_it_is_not_trained() -> None:
+    async with opened("hello there", "fine") as run:
+        await run.say([USER])
+        await run.say([USER, {"role": "assistant", "content": "hello you"}, {"role": "user", "content": "?"}])
+        (segment,) = run.segments
+        assert run.session.counts == {"realigned": 1}
+        trained = segment.completion_ids[segment.mask].tolist()
+        assert CHAT.decode(trained) == "hello fine" and trained[-1] == END
+        whole = [*segment.prompt_ids.tolist(), *segment.completion_ids.tolist()]
+        assert whole[: len(run.model.seen[1])] == run.model.seen[1]
+        assert "hello you" in CHAT.decode(run.model.seen[1])
+
+
+async def test_other_histories_are_segments_of_their_own_and_each_is_found_again() -> None:
+    async with opened("a1", "b1", "a2", "b2", "short") as run:
+        main, sub = [USER], [{"role": "system", "content": "You are another."}, USER]
+        for _ in range(2):
+            for history in (main, sub):
+                history += [await run.say(history), {"role": "user", "content": "on"}]
+        assert await run.say([{"role": "user", "content": "summary of all"}])
+        assert run.session.counts == {"clean": 2, "forked": 2}
+        assert [len(segment.turns) for segment in run.segments] == [2, 2, 1]
+        run.check_ids()
+        messages = run.session.played(None, {}).session.messages
+        assert [message["content"] for message in messages if message["role"] == "assistant"] == (
+            ["a1", "a2", "b1", "b2", "short"]
+        )
+
+
+async def test_a_retry_gets_the_same_answer_while_it_is_made_and_afterwards() -> None:
+    async with opened("one", "two") as run:
+        both = await asyncio.gather(run.say([USER]), run.say([USER]))
+        again = await run.say([USER])
+        assert {message.content for message in (*both, again)} == {"one"} and len(run.model.seen) == 1
+        await run.say([USER, again, {"role": "user", "content": "on"}])
+        run.model.lines = ["another"]
+        assert (await run.say([USER])).content == "another"
+        assert run.session.counts == {"clean": 1, "forked": 1}
+
+
+async def test_chat_streams_have_what_whole_answers_have() -> None:
+    async with opened("so " + call_line("add", a=1), "plain") as run:
+        async with run.openai.chat.completions.stream(
+            model="m", messages=[USER], tools=[TOOL], stream_options={"include_usage": True}
+        ) as stream:
+            completion = await stream.get_final_completion()
+        (choice,) = completion.choices
+        assert choice.message.content == "so " and choice.finish_reason == "tool_calls"
+        assert choice.message.tool_calls[0].function.arguments == '{"a": 1}'
+        assert completion.usage.completion_tokens == len(run.model.said[0])
+
+
+async def test_responses_streams_and_goes_on_with_the_items_of_earlier_ones() -> None:
+    tool = {"type": "function", **ADD}
+    async with opened("so " + call_line("add", a=1), "two") as run:
+        async with run.openai.responses.stream(
+            model="m", input="1?", instructions="Be short.", tools=[tool]
+        ) as stream:
+            async for _ in stream:
+                pass
+            first = await stream.get_final_response()
+        call = first.output[1]
+        assert call.name == "add" and first.output_text == "so "
+        items: list[Any] = [{"role": "user", "content": "1?"}, *(item.model_dump() for item in first.output)]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "2"})
+        second = await run.openai.responses.create(
+            model="m", input=items, instructions="Be short.", tools=[tool]
+        )
+        assert second.output_text == "two" and run.session.counts == {"clean": 1}
+        run.check_ids()
+        with pytest.raises(openai.BadRequestError, match="whole history"):
+            await run.openai.responses.create(model="m", input="on", previous_response_id=second.id)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_anthropic_clients_play_with_tools_and_a_changing_system_prompt(is_streamed: bool) -> None:
+    tool = {"name": "add", "description": "Adds.", "input_schema": ADD["parameters"]}
+    async with opened("so " + call_line("add", a=1), "two") as run:
+
+        async def say(number: int, messages: list[Any]) -> anthropic.types.Message:
+            billing = {"type": "text", "text": f"x-anthropic-billing-header: cch={number}"}
+            rules = {"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}
+            asked: dict[str, Any] = {"system": [billing, rules], "tools": [tool], "messages": messages}
+            if is_streamed:
+                async with run.anthropic.messages.stream(model="m", max_tokens=99, **asked) as stream:
+                    return await stream.get_final_message()
+            return await run.anthropic.messages.create(model="m", max_tokens=99, **asked)
+
+        first = await say(1, [{"role": "user", "content": "1?"}])
+        assert first.stop_reason == "tool_use" and first.content[1].input == {"a": 1}
+        result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": "2"}
+        blocks = [block.model_dump(exclude_none=True) for block in first.content]
+        question = {"type": "text", "text": "1?", "cache_control": {"type": "ephemeral"}}
+        second = await say(
+            2,
+            [
+                {"role": "user", "content": [question]},
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": [result]},
+            ],
+        )
+        assert second.content[0].text == "two" and second.stop_reason == "end_turn"
+        assert second.usage.input_tokens + second.usage.cache_read_input_tokens == len(run.model.seen[1])
+        assert run.session.counts == {"clean": 1}
+        run.check_ids()
+
+
+async def test_completions_go_on_where_text_or_ids_ended_and_stop_where_the_client_says() -> None:
+    async with opened(" 2\nObservation: lies", " 3") as run:
+        asked = {"model": "m", "max_tokens": 50}
+        first = await run.openai.completions.create(prompt="1 + 1 =", stop=["\nObs"], **asked)
+        assert first.choices[0].text == " 2"
+        second = await run.openai.completions.create(prompt="1 + 1 = 2\nso 1 + 2 =", **asked)
+        assert second.choices[0].text == " 3" and run.session.counts == {"clean": 1}
+        (segment,) = run.segments
+        assert CHAT.decode(segment.completion_ids.tolist()) == " 2\nso 1 + 2 = 3"
+        assert CHAT.decode(segment.completion_ids[segment.mask].tolist()) == " 2 3"
+
+
+async def test_limits_end_the_loop_in_words_and_truncate_the_session() -> None:
+    async with opened("a", "b", limits=Limits(1, 0, 4096)) as run:
+        await run.say([USER])
+        with pytest.raises(openai.BadRequestError, match="had its 1 turns") as caught:
+            await run.say([USER, {"role": "assistant", "content": "a"}, USER])
+        assert caught.value.code == "session_limit"
+        played = run.session.played(None, {})
+        assert played.finish == "length" and played.session.end == "max_turns"
+    async with opened("abcdefgh", "b", limits=Limits(9, 20, 4096)) as run:
+        assert (await run.say([USER], max_tokens=5)).content == "abcde"
+        with pytest.raises(openai.BadRequestError, match="used its 20 tokens"):
+            await run.say([USER, {"role": "assistant", "content": "abcde"}, USER])
+        assert run.session.played(None, {}).session.end == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"n": 2}, "n must be 1"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "forces a call"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text"),
+        ({"max_tokens": 0}, "whole number from 1"),
+    ],
+)
+async def test_what_cannot_be_done_is_answered_in_words_and_not_tried_again(more: Any, words: str) -> None:
+    async with opened() as run:
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            await run.openai.chat.completions.create(**{"model": "m", "messages": [USER]} | more)
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        assert not run.model.seen
+
+
+async def test_without_the_sessions_key_nothing_is_answered() -> None:
+    async with opened("a") as run:
+        assert [model.id async for model in await run.openai.models.list()] == ["m"]
+        with pytest.raises(openai.AuthenticationError):
+            await run.openai.with_options(api_key="another").chat.completions.create(
+                model="m", messages=[USER]
+            )
+        with pytest.raises(openai.NotFoundError, match="no session"):
+            await run.openai.with_options(
+                base_url=str(run.openai.base_url).replace(run.session.token, "other")
+            ).models.list()

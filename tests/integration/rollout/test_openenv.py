@@ -1,0 +1,163 @@
+"""Sessions with a real OpenEnv server, which runs in a virtual environment of its own: its package cannot be
+installed beside vLLM."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.environment import EnvironmentConfig
+from common.config.run import RunConfig
+from common.errors import ConfigError, EnvironmentFaultError
+from common.wire.messages import SamplingParams, Ticket
+from services.rollout.environments.budget import Budget
+from services.rollout.environments.openenv import OpenEnvStage
+from services.rollout.environments.player import EnvironmentPlayer
+from services.rollout.environments.stages import build_stage
+from tests.support.models import run_config
+from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+VENV = ROOT / "build" / "openenv"
+CHAT = ByteChat()
+TICKET = Ticket(
+    ticket=0,
+    step=0,
+    min_version=0,
+    group_size=1,
+    sampling=SamplingParams(max_tokens=99),
+    prompt_ids=np.asarray(CHAT.render([{"role": "user", "content": "Guess."}]), dtype=np.int32),
+    prompt_text="Guess.",
+    ground_truth="7",
+)
+SCHEMA = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Path:
+    """One that has the package `openenv`."""
+    python = VENV / "bin" / "python"
+    commands = [
+        [sys.executable, "-m", "venv", str(VENV)],
+        [str(python), "-m", "pip", "-q", "install", "openenv"],
+    ]
+    if not python.exists():
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+            if done.returncode:
+                pytest.skip(f"openenv cannot be installed here: {done.stderr.strip()[-200:]}")
+    found = subprocess.run([python, "-c", "import openenv.core"], capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"build/openenv has no usable openenv: {found.stderr.strip()[-200:]}")
+    return python
+
+
+@pytest.fixture
+def process(interpreter: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    script = ROOT / "tests" / "support" / "openenv_server.py"
+    with (tmp_path / "log").open("wb") as log:
+        started = subprocess.Popen([interpreter, script, str(port)], stdout=log, stderr=log, cwd=tmp_path)
+        yield started, port
+        started.kill()
+        started.wait()
+
+
+@pytest.fixture
+async def use(process: tuple[subprocess.Popen[bytes], int]) -> AsyncIterator[str]:
+    started, port = process
+
+    def listens() -> bool:
+        assert started.poll() is None
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    await wait_until(listens, timeout_s=120)
+    yield f"openenv:http://127.0.0.1:{port}"
+
+
+def player(use: str, **more: Any) -> EnvironmentPlayer:
+    environment = {"use": use, "attempts": 1} | more
+    config: RunConfig = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
+    stage = build_stage(config.rollout.environment)
+    return EnvironmentPlayer(lambda: stage, lambda: CHAT, CHAT.decode, Budget.of(config), config.data)
+
+
+async def play(use: str, *lines: str, **more: Any) -> Any:
+    playing = player(use, **more)
+    await playing.start()
+    try:
+        return await playing.play(TICKET, "s", ScriptedModel(*lines).ask)
+    finally:
+        await playing.close()
+
+
+async def test_a_session_ends_where_the_server_says_done_and_more_than_it_holds_wait_their_turn(
+    use: str,
+) -> None:
+    playing = player(use)
+    await playing.start()
+    models = [ScriptedModel("3", "7") for _ in range(5)]
+    played = await asyncio.gather(*(playing.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
+    await playing.close()
+    for one in played:
+        assert one.session.reward == 1.0 and one.session.end == "done"
+        assert [message["content"] for message in one.session.messages] == ["3", "1: no", "7", "2: no"]
+        assert CHAT.decode(one.first.prompt_ids.tolist()).startswith("user\nGuess. Begin.")
+        assert [turn.reward for turn in one.first.turns] == [0.0, 1.0]
+
+
+async def test_the_model_acts_by_a_tool_and_hears_what_is_wrong_with_its_arguments(use: str) -> None:
+    lines = [call_line("act", guess=7), call_line("act", message="7")]
+    played = await play(use, *lines, options={"action_schema": SCHEMA})
+    roles = [message["role"] for message in played.session.messages]
+    assert roles == ["assistant", "tool", "assistant", "tool"] and played.session.reward == 1.0
+    assert "message: Field required" in played.session.messages[1]["content"]
+    assert [turn.num_wrong_calls for turn in played.first.turns] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "words"),
+    [
+        ("break", {}, "the board fell over"),
+        ("sleep", {}, "longer than 2 s"),
+        ("die", {}, "step failed"),
+        ("x", {"action_field": "guess"}, "message: Field required"),
+        ("x", {"observation_field": "board"}, "not 'board'"),
+    ],
+)
+async def test_what_goes_wrong_on_the_server_is_a_fault(
+    use: str, line: str, options: Any, words: str
+) -> None:
+    with pytest.raises(EnvironmentFaultError, match=words):
+        await play(use, line, options=options, call_timeout_s=2.0)
+
+
+async def test_a_server_that_stays_full_is_a_fault_in_words(use: str) -> None:
+    others = [await OpenEnvStage(use, {}, 9.0, 9.0).open({}) for _ in range(2)]
+    with pytest.raises(EnvironmentFaultError, match=r"was full for 0\.3 s"):
+        await OpenEnvStage(use, {}, 9.0, 0.3).open({})
+    for environment in others:
+        await environment.close()
+
+
+async def test_a_server_that_is_not_there_is_a_fault() -> None:
+    with pytest.raises(EnvironmentFaultError, match="cannot be reached"):
+        await play("openenv:http://127.0.0.1:9", "x")
+
+
+def test_options_that_there_are_not_and_addresses_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="action_feld"):
+        build_stage(EnvironmentConfig(use="openenv:http://host:1", options={"action_feld": "x"}))
+    with pytest.raises(ValueError, match="openenv:http://host:port"):
+        EnvironmentConfig(use="openenv:host:8000")

@@ -1,0 +1,78 @@
+"""Agent programs as people write them, for tests: each plays one session. Clients take seconds to import, so
+only those import them that ask."""
+
+import os
+import time
+from typing import Any
+
+
+def twice(row: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
+    """Plain, with OpenAI's client: asks twice; the reward is whether the last answer is the truth."""
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(2):
+        said = client.chat.completions.create(model=model, messages=messages).choices[0].message
+        messages += [said, {"role": "user", "content": "Sure?"}]
+    return {"reward": float(said.content == row["ground_truth"]), "metrics": {"asked": 2}}
+
+
+async def with_anthropic(anthropic_base_url: str, api_key: str) -> float:
+    """Async, with Anthropic's client, as a stream."""
+    import anthropic
+
+    client = anthropic.AsyncAnthropic(base_url=anthropic_base_url, api_key=api_key)
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    async with client.messages.stream(**asked) as stream:
+        return float(len(await stream.get_final_text()))
+
+
+def for_ever() -> None:
+    """Goes on until an error ends it; its clients read the variables."""
+    import openai
+
+    client, messages = openai.OpenAI(), [{"role": "user", "content": "Go."}]
+    while True:
+        said = client.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
+        messages += [said.choices[0].message, {"role": "user", "content": "On."}]  # type: ignore[list-item]
+
+
+def raising() -> None:
+    raise LookupError("the page is gone")
+
+
+def dying() -> None:
+    os._exit(3)
+
+
+def silent() -> None:
+    time.sleep(3600)
+
+
+def idle() -> str:
+    """Never asks."""
+
+
+def wordy(base_url: str, api_key: str) -> str:
+    """Gives a reward that is none."""
+    import openai
+
+    openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model="m", prompt="x")
+    return "good"
+
+
+def demanding(row: dict[str, Any], browser: str) -> None:
+    """Wants what nobody gives."""
+
+
+def forking(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Goes on once, and asks another question: two segments, the first of two turns."""
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    prompt = row["prompt"]
+    for more in ("", "=", None):
+        prompt = row["prompt"][::-1] if more is None else prompt + more
+        prompt += client.completions.create(model="m", prompt=prompt).choices[0].text
+    return float(str(row["ground_truth"]) in prompt)

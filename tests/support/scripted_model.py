@@ -1,0 +1,80 @@
+"""A model whose answers are a script, and a chat format of bytes: what it read and said can be seen."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.wire.messages import SamplingParams
+from services.rollout.engines.engine import Generation
+from services.rollout.sessions.chat import Call, Parsed
+
+START, END = 256, 257
+CALL, CALLED = "<call>", "</call>"
+
+
+class ByteChat:
+    """Every byte is a token; turns stand between START and END. Calls are JSON in `<call>`."""
+
+    has_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in token_ids if token < START).decode()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+        ids = [START, *self.encode(json.dumps(tools)), END] if tools else []
+        for message in messages:
+            if message["role"] == "refused":
+                raise ValueError("no such role")
+            text = str(message.get("content") or "")
+            for call in message.get("tool_calls", ()):
+                text += f"{CALL}{json.dumps(call['function'])}{CALLED}"
+            ids += [START, *self.encode(f"{message['role']}\n{text}"), END]
+        return [*ids, START, *self.encode("assistant\n")]
+
+    def extend(
+        self, turn_ids: Sequence[int], is_stopped: bool, messages: Sequence[Any], tools: Sequence[Any] = ()
+    ) -> list[int]:
+        return ([] if is_stopped else [END]) + self.render(messages)
+
+    def parse(self, turn_ids: Sequence[int], tools: Sequence[Any] = ()) -> Parsed:
+        text, *calls = self.decode(turn_ids).split(CALL)
+        return Parsed({"role": "assistant", "content": text}, tuple(_call(call) for call in calls))
+
+
+class ScriptedModel:
+    """Says one line after the other; `seen` is what it was asked to continue each time."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+        self.seen: list[list[int]] = []
+        self.said: list[list[int]] = []
+        self.version = 3
+
+    async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        self.seen.append(list(ids))
+        line = self.lines.pop(0)
+        said = [*line.encode(), END][: sampling.max_tokens]
+        self.said.append(said)
+        return Generation(
+            said,
+            [-0.5] * len(said),
+            ((self.version, 0),),
+            "stop" if said[-1] == END else "length",
+            num_cached_tokens=2,
+        )
+
+
+def call_line(name: str, **arguments: Any) -> str:
+    """A line that calls a tool."""
+    return f"{CALL}{json.dumps({'name': name, 'arguments': arguments})}{CALLED}"
+
+
+def _call(text: str) -> Call:
+    try:
+        function = json.loads(text.removesuffix(CALLED))
+    except ValueError:
+        return Call("", error="not JSON")
+    return Call(function["name"], function["arguments"])
