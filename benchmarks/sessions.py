@@ -50,12 +50,20 @@ def main(
         for kind in ("blocking", "async"):
             held = run_main(measure_held(kind, sessions))
             efficiencies.append(held.efficiency)
-            rows.append((f"{sessions} sessions, {kind}", f"{held.wall_s:.2f} s", f"ideal: {held.ideal_s:.2f} s"))
+            rows.append(
+                (f"{sessions} sessions, {kind}", f"{held.wall_s:.2f} s", f"ideal: {held.ideal_s:.2f} s")
+            )
         result["efficiency_512"] = round(min(efficiencies), 3)
     if "gateway" in wanted:
         times = run_main(measure_gateway())
         result["gateway_ms_p50"] = round(times.added_ms_p50, 2)
-        rows.append(("a call through the gateway", f"+{times.added_ms_p50:.2f} ms", f"p99: +{times.added_ms_p99:.2f} ms"))
+        rows.append(
+            (
+                "a call through the gateway",
+                f"+{times.added_ms_p50:.2f} ms",
+                f"p99: +{times.added_ms_p99:.2f} ms",
+            )
+        )
     if "prefix" in wanted:
         hits = run_main(measure_prefix())
         result["prefix_hit_rate"] = round(hits.rate, 3)
