@@ -3,13 +3,15 @@
     python -m benchmarks.sessions                   # all four; the last needs vLLM
     python -m benchmarks.sessions --only held       # one of: single_turn, held, gateway, prefix
 
-* `single_turn`: samples per second of a worker without an environment, over those of the same worker whose
-  samples come straight from its engine, as before there were sessions. A real Redis, and an engine that
-  takes no time: what is measured is the path. Rounds of both take turns; the median of the pairs counts.
-* `held`: 512 sessions held by one rollout service, four turns each; the environment blocks for 50 ms to 2 s in each turn.
-  The ideal is the longest session's delays alone. Once with an environment that blocks (in processes), once async.
-* `gateway`: what a call costs an agent program beyond the engine's own time: HTTP, rendering, parsing, recording.
-* `prefix`: prompt tokens of second and later turns that came from vLLM's prefix cache.
+* `single_turn`: samples of a worker without an environment for each second of processor time, over those of
+  the same worker whose samples come straight from its engine, as before there were sessions. A real Redis,
+  and an engine that takes no time: what is measured is the path. The median of pairs of rounds counts.
+* `held`: 512 sessions held by one rollout service, of four turns each; the environment takes 50 ms to 2 s
+  for its answer to each. Once it blocks (so it runs in processes), once it is async. The ideal is the
+  longest session's delays alone.
+* `gateway`: what a call costs an agent program beyond the engine's own time: HTTP, rendering, parsing,
+  recording.
+* `prefix`: the share of prompt tokens of second and later turns that vLLM had in its prefix cache.
 """
 
 import statistics

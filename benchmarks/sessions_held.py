@@ -19,18 +19,21 @@ TURNS, GROUP_SIZE = 4, 8
 DELAY_S = (0.05, 2.0)
 ENGINE_S = 0.1
 
-ENVIRONMENTS = {
-    "blocking": "import time\n\nclass Slow:\n    def step(self, text):\n        time.sleep(next(self.delays))\n",
-    "async": "import asyncio\n\nclass Slow:\n    async def step(self, text):\n        await asyncio.sleep(next(self.delays))\n",
-}
-REST = f"""
+ENVIRONMENT = f"""
+import asyncio
+import time
+
+class Slow:
+    {{maybe_async}}def step(self, text):
+        {{sleep}}(next(self.delays))
         self.left -= 1
         return "w1 w2", None, self.left <= 0
 
-    def reset(self, row):
+    {{maybe_async}}def reset(self, row):
         self.left = {TURNS}
         self.delays = iter(row["delays_s"])
 """
+KINDS = {"blocking": ("", "time.sleep"), "async": ("async ", "await asyncio.sleep")}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ async def measure_held(kind: str, sessions: int) -> Held:
     rows = [[chance.uniform(*DELAY_S) for _ in range(TURNS)] for _ in range(sessions // GROUP_SIZE)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "slow.py").write_text(ENVIRONMENTS[kind] + REST)
+        maybe_async, sleep = KINDS[kind]
+        (folder / "slow.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
         async with ServiceRun(folder, _config(folder, len(rows)), "held") as run:
             run.start("rollout")
             await wait_until(lambda: _is_ready(run), 300)
