@@ -1,11 +1,32 @@
 """The smallest environment: one completion, and nothing that answers it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.wire.messages import Ticket
-from common.wire.segments import Segment
-from services.rollout.sessions.player import Ask, Played
+from services.rollout.engines.engine import Generation
+from services.rollout.sessions.player import Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion as the engine gave it. Nothing is checked here: the trajectory made of it is."""
+
+    ticket: Ticket
+    generation: Generation
+    text: str
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the `Trajectory`."""
+        return {
+            "prompt_ids": self.ticket.prompt_ids,
+            "completion_ids": self.generation.token_ids,
+            "logprobs": self.generation.logprobs,
+            "spans": self.generation.spans,
+            "finish": self.generation.finish,
+            "text": self.text,
+        }
 
 
 class SingleTurn:
@@ -17,18 +38,10 @@ class SingleTurn:
     async def start(self) -> None:
         """Nothing is needed."""
 
-    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
+    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Completion:
         """One completion. Raises ValueError: the engine refuses the prompt."""
         generation = await ask(ticket.prompt_ids.tolist(), ticket.sampling)
-        only: dict[str, Any] = {
-            "prompt_ids": ticket.prompt_ids,
-            "completion_ids": generation.token_ids,
-            "logprobs": generation.logprobs,
-            "spans": generation.spans,
-        }
-        # Not validated here: the trajectory that is made of it is.
-        first = Segment.model_construct(**only)
-        return Played(first, self._decode(generation.token_ids), generation.finish)
+        return Completion(ticket, generation, self._decode(generation.token_ids))
 
     async def close(self) -> None:
         """Nothing was started."""

@@ -14,7 +14,7 @@ Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One sample as it was played: the first segment, and of a session what lies beside it."""
+    """A session as it was played: the first segment, and what lies beside it."""
 
     first: Segment
     text: str
@@ -28,13 +28,20 @@ class Played:
         return fields | {"text": self.text, "finish": self.finish, "session": self.session}
 
 
+class Sampled(Protocol):
+    """One sample as it was played, whatever it was."""
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the `Trajectory`."""
+
+
 class Player(Protocol):
     """Plays samples, many at once; made once for each worker process."""
 
     async def start(self) -> None:
         """Load what it needs. Raises ConfigError: the environment cannot be used as configured."""
 
-    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
+    async def play(self, ticket: Ticket, name: str, ask: Ask) -> Sampled:
         """Play one sample of the ticket to its end; `name` tells it from all others that run.
 
         Raises:
