@@ -35,8 +35,8 @@ _BOOTSTRAP = (
 
 
 def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process that calls the `main(descriptor, parent)` of one of our modules; returns it with our end of
-    the socket."""
+    """Start a process that calls `main(descriptor, parent)` of the module; returns it with our end of the
+    socket."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), child.value]
