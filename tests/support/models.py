@@ -1,13 +1,21 @@
 """Models of a few thousand parameters, samples for them, and policies that train them, made on the spot."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from common.config.run import RunConfig
 from common.config.trainer import TrainerConfig
@@ -153,3 +161,28 @@ def run_config(path: Path | str, **sections: Any) -> RunConfig:
     for name, fields in sections.items():
         tree[name] = tree.get(name, {}) | fields
     return RunConfig.model_validate(tree)
+
+
+def attend_as_varlen(model: PreTrainedModel) -> None:
+    """Have the model take the `varlen` layout where there is no flash attention."""
+    AttentionInterface.register("reference_varlen", _varlen_attention)
+    model.set_attn_implementation("reference_varlen")
+
+
+def _varlen_attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> tuple[Any, None]:
+    """What flash attention's varlen kernel does, in plain torch: sequences apart at `cu_seq_lens`."""
+    assert attention_mask is None
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    boundaries = [0, query.shape[2]]
+    if "cu_seq_lens_q" in kwargs:  # absent where one sequence is probed
+        boundaries = kwargs["cu_seq_lens_q"].tolist()
+        assert boundaries == kwargs["cu_seq_lens_k"].tolist() and boundaries[-1] == query.shape[2]
+        assert max(b - a for a, b in pairwise(boundaries)) == kwargs["max_length_q"] == kwargs["max_length_k"]
+    parts = [
+        F.scaled_dot_product_attention(*(x[:, :, a:b] for x in (query, key, value)), is_causal=True)
+        for a, b in pairwise(boundaries)
+    ]
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None

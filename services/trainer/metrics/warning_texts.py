@@ -92,8 +92,9 @@ CHECKS = (
         "truncated",
         "completions/clipped_ratio",
         "many completions are cut off before they end",
-        "Raise rollout.sampling.max_tokens, or punish length (algorithm.overlong). If completions ended "
-        "before, the policy has learned not to stop: look at some of them.",
+        "Raise rollout.sampling.max_tokens (of sessions the limits of rollout.environment), or punish length "
+        "(algorithm.overlong). If completions ended before, the policy has learned not to stop: look at some "
+        "of them.",
     ),
     Check(
         "grad_norm",

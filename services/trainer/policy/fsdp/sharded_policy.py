@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 from torch import Tensor
 
-from services.trainer.groups.samples import MicroBatch, Sample
+from services.trainer.groups.samples import MicroBatch, Sample, SegmentTokens, TurnEnd
 from services.trainer.policy.fsdp.ranks import Ranks
 from services.trainer.policy.policy import Policy
 from services.trainer.policy.state import PolicyState
@@ -101,17 +101,26 @@ def _decode(value: Any) -> Any:
 
 def _encode_sample(sample: Sample) -> dict[str, Any]:
     values = {item.name: getattr(sample, item.name) for item in fields(Sample)}
-    return {
-        name: [str(value.dtype), value.tobytes()] if isinstance(value, np.ndarray) else value
-        for name, value in values.items()
-    }
+    forked = [(_encode_array(segment.prompt_ids), segment.num_completion) for segment in sample.forked]
+    return {name: _encode_array(value) for name, value in values.items()} | {"forked": forked}
+
+
+def _encode_array(value: Any) -> Any:
+    return {"dtype": str(value.dtype), "data": value.tobytes()} if isinstance(value, np.ndarray) else value
 
 
 def _decode_sample(encoded: dict[str, Any]) -> Sample:
-    arrays: dict[str, Any] = {
-        name: np.frombuffer(value[1], dtype=value[0]) if isinstance(value, list) else value
-        for name, value in encoded.items()
-        if name != "key"
-    }
+    values: dict[str, Any] = {name: _decode_array(value) for name, value in encoded.items()}
     ticket, index = encoded["key"]
-    return Sample(key=(ticket, index), **arrays)
+    return Sample(
+        **values
+        | {
+            "key": (ticket, index),
+            "forked": tuple(SegmentTokens(_decode_array(ids), count) for ids, count in encoded["forked"]),
+            "turns": tuple(TurnEnd(*turn) for turn in encoded["turns"]),
+        }
+    )
+
+
+def _decode_array(value: Any) -> Any:
+    return np.frombuffer(value["data"], dtype=value["dtype"]) if isinstance(value, dict) else value

@@ -12,6 +12,7 @@ from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, Tra
 from services.trainer.metrics.step_metrics import staleness_shares, step_metrics
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.step import MiniBatch, StepResult
+from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 
@@ -164,6 +165,48 @@ def test_a_step_with_nothing_to_train_has_finite_numbers():
     numbers = step_metrics(4, StepResult([group], [MiniBatch([], MicroBatchMetrics(), update)]), 0, 1.0)
     assert all(math.isfinite(value) for value in numbers.values())
     assert (numbers["loss"], numbers["update_skipped"], numbers["staleness/max"]) == (0.0, 1.0, 0.0)
+
+
+def test_a_session_is_one_completion_of_the_models_tokens_and_has_numbers_of_its_own():
+    first = make_segment((3, 4), (5, 6), (7, 8, 9), (10,), version=3)
+    cached = [
+        replaced(turn, num_cached_tokens=cached) for turn, cached in zip(first.turns, (-1, 4), strict=True)
+    ]
+    first = replaced(first, turns=tuple(cached))
+    fork = make_segment((3, 4, 11), (12, 13), version=4)
+    long = make_session(0, 0, first, fork, group_size=2, num_faults=2)
+    short = make_session(
+        0, 1, make_segment((3,), (4,), version=4), group_size=2, finish="length", end="timeout"
+    )
+    scores = [make_score(0, 0, 1.0), make_score(0, 1, 0.0)]
+    result = step_of_two_groups()
+    assert not any(name.startswith("sessions/") for name in step_metrics(4, result, 0, 1.0))
+    result.groups = [group_of([long, short], scores)]
+    numbers = step_metrics(4, result, 0, 1.0)
+    expected = {
+        "completions/mean_length": 3.0,
+        "completions/max_length": 5.0,
+        "completions/clipped_ratio": 0.5,
+        "completion_tokens": 6.0,
+        "step_tokens": 15.0,
+        "staleness/share_0": 4 / 6,
+        "staleness/share_1": 2 / 6,
+        "sessions/mean_turns": 2.0,
+        "sessions/mean_segments": 1.5,
+        "sessions/environment_tokens_share": 3 / 9,
+        "sessions/tool_calls": 2.0,
+        "sessions/wrong_calls_share": 1 / 4,
+        "sessions/faults": 2.0,
+        "sessions/ended_done": 0.5,
+        "sessions/ended_timeout": 0.5,
+        "sessions/ended_max_turns": 0.0,
+        "sessions/cached_prompt_share": 4 / 7,
+    }
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected)
+
+
+def replaced(model: Any, **fields: Any) -> Any:
+    return model.model_copy(update=fields)
 
 
 def test_every_number_is_a_plain_float():

@@ -1,15 +1,12 @@
 """Logprobs of the forward pass: every layout equals row by row, chunked equals whole, nothing leaks."""
 
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import (
-    AttentionInterface,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -31,7 +28,7 @@ from services.trainer.policy.forward import (
     score_logits,
 )
 from services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tiles
-from tests.support.models import PIECES, make_samples, tiny_llama
+from tests.support.models import PIECES, attend_as_varlen, make_samples, tiny_llama
 
 
 def completions_of(samples: list[Sample]) -> list[np.ndarray]:
@@ -76,31 +73,13 @@ def assert_close(mine: list[torch.Tensor], expected: list[torch.Tensor], atol: f
         np.testing.assert_allclose(left, right, atol=atol)
 
 
-def reference_varlen_attention(module, query, key, value, attention_mask, **kwargs):
-    """What flash attention's varlen kernel does, in plain torch: sequences apart at `cu_seq_lens`."""
-    assert attention_mask is None
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    boundaries = [0, query.shape[2]]
-    if "cu_seq_lens_q" in kwargs:  # absent where one sequence is probed
-        boundaries = kwargs["cu_seq_lens_q"].tolist()
-        assert boundaries == kwargs["cu_seq_lens_k"].tolist() and boundaries[-1] == query.shape[2]
-        assert max(b - a for a, b in pairwise(boundaries)) == kwargs["max_length_q"] == kwargs["max_length_k"]
-    parts = [
-        F.scaled_dot_product_attention(*(x[:, :, a:b] for x in (query, key, value)), is_causal=True)
-        for a, b in pairwise(boundaries)
-    ]
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
-
-
 @pytest.mark.parametrize("layout", ["padded", "block", "varlen"])
 @pytest.mark.parametrize("max_tokens", [16, 64, 4096])
 def test_every_layout_equals_row_by_row(layout, max_tokens, monkeypatch):
     model, samples = tiny_llama(), make_samples(24)
     expected = row_by_row(model, samples)
     if layout == "varlen":
-        AttentionInterface.register("reference_varlen", reference_varlen_attention)
-        model.set_attn_implementation("reference_varlen")
+        attend_as_varlen(model)
     monkeypatch.setattr(packing, "BLOCK_WIDTH", 48)
     assert_close(scored(model, samples, layout, max_tokens), expected)
 
@@ -111,8 +90,7 @@ def test_positions_start_anew_in_every_sequence(layout):
     model, samples = unusual_model("gpt2"), make_samples(16)
     expected = row_by_row(model, samples)
     if layout == "varlen":
-        AttentionInterface.register("reference_varlen", reference_varlen_attention)
-        model.set_attn_implementation("reference_varlen")
+        attend_as_varlen(model)
     assert_close(scored(model, samples, layout, 256), expected)
 
 

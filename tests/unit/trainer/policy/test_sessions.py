@@ -20,6 +20,7 @@ from services.trainer.policy.packing import make_rows, make_tiles
 from tests.support.models import (
     MAX_COMPLETION,
     accumulate_all,
+    attend_as_varlen,
     gradients_of,
     make_policy,
     make_samples,
@@ -106,10 +107,12 @@ def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: 
     samples = [*session_samples(9), *make_samples(6)]
     splits = [[one_batch(samples)], [one_batch([s]) for s in samples], form_micro_batches(samples, 60)]
     whole: torch.Tensor | None = None
-    for layout in ("padded", "block"):
+    for layout in ("padded", "block", "varlen"):
         for split in splits:
             policy = make_policy(torch.float64, micro_batch_tokens=40, algorithm=algorithm)
             policy.layout = layout
+            if layout == "varlen":
+                attend_as_varlen(policy._model)
             metrics = accumulate_all(policy, split)
             gradient = gradients_of(policy) / metrics.denominator
             whole = gradient if whole is None else whole
