@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from common.process.programs import ROOT
+from common.process.programs import ROOT, Child
 from common.wire.codec import pack
 
 Send = Callable[[dict[str, Any]], None]
@@ -34,12 +34,12 @@ _BOOTSTRAP = (
 )
 
 
-def spawn(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process that calls `main(descriptor, parent)` of one of our modules; returns it with our end of
-    the socket."""
+def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process that calls `main(descriptor, parent)` of the module; returns it with our end of the
+    socket."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), module]
+        command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), child.value]
         command += [str(ROOT), *sys.path]  # our own first, until they are there
         # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
         process = subprocess.Popen(

@@ -51,6 +51,13 @@ class JobFunction(StrEnum):
     RUN_CODE = "services.jobs.sandbox.job.run_code"
 
 
+class Child(StrEnum):
+    """Modules whose `main` runs users' code in a process of its own (`children.py`)."""
+
+    SCORING = "services.reward.functions.processes.child"
+    ENVIRONMENTS = "services.rollout.environments.child"
+
+
 VLLM_EXTENSION = "services.rollout.engines.vllm_worker_extension.WeightLoader"
 """The class that vLLM loads by name in its own worker processes."""
 

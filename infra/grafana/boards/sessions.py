@@ -53,7 +53,7 @@ SESSIONS = Row(
             "Calls of tools",
             "short",
             "Calls a second: answered, and wrong.",
-            "Mostly wrong: look at one with `tidemill trace`, and whether call_format is the model's.",
+            "Mostly wrong: read one with `tidemill trace`; call_format may not be the model's.",
             HEADING,
             (Query(per_s("tidemill_environment_calls_total", "result"), "{{result}}"),),
             "stacked",

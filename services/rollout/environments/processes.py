@@ -16,14 +16,13 @@ import structlog
 from common.config.environment import EnvironmentConfig
 from common.errors import EnvironmentFaultError
 from common.process.children import frame_of, kill_group, receive, spawn
-from common.process.programs import ending_in_words
+from common.process.programs import Child, ending_in_words
 from services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
 from services.rollout.environments.loading import Design
 from services.rollout.environments.local import late, late_call
 
 log = structlog.get_logger(__name__)
 
-CHILD = "services.rollout.environments.child"
 START_TIMEOUT_S = 120.0
 """Longest time a process may take to import the environment."""
 GRACE_S = 5.0
@@ -80,7 +79,7 @@ class EnvironmentProcess:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
-        self._process, self._channel = spawn(CHILD)
+        self._process, self._channel = spawn(Child.ENVIRONMENTS)
         self._writer: asyncio.StreamWriter | None = None
         self._loading = asyncio.ensure_future(self._load())
         self._loading.add_done_callback(lambda loading: loading.cancelled() or loading.exception())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import LeaseLostError
+from common.errors import EnvironmentFaultError, LeaseLostError
 from common.redis.broker import Broker
 from common.streams import group_status
 from common.wire.keys import ROLLOUT_GROUP, Keys
@@ -231,3 +231,32 @@ class TestWorkerLoop:
 
 async def _has_length(broker: Broker, key: str, count: int) -> bool:
     return int(await broker.execute("XLEN", key)) == count
+
+
+class FailingPlayer:
+    """A player whose environment never works."""
+
+    async def start(self) -> None: ...
+
+    async def play(self, ticket: Any, name: str, ask: Any) -> Any:
+        raise EnvironmentFaultError("the board is broken")
+
+    async def close(self) -> None: ...
+
+
+async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_buried_at_last(
+    make, broker, keys
+):
+    await issue(broker, keys)
+    async with make(streams__max_attempts=2) as worker:
+        loop = RolloutWorker(worker.context, Lane.TRAIN, worker.engine, worker.follower, FailingPlayer())
+        delivery = await worker.fetch()
+        loop.consumer = loop.generator.consumer = worker.consumer
+        await loop._work(delivery)
+        assert not await messages(broker, keys.dead, DeadLetter)
+        ((_, _, _, attempts),) = await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, "-", "+", 1)
+        assert attempts == 1
+        again = await take_over(broker, keys, delivery, worker)
+        await loop._work(again)
+        (letter,) = await messages(broker, keys.dead, DeadLetter)
+    assert "the board is broken" in letter.error

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.process.children import frame_of, kill_group, receive, spawn
+from common.process.programs import Child
 from services.reward.functions.request import Request, outcomes_of
 from services.reward.outcome import AttemptError, RewardOutcome
 
@@ -25,8 +26,6 @@ SILENT_S = 1.5
 """A process that has not beaten for so long runs no Python code: some call holds the interpreter's lock."""
 GRACE_S = 5.0
 """How much longer than its calls may take a loop may stand still before its process is killed."""
-
-CHILD = "services.reward.functions.processes.child"
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +79,7 @@ class ScoringProcess:
         self, is_async: bool = False, on_beat: Callable[[dict[str, Any]], None] = lambda _: None
     ) -> None:
         self._is_async, self._on_beat = is_async, on_beat
-        self._process, self._channel = spawn(CHILD)
+        self._process, self._channel = spawn(Child.SCORING)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loading: asyncio.Future[None] | None = None
