@@ -56,6 +56,7 @@ class Child(StrEnum):
 
     SCORING = "services.reward.functions.processes.child"
     ENVIRONMENTS = "services.rollout.environments.child"
+    AGENTS = "services.rollout.environments.agent_host"
 
 
 VLLM_EXTENSION = "services.rollout.engines.vllm_worker_extension.WeightLoader"

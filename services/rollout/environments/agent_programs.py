@@ -18,7 +18,7 @@ import structlog
 
 from common.errors import ConfigError, EnvironmentFaultError
 from common.process.children import frame_of, kill_group, receive, spawn
-from common.process.programs import ending_in_words
+from common.process.programs import Child, ending_in_words
 from services.rollout.environments.agent_host import result_of
 
 log = structlog.get_logger(__name__)
@@ -149,7 +149,7 @@ class HostedFunction:
     async def start(self) -> None:
         """Import the function, in the host."""
         self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
-        self._host, channel = spawn("services.rollout.environments.agent_host")
+        self._host, channel = spawn(Child.AGENTS)
         reader, self._writer = await asyncio.open_unix_connection(sock=channel)
         self._writer.write(frame_of({"agent": self._reference, "path": str(self._socket)}))
         try:
