@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 
 from common.errors import ConfigError
 from common.process.gpu_sharing import GpuGate, GpuLock, lock_files
+from common.process.listening import BACKLOG, listen
 from common.process.programs import run_main
 from common.run.replicas import model_token
 from services.reward.model_server.app import ScoringApp, TokenGate
@@ -27,8 +28,6 @@ from services.reward.model_server.requests import Inputs
 from services.reward.model_server.scoring_model import ScoringModel
 
 log = structlog.get_logger(__name__)
-
-BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
@@ -128,9 +127,8 @@ async def _ending(
 
 @contextlib.contextmanager
 def _listening(options: ServerOptions) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+        listener = listen(options.host, options.port)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {options.host}:{options.port}: {error.strerror}. Give another --port, or 0."

@@ -8,7 +8,6 @@ Answers are passed on whole, also those that were asked for as a stream.
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import ConfigError
+from common.process.listening import listen
 from common.run.replicas import key_for
 from common.wire.messages import Lane
 from services.reward.remote.calls import RemoteCalls
@@ -62,7 +62,7 @@ class RouterProxy:
 
     async def start(self) -> str:
         """Listen; returns `host:port`."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         name = f"router of {self._calls.name}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name=name)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import ConfigError
+from common.process.listening import listen
 from services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
 from services.rollout.gateway.dialogue import RequestError
 from services.rollout.gateway.session import GatewaySession
@@ -87,12 +87,10 @@ class Gateway:
     async def start(self) -> None:
         """Listen. Raises ConfigError: not at this address."""
         try:
-            listener = socket.create_server((self.host, 0), backlog=1024)
+            listener = listen(self.host)
         except OSError as error:
             where = f"{self.host} (rollout.environment.gateway_host)"
             raise ConfigError(f"cannot listen for agents at {where}: {error.strerror}") from None
-        # Accepted sockets inherit it. Without, answers wait 40 ms for the client's acknowledgement.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.root = f"http://{self.host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
 

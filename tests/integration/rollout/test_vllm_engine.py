@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import torch
 from prometheus_client import REGISTRY
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from common.config.run import RunConfig
 from common.errors import EngineError, WeightsError
@@ -27,6 +27,7 @@ from services.rollout.engines.engine import Generation, GenerationRequest
 from services.rollout.engines.vllm import VllmEngine
 from tests.support.models import tiny_llama, tiny_model
 from tests.support.vllm_machine import need_vllm
+from tests.support.vllm_parity import expected_logprobs
 
 need_vllm()
 
@@ -97,29 +98,12 @@ async def generate_all(engine: VllmEngine, requests: Sequence[GenerationRequest]
     return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
-@torch.inference_mode()
-def expected_logprobs(
-    request: GenerationRequest, result: Generation, models: dict[int, LlamaForCausalLM]
-) -> list[float]:
-    """What each token's logprob must be, version by version, each going on with the cache so far."""
-    ids = [*request.prompt_ids, *result.token_ids]
-    num_prompt, cache, logits = len(request.prompt_ids), DynamicCache(), []
-    ends = [first for _, first in result.spans[1:]] + [len(result.token_ids)]
-    done = 0
-    for (version, _), end in zip(result.spans, ends, strict=True):
-        # The last token of a span is an input of the forward pass that samples the next one.
-        inputs = ids[done : num_prompt + end - 1]
-        done += len(inputs)
-        logits.append(models[version](torch.tensor([inputs]), past_key_values=cache).logits[0])
-    logits_TV = torch.cat(logits)[num_prompt - 1 :] / (request.sampling.temperature or 1.0)
-    targets_T1 = torch.tensor(result.token_ids)[:, None]
-    return torch.log_softmax(logits_TV, dim=-1).gather(-1, targets_T1)[:, 0].tolist()
-
-
 def assert_parity(requests: Sequence[GenerationRequest], results: Sequence[Generation]) -> None:
     models = {version: reference(version) for result in results for version, _ in result.spans}
     for request, result in zip(requests, results, strict=True):
-        expected = expected_logprobs(request, result, models)
+        expected = expected_logprobs(
+            request.prompt_ids, result.token_ids, result.spans, models, request.sampling.temperature
+        )
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE), request.request_id
 
 
@@ -203,7 +187,13 @@ async def test_updates_in_flight_label_every_token_with_the_weights_that_sampled
         # The probe: what the engine computes with now is what was in the file.
         probe = GenerationRequest("probe", [7, 8, 9, 10], SamplingParams(max_tokens=8))
         completion = Generation([11, 12, 13, 14, 1], [], ((version, 0),), "stop")
-        expected = expected_logprobs(probe, completion, {version: reference(version)})
+        expected = expected_logprobs(
+            probe.prompt_ids,
+            completion.token_ids,
+            completion.spans,
+            {version: reference(version)},
+            probe.sampling.temperature,
+        )
         scores = await engine.score(probe.prompt_ids, completion.token_ids)
         assert scores == pytest.approx(expected, abs=TOLERANCE)
 

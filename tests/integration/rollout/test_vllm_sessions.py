@@ -1,0 +1,136 @@
+"""Sessions on a real vLLM engine whose weights are replaced in the middle of them.
+
+The reference is a plain forward pass of transformers over the ids of the trajectory: of each turn, over all
+that came before it, whoever wrote it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config.run import RunConfig
+from common.wire.messages import SamplingParams, Ticket
+from common.wire.segments import Segment
+from services.rollout.engines import build_engine
+from services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from services.rollout.environments import build_player
+from services.rollout.sessions.player import Played
+from tests.support.models import tiny_llama, tiny_model
+from tests.support.vllm_machine import need_vllm
+from tests.support.vllm_parity import expected_logprobs
+
+need_vllm()
+
+pytestmark = pytest.mark.timeout(900)
+
+SESSIONS, TURNS, VERSIONS = 512, 3, 4
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.05}
+TOLERANCE = 1e-5
+ENVIRONMENT = f"""
+class Words:
+    def reset(self, row):
+        self.number, self.left = row["number"], {TURNS}
+
+    async def step(self, text):
+        self.left -= 1
+        return f"w{{self.number % 29}} w{{self.left}} w7", None, self.left <= 0
+"""
+
+
+def make_config(folder: Path, model: Path) -> RunConfig:
+    (folder / "words.py").write_text(ENVIRONMENT)
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model), "max_model_len": 128},
+            "data": {"train": "none", "max_prompt_tokens": 32},
+            "rollout": {
+                "engine": "vllm",
+                "num_threads": 1,
+                "sampling": {"max_tokens": 24},
+                "vllm": {"max_num_seqs": 64, "enforce_eager": True, "extra": {"block_size": 32}},
+                "environment": {"use": f"{folder}/words.py:Words", "max_turns": TURNS},
+            },
+        }
+    )
+
+
+def make_ticket(number: int) -> Ticket:
+    return Ticket(
+        prompt_ids=np.array([3 + (number * 7 + place * 5) % 29 for place in range(8)], dtype=np.int32),
+        extra={"number": number},
+        ticket=number,
+        step=0,
+        min_version=0,
+        group_size=1,
+        sampling=SamplingParams(max_tokens=24),
+    )
+
+
+class Watched:
+    """An engine that notes each turn, and whose weights are replaced whenever so many turns have begun."""
+
+    def __init__(self, engine: Engine, files: dict[int, Path]) -> None:
+        self.engine, self.files = engine, files
+        self.turns: dict[int, list[tuple[list[int], Generation]]] = {}
+        self.loads: list[asyncio.Task[object]] = []
+        self.num_begun = 0
+
+    async def ask(self, number: int, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        turns = self.turns.setdefault(number, [])
+        self.num_begun += 1
+        if self.num_begun % (SESSIONS * TURNS // VERSIONS // 2) == 0 and len(self.loads) + 1 < VERSIONS:
+            version = len(self.loads) + 1
+            self.loads.append(asyncio.create_task(self.engine.load(version, [self.files[version]])))
+        generation = await self.engine.generate(GenerationRequest(f"{number}-{len(turns)}", ids, sampling))
+        turns.append((list(ids), generation))
+        return generation
+
+
+async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_those_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    folders = {version: tiny_model(tmp_path / f"v{version}", version, **SHAPE) for version in range(VERSIONS)}
+    config = make_config(tmp_path, folders[0])
+    engine = build_engine(config, "worker")
+    await engine.start()
+    watched = Watched(engine, {version: path / "model.safetensors" for version, path in folders.items()})
+    player = build_player(config, engine.decode)
+    await player.start()
+
+    async def play(number: int) -> Segment:
+        played = await player.play(
+            make_ticket(number), str(number), lambda ids, sampling: watched.ask(number, ids, sampling)
+        )
+        assert isinstance(played, Played)
+        return played.first
+
+    try:
+        segments = await asyncio.gather(*(play(number) for number in range(SESSIONS)))
+        await asyncio.gather(*watched.loads)
+    finally:
+        await player.close()
+        await engine.close()
+
+    models = {version: tiny_llama(version, **SHAPE) for version in range(VERSIONS)}
+    versions, worst = set(), 0.0
+    for number, segment in enumerate(segments):
+        seen = watched.turns[number]
+        assert len(segment.turns) == len(seen)
+        row = [*segment.prompt_ids.tolist(), *segment.completion_ids.tolist()]
+        for turn, (ids, generation) in zip(segment.turns, seen, strict=True):
+            start = len(segment.prompt_ids) + turn.first
+            assert row[:start] == ids, "what the engine continued"
+            assert row[start : start + turn.num_tokens] == generation.token_ids, "what it sampled"
+            assert segment.mask[turn.first : turn.end].all()
+            expected = expected_logprobs(ids, generation.token_ids, generation.spans, models)
+            found = segment.logprobs[turn.first : turn.end]
+            worst = max(worst, float(np.abs(found - np.asarray(expected, np.float32)).max()))
+            versions.add(tuple(version for version, _ in generation.spans))
+        assert int(segment.mask.sum()) == sum(turn.num_tokens for turn in segment.turns)
+    assert worst < TOLERANCE
+    assert len({version for spans in versions for version in spans}) == VERSIONS
+    assert max(map(len, versions)) > 1, "no turn was in the middle of an update"
+    assert max(len(segment.turns) for segment in segments) == TURNS
