@@ -296,4 +296,15 @@ KNOWN = {
             Fault(11.297, "freeze", "rollout-1", {"for_s": 3.3}),
         ),
     ),
+    "a second SIGTERM while the first is worked on": Schedule(
+        9014,
+        Setup(steps=3, group_size=2, checkpoint_every=1, rewards=1),
+        (
+            Fault(2.919, "freeze", "trainer", {"for_s": 11.56}),
+            Fault(3.069, "term", "reward-0"),
+            Fault(3.237, "kill", "trainer", {"step": "unsent", "count": 7}),
+            Fault(3.749, "term", "reward-0"),
+            Fault(11.191, "restart", "", {"for_s": 1.39, "lose": 4}),
+        ),
+    ),
 }

@@ -83,6 +83,11 @@ class World:
             self.tell(process.name, "is killed")
             self._bury(process, -9, None)
 
+    def end(self, process: Process, code: int) -> None:
+        """It ends itself at once, as a second SIGTERM has it do."""
+        if not process.is_dead:
+            self._bury(process, code, None)
+
     def freeze(self, process: Process) -> None:
         """It stands still; its connections stay open."""
         if not process.is_dead and not process.is_frozen:
