@@ -150,16 +150,20 @@ class Broker:
 
         return await self._timed(send)
 
-    async def script(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def script(
+        self, name: str, keys: Sequence[str], args: Sequence[Any], check: Callable[[], None] | None = None
+    ) -> Any:
         """Run one of the Lua scripts in `common/redis/lua`.
 
         Where the server lacks it (it was started again, or is another one) it is loaded, by a user who may do
         that. Workers may not: a script of their own could hold up the server for ever. They wait for the
-        trainer, which looks after the scripts (`keep_scripts`).
+        trainer, which looks after the scripts (`keep_scripts`). Before each attempt `check` may raise.
         """
         source, sha = _script(name)
 
         async def send() -> Any:
+            if check is not None:
+                check()
             call = ("EVALSHA", sha, len(keys), *keys, *args)
             try:
                 try:

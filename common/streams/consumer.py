@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, compress
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -18,8 +19,8 @@ from redis import exceptions as redis_errors
 from common.errors import LeaseLostError
 from common.process.stand_in import StandIn
 from common.redis.broker import Broker
-from common.streams.entries import START, Delivery, Fields, Garbled, decoded
-from common.streams.log import block_ms, ensure_group, fields_of
+from common.streams.entries import START, Delivery, Fields, Garbled, decoded, in_parts
+from common.streams.log import block_ms, ensure_group, fields_of, is_without_group
 from common.telemetry import metrics
 from common.wire import codec
 from common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
@@ -31,10 +32,8 @@ RENEWALS_PER_LEASE = 3
 RECLAIMS_PER_LEASE = 2
 CLOCK_CHECKS_PER_LEASE = 3
 """A clock of the server that is ahead of ours by this part of a lease has jumped."""
-MAX_HELD_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
-Item = TypeVar("Item")
 
 
 class Consumer(Generic[M]):
@@ -104,7 +103,7 @@ class Consumer(Generic[M]):
                 "XREADGROUP", "GROUP", self.group, self.name, "COUNT", count, *block, "STREAMS", self.key, ">"
             )
         except redis_errors.ResponseError as error:
-            if not _is_without_group(error):
+            if not is_without_group(error):
                 raise
             log.warning("consumer group is gone, creating it again", stream=self.label, group=self.group)
             await ensure_group(self.broker, self.key, self.group)
@@ -122,16 +121,9 @@ class Consumer(Generic[M]):
         was published.
         """
         done: list[bool] = []
-        for part in _parts(results):
-            # Looked at once: what is current may change while Redis answers.
-            current = [self._is_current(delivery) for delivery, _ in part]
-            pairs = [
-                (delivery.entry_id, codec.encode_payload(result) if result is not None else b"")
-                for (delivery, result), is_current in zip(part, current, strict=True)
-                if is_current
-            ]
-            flags = iter(await self._complete(pairs, out_key) if pairs else ())
-            done += [is_current and next(flags) for is_current in current]
+        for part in in_parts(results):
+            payloads = [codec.encode_payload(result) if result is not None else b"" for _, result in part]
+            done += await self._complete([delivery for delivery, _ in part], payloads, out_key)
         return done
 
     async def publish_sample(
@@ -208,14 +200,14 @@ class Consumer(Generic[M]):
 
     async def bury(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
         """Move a message to the dead-letter stream, as one unit."""
-        (done,) = await self._complete([(delivery.entry_id, codec.encode_payload(letter))], self.dead_key)
+        (done,) = await self._complete([delivery], [codec.encode_payload(letter)], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()
         return done
 
     async def renew(self) -> None:
         """Renew every held lease now, and mark those that are lost; happens by itself in the background."""
-        for part in _parts(list(self.held)):
+        for part in in_parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in part]
             for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
                 if entry_id.decode() not in self._settling:  # the settling call finds out for itself
@@ -227,7 +219,7 @@ class Consumer(Generic[M]):
 
         What is lost, the loop of this consumer finds out when it turns again.
         """
-        for part in _parts(list(self.held)):
+        for part in in_parts(list(self.held)):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
                 await broker.script("renew", [self.key], [self.group, self.name, *part])
 
@@ -268,12 +260,17 @@ class Consumer(Generic[M]):
         # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
         await self._script("leave", [self.group, self.name], None)
 
-    async def _script(self, name: str, args: list[Any], without_group: Any, *other_keys: str) -> Any:
-        """Run a script; `without_group` is its answer where the group is gone, and with it every lease."""
+    async def _script(
+        self, name: str, args: list[Any], without_group: Any, *other_keys: str, about: Sequence[Any] = ()
+    ) -> Any:
+        """Run a script `about` deliveries; `without_group` is its answer where the group is gone, and with it
+        every lease."""
         try:
-            return await self.broker.script(name, [self.key, *other_keys], args)
+            return await self.broker.script(
+                name, [self.key, *other_keys], args, lambda: self._check_current(about)
+            )
         except redis_errors.ResponseError as error:
-            if not _is_without_group(error):
+            if not is_without_group(error):
                 raise
             return without_group
 
@@ -281,27 +278,36 @@ class Consumer(Generic[M]):
         self, script: str, delivery: Delivery[Any], rest: tuple[Any, ...], *other_keys: str
     ) -> Any:
         """Run a script about a held message; returns its answer, which is 0 where the lease is gone."""
-        if not self._is_current(delivery):
-            raise LeaseLostError(f"{self.label} {delivery.entry_id} was delivered to this worker once more")
         args = [self.group, self.name, delivery.entry_id, *rest]
         with self._settles(delivery.entry_id):
-            reply = await self._script(script, args, 0, *other_keys)
+            reply = await self._script(script, args, 0, *other_keys, about=[delivery])
         if reply == 0:
             self._lose(delivery.entry_id)
             raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
         return reply
 
-    async def _complete(self, pairs: Sequence[tuple[str, bytes]], out_key: str) -> list[bool]:
-        args = [self.group, self.name, SCHEMA, *(part for pair in pairs for part in pair)]
-        with self._settles(*(entry_id for entry_id, _ in pairs)):
-            flags = await self._script("complete", args, [0] * len(pairs), out_key)
-        done = [bool(flag) for flag in flags]
-        for (entry_id, _), is_done in zip(pairs, done, strict=True):
+    async def _complete(
+        self, deliveries: Sequence[Any], payloads: Sequence[bytes], out_key: str
+    ) -> list[bool]:
+        current = [self._is_current(delivery) for delivery in deliveries]
+        about = list(compress(deliveries, current))
+        ids = [delivery.entry_id for delivery in about]
+        pairs = zip(ids, compress(payloads, current), strict=True)
+        args = [self.group, self.name, SCHEMA, *chain.from_iterable(pairs)]
+        try:
+            with self._settles(*ids):
+                flags = (
+                    await self._script("complete", args, [0] * len(ids), out_key, about=about) if ids else []
+                )
+        except LeaseLostError:  # of some, which are left out now
+            return await self._complete(deliveries, payloads, out_key)
+        for entry_id, is_done in zip(ids, flags, strict=True):
             if is_done:
                 self.held.pop(entry_id, None)
             else:
                 self._lose(entry_id)
-        return done
+        done = iter(flags)
+        return [is_current and bool(next(done)) for is_current in current]
 
     def _hold(self, raw_id: bytes, fields: Fields, attempts: int) -> Delivery[M] | Garbled:
         entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
@@ -328,6 +334,14 @@ class Consumer(Generic[M]):
     def _is_current(self, delivery: Delivery[Any]) -> bool:
         """Whether no other delivery of the same entry has come since; its id may be another message's."""
         return self.held.get(delivery.entry_id, delivery) is delivery
+
+    def _check_current(self, deliveries: Sequence[Any]) -> None:
+        """Before each attempt: Redis may have lost an entry, and given us another one with its id."""
+        for delivery in deliveries:
+            if not self._is_current(delivery):
+                raise LeaseLostError(
+                    f"{self.label} {delivery.entry_id} was delivered to this worker once more"
+                )
 
     def _lose(self, entry_id: str) -> None:
         delivery = self.held.pop(entry_id, None)
@@ -384,13 +398,3 @@ class Consumer(Generic[M]):
         while True:
             await asyncio.sleep(self.lease_s / RENEWALS_PER_LEASE)
             await self.renew()
-
-
-def _parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """The items, in parts that one call takes."""
-    return (items[i : i + MAX_HELD_IN_ONE_CALL] for i in range(0, len(items), MAX_HELD_IN_ONE_CALL))
-
-
-def _is_without_group(error: redis_errors.ResponseError) -> bool:
-    """Whether stream or group have vanished: Redis lost its data, or someone deleted them."""
-    return str(error).startswith(("NOGROUP", "The XGROUP subcommand requires the key to exist"))

@@ -4,7 +4,7 @@ Readers of archives and of whole histories need this much of a stream and no mor
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -15,8 +15,10 @@ from common.wire.messages import Message
 
 START = "0-0"
 """Before every entry."""
+MAX_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
+Item = TypeVar("Item")
 Fields = dict[bytes, bytes]
 
 
@@ -85,3 +87,8 @@ def decoded(
         return Entry(entry_id, codec.decode(fields, message_type, max_bytes))
     except CodecError as error:
         return Garbled(entry_id, fields, str(error))
+
+
+def in_parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """The items, in parts that one call takes."""
+    return (items[i : i + MAX_IN_ONE_CALL] for i in range(0, len(items), MAX_IN_ONE_CALL))

@@ -302,6 +302,11 @@ class OffsetReader(Generic[M]):
         return OffsetReader(self.broker, self.key, self.message_type, position, Trail(self.trail.sure))
 
 
+def is_without_group(error: redis_errors.ResponseError) -> bool:
+    """Whether stream or group have vanished: Redis lost its data, or someone deleted them."""
+    return str(error).startswith(("NOGROUP", "The XGROUP subcommand requires the key to exist"))
+
+
 def fields_of(raw: Sequence[bytes]) -> Fields:
     """Field names and values, which Redis sends as one flat list."""
     return dict(zip(raw[::2], raw[1::2], strict=True))

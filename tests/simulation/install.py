@@ -123,6 +123,7 @@ def _replacements(world: World) -> list[tuple[Any, str, Any]]:
         *_disk_replacements(world),
         (asyncio, "create_subprocess_exec", spawn(world)),
         (os, "kill", lambda pid, number: _signal(world, pid, number)),
+        (os, "_exit", lambda code: world.end(OWNER.get(world.loop.world), code)),
         (common.redis.broker, "make_client", lambda url: MemoryClient(world.cluster)),
         (common.redis.client, "make_blocking_client", no_redis_for_jobs),
         (common.process.service, "HttpEndpoint", NoEndpoint),

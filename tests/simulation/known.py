@@ -275,4 +275,36 @@ KNOWN = {
             Fault(12.179, "foreign", "trajectories", {"what": "future"}),
         ),
     ),
+    "a score is published under the id of another trajectory": Schedule(
+        3387,
+        Setup(
+            steps=4,
+            groups_per_step=1,
+            group_size=4,
+            max_staleness=0,
+            batch_order="as_ready",
+            checkpoint_every=3,
+            trim=False,
+            rewards=1,
+        ),
+        (
+            Fault(2.212, "failover", "", {"for_s": 2.54, "lose_commits": 2, "clock_s": -20.8}),
+            Fault(2.593, "freeze", "rollout-1", {"for_s": 5.2}),
+            Fault(8.201, "kill", "trainer", {"step": "file", "count": 7}),
+            Fault(8.542, "cut_off", "rollout-0", {"for_s": 5.69}),
+            Fault(10.814, "restart", "", {"for_s": 2.79, "lose": 19}),
+            Fault(11.297, "freeze", "rollout-1", {"for_s": 3.3}),
+        ),
+    ),
+    "a second SIGTERM while the first is worked on": Schedule(
+        9014,
+        Setup(steps=3, group_size=2, checkpoint_every=1, rewards=1),
+        (
+            Fault(2.919, "freeze", "trainer", {"for_s": 11.56}),
+            Fault(3.069, "term", "reward-0"),
+            Fault(3.237, "kill", "trainer", {"step": "unsent", "count": 7}),
+            Fault(3.749, "term", "reward-0"),
+            Fault(11.191, "restart", "", {"for_s": 1.39, "lose": 4}),
+        ),
+    ),
 }

@@ -2,6 +2,7 @@
 
 import contextvars
 import random
+import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.simulation.disk import Disk
 from tests.simulation.history import History
 from tests.simulation.loop import OWNER, SimulatedLoop
 from tests.simulation.process import Process
+
+INPUTS = re.compile(rb"[^\"]*/tidemill-simulation-inputs-[^/]*/")
+"""The folder of data and tokenizer, which the config names."""
 
 
 @dataclass
@@ -83,6 +87,11 @@ class World:
             self.tell(process.name, "is killed")
             self._bury(process, -9, None)
 
+    def end(self, process: Process, code: int) -> None:
+        """It ends itself at once, as a second SIGTERM has it do."""
+        if not process.is_dead:
+            self._bury(process, code, None)
+
     def freeze(self, process: Process) -> None:
         """It stands still; its connections stay open."""
         if not process.is_dead and not process.is_frozen:
@@ -129,7 +138,8 @@ class World:
 
     def _note_command(self, who: str, name: str, body: bytes) -> None:
         self._digest.update(f"{self.loop.now:.9f}{who}{name}".encode())
-        self._digest.update(body.replace(self._folder, b"/"))  # which is another one each time
+        # Folders have other names each time.
+        self._digest.update(INPUTS.sub(b"/", body.replace(self._folder, b"/")))
         if self.is_traced and name not in ("XREAD", "XREADGROUP") and b"workers" not in body[:60]:
             self.trace.append(f"{self.loop.now - 1000:10.4f} {who:12} {name} {body[:150]!r}")
 
