@@ -48,8 +48,19 @@ def function(name: str) -> str:
     return f"tests.support.agents:{name}"
 
 
+OLDER: set[int] = set()
+"""Processes that other tests of this process have started, such as the server that forks their services."""
+
+
+@pytest.fixture(autouse=True)
+def older_children() -> None:
+    OLDER.clear()
+    OLDER.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.pid not in OLDER]
 
 
 def no_children() -> bool:
