@@ -131,12 +131,22 @@ async def test_other_histories_are_segments_of_their_own_and_each_is_found_again
 async def test_a_retry_gets_the_same_answer_while_it_is_made_and_afterwards() -> None:
     async with opened("one", "two") as run:
         both = await asyncio.gather(run.say([USER]), run.say([USER]))
-        again = await run.say([USER])
+        again = await run.say([USER], extra_headers={"x-stainless-retry-count": "1"})
         assert {message.content for message in (*both, again)} == {"one"} and len(run.model.seen) == 1
         await run.say([USER, again, {"role": "user", "content": "on"}])
         run.model.lines = ["another"]
         assert (await run.say([USER])).content == "another"
         assert run.session.counts == {"clean": 1, "forked": 1}
+
+
+async def test_the_same_question_asked_anew_gets_an_answer_of_its_own() -> None:
+    async with opened("one", "two", "three") as run:
+        answers = [await run.say([USER]) for _ in range(2)]
+        unsaid = await run.say([USER], extra_headers={"x-stainless-retry-count": openai.Omit()})
+        assert [message.content for message in (*answers, unsaid)] == ["one", "two", "two"]
+        assert run.session.counts == {"forked": 1}
+        await run.say([USER, answers[0], {"role": "user", "content": "on"}])
+        run.check_ids()
 
 
 async def test_chat_streams_have_what_whole_answers_have() -> None:
