@@ -27,7 +27,10 @@ from services.rollout.gateway.session import GatewaySession
 log = structlog.get_logger(__name__)
 
 Body = dict[str, Any]
-Endpoint = Callable[[GatewaySession, Body], Awaitable[Response]]
+Endpoint = Callable[[GatewaySession, Body, bool | None], Awaitable[Response]]
+"""With whether the client asks again, where it says so."""
+RETRY_COUNT = "x-stainless-retry-count"
+"""The header in which the clients of OpenAI and Anthropic do."""
 
 IGNORED = frozenset(
     [
@@ -113,7 +116,9 @@ class Gateway:
         async def answer(request: Request) -> Response:
             try:
                 session = self._session(request)
-                return await endpoint(session, await _body(request) if request.method == "POST" else {})
+                count = request.headers.get(RETRY_COUNT)
+                body = await _body(request) if request.method == "POST" else {}
+                return await endpoint(session, body, None if count is None else count != "0")
             except RequestError as error:
                 return _refusal(error)
             except asyncio.CancelledError:
@@ -143,41 +148,41 @@ class Gateway:
             self._ignored.update(new)
             log.info("an agent's parameters are ignored: rollout.sampling holds", parameters=new)
 
-    async def _models(self, session: GatewaySession, body: Body) -> Response:
+    async def _models(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tidemill"}
         shown = {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
         pages = {"has_more": False, "first_id": self.model, "last_id": self.model}
         return JSONResponse({"object": "list", "data": [model | shown], **pages})
 
-    async def _chat(self, session: GatewaySession, body: Body) -> Response:
+    async def _chat(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
         self._note_ignored(body)
-        answer = await session.answer(openai_chat.chat_question(body))
+        answer = await session.answer(openai_chat.chat_question(body), is_retry)
         if not body.get("stream"):
             return JSONResponse(openai_chat.chat_answer(answer, self.model))
         return _stream([*openai_chat.chat_events(answer, self.model, _has_usage(body)), "[DONE]"])
 
-    async def _completion(self, session: GatewaySession, body: Body) -> Response:
+    async def _completion(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
         self._note_ignored(body)
-        answer = await session.answer(openai_chat.text_question(body))
+        answer = await session.answer(openai_chat.text_question(body), is_retry)
         if not body.get("stream"):
             return JSONResponse(openai_chat.text_answer(answer, self.model))
         return _stream([*openai_chat.text_events(answer, self.model, _has_usage(body)), "[DONE]"])
 
-    async def _response(self, session: GatewaySession, body: Body) -> Response:
+    async def _response(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
         self._note_ignored(body)
-        answer = await session.answer(openai_responses.question_of(body))
+        answer = await session.answer(openai_responses.question_of(body), is_retry)
         if not body.get("stream"):
             return JSONResponse(openai_responses.response(answer, self.model, body))
         return _stream(openai_responses.response_events(answer, self.model, body))
 
-    async def _message(self, session: GatewaySession, body: Body) -> Response:
+    async def _message(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
         self._note_ignored(body)
-        answer = await session.answer(anthropic_messages.question_of(body))
+        answer = await session.answer(anthropic_messages.question_of(body), is_retry)
         if not body.get("stream"):
             return JSONResponse(anthropic_messages.message_answer(answer, self.model))
         return _stream(anthropic_messages.message_events(answer, self.model))
 
-    async def _count(self, session: GatewaySession, body: Body) -> Response:
+    async def _count(self, session: GatewaySession, body: Body, is_retry: bool | None) -> Response:
         return JSONResponse({"input_tokens": session.count_tokens(anthropic_messages.question_of(body))})
 
 

@@ -1,8 +1,9 @@
 """One session behind an address of its own: questions in, answers out, ids kept.
 
 Invariants: a question that comes again while its answer is being made, or before anything followed it, gets
-the same answer, so a client's retry is no second turn. Whatever limit is reached ends the agent's loop with
-an error in words; the session counts as truncated from then on, unless it goes on with a shorter history.
+the same answer, so a client's retry is no second turn; where it says that it does not retry, an answered one
+gets a new answer. Whatever limit is reached ends the loop of the agent with an error in words; the session
+counts as truncated from then on, unless it goes on with a shorter history.
 """
 
 import asyncio
@@ -69,15 +70,15 @@ class GatewaySession:
         self._given: dict[Any, _Given] = {}
         self._reserved_tokens = 0
 
-    async def answer(self, question: Question) -> Answer:
-        """One turn.
+    async def answer(self, question: Question, is_retry: bool | None = None) -> Answer:
+        """One turn. Clients that count their retries say whether this is one; of others it is None.
 
         Raises:
             RequestError: it cannot be answered.
         """
         key = question.key
         given = self._given.get(key)
-        if given is None or not _is_current(given) or given.num_repeats >= MAX_REPEATS:
+        if given is None or not _is_current(given, is_retry) or given.num_repeats >= MAX_REPEATS:
             self._check_turns()
             found = self.histories.find(question)
             max_tokens = self._room(found, question.max_tokens)
@@ -204,9 +205,11 @@ class GatewaySession:
         return answer
 
 
-def _is_current(given: _Given) -> bool:
-    """Whether the answer is still to come, or nothing has followed it."""
+def _is_current(given: _Given, is_retry: bool | None) -> bool:
+    """Whether the answer is still to come, or nothing has followed it and the client may have missed it."""
     if not given.task.done():
         return True
+    if is_retry is False:
+        return False
     failed = given.task.cancelled() or given.task.exception() is not None
     return not failed and given.history.last_answer is given.task.result()

@@ -1,0 +1,132 @@
+"""Environments of verifiers behind the gateway, by their own runner, in a virtual environment of its own: its
+dependencies clash with ours."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import EnvironmentFaultError
+from common.wire.messages import SamplingParams, Ticket
+from services.rollout.environments.agent import AgentPlayer
+from services.rollout.gateway.session import GatewaySession
+from tests.support.models import run_config
+from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+VENV = ROOT / "build" / "verifiers"
+EXAMPLE = ROOT / "examples" / "verifiers"
+HARNESS = "--env.agent.harness.id null --env.agent.runtime.type subprocess"
+CHAT = ByteChat()
+CALL = call_line("doubler_double", number=7)
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """An interpreter that has `verifiers`, whose harnesses can install what they need."""
+    python = VENV / "bin" / "python"
+    commands: list[list[Any]] = [[sys.executable, "-m", "venv", VENV]]
+    commands.append([python, "-m", "pip", "-q", "install", "verifiers>=0.4,<0.5", "uv"])
+    if (VENV / "bin" / "vf-eval").exists():
+        commands = [[python, "-c", "import verifiers.v1"]]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+        if done.returncode:
+            pytest.skip(f"build/verifiers cannot be made: {done.stderr.strip()[-200:]}")
+    return python
+
+
+@pytest.fixture(autouse=True)
+def index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Harnesses are installed by uv, which does not read pip's configuration."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if not found.returncode and "UV_DEFAULT_INDEX" not in os.environ:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", found.stdout.strip())
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
+
+
+async def play(command: str, row: dict[str, Any], *models: ScriptedModel) -> Sequence[Any]:
+    ticket = Ticket(
+        ticket=0,
+        step=0,
+        min_version=0,
+        group_size=1,
+        sampling=SamplingParams(max_tokens=99),
+        prompt_ids=np.arange(3, dtype=np.int32),
+        prompt_text=row["prompt"],
+        extra=row,
+    )
+    environment = {"use": "agent", "agent": f"$ {command}", "attempts": 1}
+    config = run_config("m", model={"max_model_len": 2048}, rollout={"environment": environment})
+    player = AgentPlayer(config, lambda: CHAT, CHAT.decode)
+    await player.start()
+    try:
+        return await asyncio.gather(*(player.play(ticket, f"s{i}", m.ask) for i, m in enumerate(models)))
+    finally:
+        await player.close()
+
+
+ROW = {"prompt": "Double 7.", "task": 6}
+
+
+async def test_sessions_are_one_rollout_each_with_its_tools_and_the_runners_reward(python: Path) -> None:
+    models = [ScriptedModel(CALL, "14"), ScriptedModel("13")]
+    command = f"{python} {EXAMPLE / 'play.py'} doubling {HARNESS}"
+    right, wrong = await play(command, ROW, *models)
+    assert right.session.reward == 1.0 and wrong.session.reward == 0.0
+    assert right.session.metrics == {"correct": 1.0} and right.session.histories == {"clean": 1}
+    said = [(message["role"], message["content"]) for message in right.session.messages]
+    assert said == [("assistant", ""), ("tool", "14"), ("assistant", "14")]
+    assert not right.session.forks and right.first.prompt_ids.tolist() == models[0].seen[0]
+    sampled = [token for line in models[0].said for token in line]
+    assert right.first.completion_ids[right.first.mask].tolist() == sampled
+
+
+async def test_a_request_that_the_runner_repeats_is_one_turn(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked, answer = 0, GatewaySession.answer
+
+    async def counted(session: GatewaySession, *arguments: Any, **more: Any) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        return await answer(session, *arguments, **more)
+
+    monkeypatch.setattr(GatewaySession, "answer", counted)
+    model = ScriptedModel("14")
+    say = model.ask
+
+    async def late(ids: Any, sampling: SamplingParams) -> Any:
+        await wait_until(lambda: num_asked > 1, timeout_s=120)
+        return await say(ids, sampling)
+
+    monkeypatch.setattr(model, "ask", late)
+    command = f"{python} {EXAMPLE / 'play.py'} doubling {HARNESS} --client.timeout.read 1"
+    (played,) = await play(command, ROW, model)
+    assert num_asked > 1 and len(played.session.turns) == 1 and played.session.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        (ROW, "--client.base-url http://127.0.0.1:9", "the rollout failed: .*connection attempts"),
+        (ROW, "--env.agent.harnes.id bash", "harnes"),
+        ({"prompt": "Double 7."}, "", "play.py rows"),
+    ],
+)
+async def test_a_rollout_that_fails_is_a_fault_and_never_a_reward(
+    python: Path, row: dict[str, Any], options: str, words: str
+) -> None:
+    command = f"{python} {EXAMPLE / 'play.py'} doubling {HARNESS} {options}"
+    with pytest.raises(EnvironmentFaultError, match=f"(?s){words}"):
+        await play(command, row, ScriptedModel())
