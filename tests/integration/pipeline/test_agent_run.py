@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from common.config import load_config
-from tests.support.runs import REPO, ServiceRun
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun
 from tests.support.training import commits_of
 from tests.support.waiting import wait_until
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from common.config import load_config
 from common.wire.messages import DeadLetter, Score, Trajectory
-from tests.support.runs import REPO, ServiceRun
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun
 from tests.support.training import assert_nothing_lost, messages
 from tests.support.waiting import wait_until
 

@@ -7,7 +7,7 @@ from common.errors import ConfigError
 from common.process.checks import check_environment
 from common.run.dataset import Row
 from tests.support.environments import THIS
-from tests.support.runs import REPO
+from tests.support.preloaded import REPO
 
 ROW = Row("guess", "guess", "4", {}, 0, "train.jsonl line 1")
 

@@ -10,10 +10,11 @@ import pytest
 from common.config import NamedRewardConfig
 from common.config.reward_kinds import JudgeConfig, RewardModelConfig
 from common.errors import ConfigError
+from common.process.children import content_of, frame_of
 from common.wire import codec
 from common.wire.messages import Lane, Score, ScoreStatus
 from services.reward.functions.loading import load_function
-from services.reward.functions.request import Request, content_of, frame_of
+from services.reward.functions.request import Request
 from services.reward.outcome import AttemptError
 from services.reward.remote.judge import JudgePrompt
 from services.reward.remote.reward_model import make_body, reduce_scores
