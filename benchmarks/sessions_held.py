@@ -61,9 +61,9 @@ async def measure_held(kind: str, sessions: int) -> Held:
         async with ServiceRun(folder, _config(folder, len(rows)), "held") as run:
             run.start("rollout")
             await wait_until(lambda: _is_ready(run), 300)
-            await _play(run, rows[:1], 10_000)  # processes start, modules load
+            await _play(run, rows[:1], 0)  # processes start, modules load
             begun_s = await _redis_time_s(run)
-            await _play(run, rows, 0)
+            await _play(run, rows, 1)
             ended_s = int((await last_id(run.broker, run.keys.trajectories())).partition("-")[0]) / 1000
     return Held(ended_s - begun_s, max(sum(delays) for delays in rows) + TURNS * ENGINE_S)
 
