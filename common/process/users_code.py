@@ -12,8 +12,8 @@ from common.errors import ConfigError
 from common.process.programs import import_from_here
 
 
-def load_users(field: str, reference: str) -> Any:
-    """What `reference` names; `field` is the config's field, for messages.
+def load_users(field: str, reference: str, kind: str = "") -> Any:
+    """What `reference` names; `field` is the config's field and `kind` what is expected, for messages.
 
     Raises:
         ConfigError: it does not exist or cannot be imported.
@@ -33,12 +33,14 @@ def load_users(field: str, reference: str) -> Any:
             f"{where}: importing it failed: {type(error).__name__}: {str(error)[:500]}{line}. It must be "
             f"importable by {sys.executable} on every machine that runs it"
         ) from error
+    what = f"{kind} " if kind else ""
     for part in name.split("."):
         if not hasattr(found, part):
             defined = [key for key in vars(found) if key[:1] != "_"] if hasattr(found, "__dict__") else []
             close = difflib.get_close_matches(part, defined, n=1)
             raise ConfigError(
-                f"{where}: {origin} has no {part!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+                f"{where}: {origin} has no {what}{part!r}"
+                + (f"; did you mean {close[0]!r}?" if close else "")
             )
         found = getattr(found, part)
     return found

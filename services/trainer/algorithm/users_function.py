@@ -5,18 +5,13 @@ where a broad `except` stands for it. A mistake is found when the trainer starts
 numbers, and not after the first hour of rollouts.
 """
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.errors import ConfigError
-from common.process.programs import import_from_here
+from common.process.users_code import load_users
 
 
 @contextmanager
@@ -39,16 +34,10 @@ def load_users_function(field: str, reference: str, known: Collection[str]) -> C
     Raises:
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
     """
+    function = load_users(field, reference, "function")
     field = f"{field} {reference}"
-    origin, _, name = reference.rpartition(":")
-    with contained(field):
-        import_from_here()
-        module = _load_file(field, origin) if origin.endswith(".py") else importlib.import_module(origin)
-    function: Any = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{field}: {module.__name__} has no function {name!r}")
+        raise ConfigError(f"{field} is no function, but {type(function).__name__}")
     taken = _arguments(field, function, known)
 
     def call(**arguments: Any) -> Any:
@@ -77,22 +66,3 @@ def _arguments(field: str, function: Callable[..., Any], known: Collection[str])
             f"({', '.join(known)}), the first of them always. They are passed by keyword, so the names matter"
         )
     return frozenset(names & set(known))
-
-
-def _load_file(field: str, file: str) -> ModuleType:
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(
-            f"{field}: the file {path.absolute()} does not exist on this machine. Relative paths start at "
-            "the config's folder; the trainer's machine needs the file at the same path"
-        )
-    # Modules beside the file can be imported, but never hide installed ones.
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)
-    name = f"tidemill_algorithm_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
