@@ -230,7 +230,7 @@ class TrainerConfig(Section):
     """Steps between checkpoints; the last step is always kept."""
     keep_checkpoints: int = Field(2, ge=1, le=1000)
     """Checkpoints kept."""
-    reissue_after_s: float = Field(300.0, gt=0.0, le=86_400.0)
+    reissue_after_s: float = Field(15.0, gt=0.0, le=86_400.0)
     """A ticket that no stream holds any more is issued again after this time without progress."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""

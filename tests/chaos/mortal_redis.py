@@ -75,7 +75,7 @@ class MortalRedis:
         """Cut the file of a killed server within its last window; returns how many bytes went."""
         self._before = self.folder / f"before-{time.monotonic_ns()}"
         shutil.copytree(self.server.data_dir, self._before)
-        path = _append_only_file(self.server.data_dir)
+        path = append_only_file(self.server.data_dir)
         size = path.stat().st_size
         durable = next((known for _, of, known in self._sizes if of == path), size)
         kept = rng.randint(durable, size) if durable < size else size
@@ -142,7 +142,7 @@ class MortalRedis:
     async def _sample(self) -> None:
         while True:
             now = time.monotonic()
-            if (path := _append_only_file(self.server.data_dir)).exists():
+            if (path := append_only_file(self.server.data_dir)).exists():
                 self._sizes.append((now, path, path.stat().st_size))
             while self._sizes and self._sizes[0][0] < now - FSYNC_WINDOW_S:
                 self._sizes.popleft()
@@ -154,7 +154,7 @@ def network_of(port: int) -> tuple[str, ...]:
     return "--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0"
 
 
-def _append_only_file(data_dir: Path) -> Path:
+def append_only_file(data_dir: Path) -> Path:
     """The file that is written now: one of several since Redis 7."""
     parts = sorted((data_dir / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns)
     return parts[-1] if parts else data_dir / "appendonly.aof"

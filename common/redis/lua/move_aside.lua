@@ -13,11 +13,12 @@ if groups.err then
 end
 local moved = 0
 for i = 3, #ARGV, 2 do
-  if redis.call('XDEL', KEYS[1], ARGV[i]) == 1 then
+  if #redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i]) == 1 then
     moved = moved + 1
     if ARGV[i + 1] ~= '' then
       redis.call('XADD', KEYS[2], '*', 'v', ARGV[1], 'p', ARGV[i + 1])
     end
+    redis.call('XDEL', KEYS[1], ARGV[i])
   end
   for _, group in ipairs(groups) do
     redis.call('XACK', KEYS[1], group[2], ARGV[i])

@@ -10,8 +10,10 @@ if #held == 0 then
   return 0
 end
 local result = 3
-if ARGV[7] ~= '' and redis.call('HSETNX', KEYS[3], ARGV[4], '') == 1 then
+if ARGV[7] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[4]) == 0 then
+  -- The sample before the note of it: of a unit that is cut off in its file, a later restart does the first half.
   redis.call('XADD', KEYS[2], '*', 'v', ARGV[6], 'p', ARGV[7])
+  redis.call('HSET', KEYS[3], ARGV[4], '')
   result = 1
 end
 local published = redis.call('HLEN', KEYS[3]) - redis.call('HEXISTS', KEYS[3], 'version')

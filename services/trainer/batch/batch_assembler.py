@@ -154,8 +154,7 @@ class BatchAssembler:
                 raise StoppedError
             await self._replace_dead(step)
             selected = await self._select(step, places - len(taken))
-            if selected and await self._has_restarted():
-                await self._recover_from_restart()
+            if selected and await self._is_news_of_redis():
                 continue
             for ticket in selected:
                 await self._take(ticket, step, taken)
@@ -270,16 +269,36 @@ class BatchAssembler:
         await self.reconciler.restore_lost()
 
     async def _look_for_losses(self, step: int, quiet_s: float) -> None:
-        if await self._has_restarted():
-            await self._recover_from_restart()
-        else:
+        if not await self._is_news_of_redis():
             await self.reconciler.restore_lost()
         # Where something arrived that nobody could read, a group waits for it in vain: no need to be patient.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
-            for ticket in await self.reconciler.find_abandoned(self.join.groups.values()):
+            for ticket in await self._find_abandoned():
                 log.warning("no stream holds what is missing of this group", ticket=ticket)
                 await self.drop(ticket, "lost", step)
+
+    async def _find_abandoned(self) -> list[int]:
+        """Tickets of groups that nothing will complete any more.
+
+        Looked at twice, and all that the streams hold is read after each look: what the first look does not
+        know of, because it was on its way to the join, the second one does.
+        """
+        groups = list(self.join.groups.values())
+        for _ in range(2):
+            found = set(await self.reconciler.find_abandoned(groups))
+            groups = [group for group in groups if group.ticket in found]
+            if not groups or not await self.join.has_read_all() or await self._is_news_of_redis():
+                return []
+        left = self.join.groups
+        return [g.ticket for g in groups if left.get(g.ticket) is g and not g.is_complete and not g.is_taken]
+
+    async def _is_news_of_redis(self) -> bool:
+        """Whether another Redis has answered since the last time that was asked; then all is looked at anew."""
+        if await self._has_restarted():
+            await self._recover_from_restart()
+            return True
+        return False
 
     def _waiting_for(self, step: int) -> tuple[str, str]:
         """What the trainer waits for: trajectories that are missing, or only their scores."""

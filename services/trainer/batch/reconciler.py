@@ -15,9 +15,10 @@ from pathlib import Path
 
 import structlog
 import yaml
+from redis.exceptions import ResponseError
 
 from common.config import load_recorded
-from common.errors import ConfigError, TidemillError
+from common.errors import BrokerError, ConfigError, OutageError, TidemillError
 from common.files import write_atomically
 from common.process.service import ServiceContext
 from common.redis.broker import Broker
@@ -162,10 +163,26 @@ class Reconciler:
         """Whether Redis has restarted since the last checkpoint, and may lack what was trained on since."""
         before, self._server = self._server, await self._identity()
         is_other = before not in ("", self._server)
+        if is_other:
+            await self._rewrite_file()
         if (self.registration is not None and await self.registration.is_lost()) or is_other:
             self._is_news = self.needs_checkpoint = True
             self.history += 1
         return self.needs_checkpoint
+
+    async def _rewrite_file(self) -> None:
+        """Have the server write its append-only file anew, from what it holds.
+
+        A server that was cut off in the middle of a script's effects keeps the first half in its file, where
+        they do nothing until the file is read the next time.
+        """
+        try:
+            if (await self.broker.info("persistence")).get("aof_enabled") == "1":
+                await self.broker.execute("BGREWRITEAOF")
+        except OutageError:
+            raise
+        except (ResponseError, BrokerError) as error:  # under way already, or not allowed
+            log.info("Redis does not write its append-only file anew now", error=str(error))
 
     async def watch(self) -> None:
         """Ask that again and again, for ever: while a step or an evaluation takes its time, workers may start

@@ -201,7 +201,7 @@ class StreamJoin:
 
     async def has_read_all(self) -> bool:
         """Whether the streams hold nothing that the readers have not been given."""
-        ends = {self._readers[name].key: self.seen()[name] for name in (TRAJECTORIES, SCORES)}
+        ends = {self._readers[name].key: end for name, end in self.seen().items()}
         unread = [await read_raw(self._broker, key, f"({end}", count=1) for key, end in ends.items()]
         return not any(unread)
 
