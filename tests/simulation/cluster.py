@@ -178,7 +178,7 @@ class Cluster:
 
 
 def _of_the_file(unit: Sequence[Fields]) -> list[Any] | None:
-    """Answers to what concerns the append-only file alone, of which nothing is simulated; None for the rest."""
+    """Answers to what concerns only the append-only file, which is not simulated; None for the rest."""
     return [b"aof_enabled:0\r\n"] if unit[0] == [b"INFO", b"persistence"] else None
 
 

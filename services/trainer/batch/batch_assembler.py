@@ -294,7 +294,7 @@ class BatchAssembler:
         return [g.ticket for g in groups if left.get(g.ticket) is g and not g.is_complete and not g.is_taken]
 
     async def _is_news_of_redis(self) -> bool:
-        """Whether another Redis has answered since the last time that was asked; then all is looked at anew."""
+        """Whether another Redis has answered since that was last asked; then all is looked at anew."""
         if await self._has_restarted():
             await self._recover_from_restart()
             return True
