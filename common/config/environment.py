@@ -44,8 +44,9 @@ class EnvironmentConfig(Section):
     """One call of the environment may take this long, in seconds; longer is a fault of it."""
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
     """A whole session may take this long, in seconds; then it is truncated."""
-    attempts: int = Field(3, ge=1, le=100)
-    """How often a worker plays a session whose environment fails, before it gives the ticket to another."""
+    attempts: int = Field(6, ge=1, le=100)
+    """How often a worker plays a session whose environment fails, before it gives the ticket to another. It
+    pauses in between, 0.2 s at first and then twice as long each time, so a server may be started again."""
     processes: int = Field(8, ge=1, le=1024)
     """Most processes of one worker in which blocking environments and tools run."""
 

@@ -2,7 +2,7 @@
 
     make chaos                            # one seed, 21 kills
     make chaos ARGS="--seeds 5"           # five seeds, one after the other
-    make chaos ARGS="--sessions"          # a session for each sample, and environments that are killed too
+    make chaos ARGS="--sessions"          # sessions, their environments and server killed too
     make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
 
 Runs the arith example as `tidemill up` does (Redis with an append-only file, trainer, two rollout and two
@@ -31,6 +31,7 @@ from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.driver import Driver, Outcome, torment
 from tests.chaos.faults import KILLS, SESSION_KILLS, plan
 from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
+from tests.support.servers import free_port
 
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
 OVERRIDES = (
@@ -48,7 +49,7 @@ SESSIONS = (
     "model.max_model_len=128",
     "reward={workers: 2, rewards: {environment: {environment: true}}}",
 )
-"""Two turns at most, in processes of environments; their own reward is the score."""
+"""Two turns at most, in processes of environments that ask a server; their own reward is the score."""
 
 
 async def run_seed(config: RunConfig, seed: int, num_kills: int, folder: Path, console: Console) -> Outcome:
@@ -99,7 +100,8 @@ def main(
     try:
         for number in range(seed, seed + seeds):
             name = f"chaos-{number}"
-            of_sessions = SESSIONS if sessions else ()
+            address = f"rollout.environment.options.address=http://127.0.0.1:{free_port()}"
+            of_sessions = (*SESSIONS, address) if sessions else ()
             settings = [*OVERRIDES, *of_sessions, *(overrides or ()), f"run_id={name}", f"seed={number}"]
             home = folder / name
             home.mkdir(parents=True)

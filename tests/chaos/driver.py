@@ -145,7 +145,9 @@ class Driver:
             victim = self.rng.choice(await self._victims(fault.kind.value))
             version = await self._exact_version()
             died_at = self.fleet.kill(victim)
-            self._note(fault.kind, victim, died_at, version)
+            event = self._note(fault.kind, victim, died_at, version)
+            if fault.kind is Kind.SERVER:
+                event.note = "the sessions that it held are played again"
 
     async def _lose(self, kind: Kind) -> None:
         """Redis loses writes that services took for done."""

@@ -17,6 +17,9 @@ class Kind(StrEnum):
     ENVIRONMENT = "environment"
     """A process in which a rollout worker's environments run."""
 
+    SERVER = "environment server"
+    """The server that environments ask, with all that it knows of their sessions."""
+
     ROLLOUT = "rollout"
     REWARD = "reward"
     TRAINER = "trainer"
@@ -35,7 +38,7 @@ class Kind(StrEnum):
 LOSSES = (Kind.TAIL, Kind.FAILOVER, Kind.POWER)
 """What loses writes that services took for done."""
 KILLS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS, *LOSSES)
-SESSION_KILLS = (*KILLS, Kind.ENVIRONMENT)
+SESSION_KILLS = (*KILLS, Kind.ENVIRONMENT, Kind.SERVER)
 """Of a run that plays sessions."""
 LONGEST_DELAY_S = 3.0
 STEPS_PER_MOVE = 12

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import urlsplit
 
 from common.config import RunConfig
 from common.redis.broker import Broker
@@ -47,6 +48,15 @@ class Member:
         return self.process.poll() is None
 
 
+def environment_servers(config: RunConfig) -> list[ServiceSpec]:
+    """The server of the run's environments, where they have one, at the address that they are given."""
+    address = urlsplit(str(config.rollout.environment.options.get("address", "")))
+    if address.port is None:
+        return []
+    command = (sys.executable, "-m", "tests.chaos.sums_server", str(address.port))
+    return [ServiceSpec("environment-server", "environment server", command)]
+
+
 class Fleet:
     """Redis with its append-only file, one trainer, and workers that come and go."""
 
@@ -70,7 +80,7 @@ class Fleet:
         await self.redis.start()
         self.broker = await Broker.connect(self.redis.url)
         await publish_config(self.broker, self.keys, self.config)
-        for spec in service_specs(self.config):
+        for spec in (*environment_servers(self.config), *service_specs(self.config)):
             self._start(spec)
         self._keeper = asyncio.create_task(self._keep(), name="keeper")
         return self

@@ -1,38 +1,41 @@
 """The environment of `make chaos ARGS="--sessions"`: a sum, and one more try where the first answer is wrong.
 
-No reward of it is 0, so a score of 0 can only come from somebody who made it up. Now and then a call raises:
-that is a fault, and must end in another play of the session, never in a reward.
+A server knows the sums (`sums_server.py`). Where it is away, or was started anew and knows nothing of the
+session, a call raises; now and then it does so by itself. That is a fault, and must end in another play of
+the session, never in a reward.
 """
 
+import json
 import random
-import re
 import time
+import urllib.request
 from typing import Any
 
 FAULTS = 0.01
 """Share of calls that raise."""
-RIGHT, WRONG = 1.0, 0.125
 STEP_S = 0.005
+TIMEOUT_S = 10.0
 
 
 class Sums:
-    """Answers what the model says, once or twice."""
+    """Passes on what the model says, once or twice."""
 
-    def __init__(self) -> None:
-        self._prompt = self._answer = ""
-        self._num_steps = 0
+    def __init__(self, address: str) -> None:
+        self._address, self._session = address, ""
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Note what is asked."""
-        self._prompt, self._answer = str(row["prompt"]), str(row["ground_truth"])
+        """Begin a session on the server."""
+        self._session = self._ask("", prompt=str(row["prompt"]), answer=str(row["ground_truth"]))
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Right, wrong, or wrong for good; in the middle of it this may be killed."""
+        """What the server says to it; in the middle of that this may be killed."""
         time.sleep(STEP_S)
         if random.random() < FAULTS:
-            raise ConnectionError("the server of this environment is away")
-        self._num_steps += 1
-        numbers = re.findall(r"-?\d+", text)
-        if numbers[-1:] == [self._answer]:
-            return "", RIGHT / self._num_steps, True
-        return self._prompt, WRONG, self._num_steps > 1
+            raise ConnectionError("this environment fails now and then")
+        observation, reward, is_done = self._ask(f"/{self._session}", text=text)
+        return observation, reward, is_done
+
+    def _ask(self, path: str, **message: str) -> Any:
+        url = f"{self._address}/sessions{path}"
+        with urllib.request.urlopen(url, json.dumps(message).encode(), TIMEOUT_S) as answer:
+            return json.load(answer)

@@ -11,11 +11,13 @@ from tests.chaos.driver import torment
 from tests.chaos.faults import KILLS, SESSION_KILLS, Kind, plan
 from tests.chaos.recovery import summary
 from tests.support.runs import simulated_config
+from tests.support.servers import free_port
 
 STEPS, SEED = 16, 5
 SESSIONS = {
     "rollout__environment": {
         "use": f"{Path(__file__).with_name('sums.py')}:Sums", "max_turns": 2, "processes": 2,
+        "options": {"address": f"http://127.0.0.1:{free_port()}"},
     },
     "reward": {"workers": 2, "rewards": {"environment": {"environment": True}}},
 }  # fmt: skip

@@ -25,6 +25,20 @@ class Guess:
         return {"number": self.number, "note": "no number", "bad": float("nan")}
 
 
+class Slow:
+    """Takes its time, in a process of its own."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+
+    def reset(self, row: dict[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        time.sleep(self.step_s)
+        return " more", float(len(text) % 2), False
+
+
 class AsyncGuess:
     """The same without blocking; its `close` leaves a trace."""
 

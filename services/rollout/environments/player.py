@@ -24,7 +24,7 @@ from services.rollout.sessions.player import Ask, Played
 
 log = structlog.get_logger(__name__)
 
-PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Before a session is played again; doubles each time."""
 
 

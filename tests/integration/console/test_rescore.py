@@ -9,6 +9,7 @@ import pytest
 
 from common.wire.messages import SamplingParams, Score, ScoreStatus, Ticket
 from tests.support.recorded import record, tidemill
+from tests.support.recorded_sessions import MESSAGES, as_session
 from tests.support.trajectories import make_config, make_trajectory
 
 NUM_TICKETS, GROUP_SIZE = 12, 4
@@ -24,6 +25,34 @@ def broken(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+CALLS = """
+def calculator(expression: str) -> str:
+    '''
+    Compute.
+
+    Args:
+        expression: what to compute
+    '''
+    return str(eval(expression))
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 100.0 * extra_info["num_turns"] + len(extra_info["messages"])
+"""
+
+
+def recorded_ticket(ticket: int) -> Ticket:
+    """Four to a step."""
+    return Ticket(
+        ticket=ticket,
+        step=ticket // 4,
+        min_version=0,
+        group_size=GROUP_SIZE,
+        sampling=SamplingParams(max_tokens=8),
+        prompt_ids=np.arange(4, dtype=np.int32),
+    )
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs with one: step s has tickets 4s to 4s + 3; recorded rewards are the index."""
@@ -32,16 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_config(run_id="base", reward={"workers": 1, "max_attempts": 1}, streams={"lease_s": 60.0})
     tickets, trajectories, scores = [], [], []
     for ticket in range(NUM_TICKETS):
-        tickets.append(
-            Ticket(
-                ticket=ticket,
-                step=ticket // 4,
-                min_version=0,
-                group_size=GROUP_SIZE,
-                sampling=SamplingParams(max_tokens=8),
-                prompt_ids=np.arange(4, dtype=np.int32),
-            )
-        )
+        tickets.append(recorded_ticket(ticket))
         for index in range(GROUP_SIZE):
             # Longer is better in all groups but that of ticket 5, where the reward turns everything around.
             text = "x" * (9 - index if ticket == 5 else index) + str(index)
@@ -106,6 +126,43 @@ def test_recorded_trajectories_go_through_the_reward_service_once_more(runs: Pat
     assert summary["emitted"] == summary["scored"] == NUM_TICKETS * GROUP_SIZE
     assert (summary["failed"], summary["sandbox"]) == (0, "third")
     assert "python -m services.reward --run third" in done.stderr
+
+
+def test_sessions_are_rescored_from_their_conversation_and_from_what_their_environment_gave(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "calls.py").write_text(CALLS)
+    config = make_config(
+        run_id="sessions",
+        rollout={"environment": {"use": "tools", "tools": [f"{tmp_path / 'calls.py'}:calculator"]}},
+        reward={"workers": 1, "rewards": {"game": {"environment": True}}},
+    )
+    tickets = [recorded_ticket(number) for number in range(2)]
+    made = [
+        as_session(
+            make_trajectory(ticket, index, group_size=GROUP_SIZE, step=0), reward=0.1 + index, messages=said
+        )
+        for ticket in range(2)
+        for index, said in enumerate((MESSAGES[:1], MESSAGES[:3], MESSAGES, MESSAGES[:2]))
+    ]
+    scores = [
+        Score(ticket=one.ticket, index=one.index, status=ScoreStatus.OK, value=0.1 + one.index, worker="then")
+        for one in made
+    ]
+    asyncio.run(record(tmp_path, config, tickets, made, scores))
+    again = tidemill(tmp_path, "rescore", "sessions", "--json")
+    assert again.returncode == 0, again.stderr
+    report = json.loads(again.stdout)
+    assert report["agreement"]["compared"] == len(made)
+    assert report["agreement"]["spearman_within_groups"] == pytest.approx(1.0)
+    other = tidemill(
+        tmp_path, "rescore", "sessions", "--reward", f"{tmp_path / 'calls.py'}:compute_score", "--json"
+    )
+    assert other.returncode == 0, other.stderr
+    report = json.loads(other.stdout)
+    assert report["agreement"]["groups_with_another_best"] == [0, 1]
+    shown = tidemill(tmp_path, "streams", "show", "scores", "1.2", "--run", report["sandbox"], "--json")
+    assert '"value": 306.0' in shown.stdout, shown.stdout  # 3 turns, a prompt and 5 messages
 
 
 @pytest.mark.parametrize(

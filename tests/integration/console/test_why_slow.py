@@ -1,4 +1,4 @@
-"""Why is it slow? Four runs with a planted bottleneck; everything that people look at names it."""
+"""Why is it slow? Five runs with a planted bottleneck; everything that people look at names it."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import preloaded
+from tests.support import environments, preloaded
 from tests.support.prometheus import (
     PROMETHEUS,
     PrometheusServer,
@@ -36,6 +36,16 @@ PLANTED: dict[str, dict[str, Any]] = {
     "rollout": {"rollout__simulated": {"tokens": 8, "vocab_size": 32, "group_s": 0.8, "capacity": 4}},
     "reward": {"reward__delay_s": (0.3, 0.5), "reward__max_in_flight": 2},
     "trainer": {"trainer__simulated": {"group_s": 0.6, "update_s": 0.8}},
+    "environment": {
+        "rollout__environment": {
+            "use": f"{environments.THIS}:Slow",
+            "max_turns": 2,
+            "processes": 4,
+            "options": {"step_s": 0.4},
+        },
+        "reward__rewards": {"environment": {"environment": True}},
+        "reward__function": None,
+    },
     "redis": {},
 }
 """Some 3 s of a step: much more than a busy machine takes for the rest."""
