@@ -7,6 +7,7 @@ played again; what a program started is killed as its play ends, however it ends
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from services.rollout.gateway.session import GatewaySession, Limits
 from services.rollout.sessions.chat import ChatFormat
 from services.rollout.sessions.player import Ask, Played
 
+SWEEP_S = 5.0
+
 
 class AgentPlayer:
     """Plays the sessions of one worker's agents."""
@@ -45,6 +48,10 @@ class AgentPlayer:
         self._program: Program = program_of(config.rollout.environment.agent)
         self._gateway = Gateway(config.model.path, config.rollout.environment.gateway_host)
         self._chat: ChatFormat | None = None
+        self._played: Counter[str] = Counter()
+        """Names of the sessions that are played now."""
+        self._has_ended = asyncio.Event()
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load the program and the tokenizer, and listen. Raises ConfigError: one of them cannot be used."""
@@ -52,6 +59,7 @@ class AgentPlayer:
         self._chat = await asyncio.to_thread(self._open_chat)
         await self._program.start()
         await self._gateway.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
         """Play one sample, again where its program fails.
@@ -59,14 +67,32 @@ class AgentPlayer:
         Raises:
             EnvironmentFaultError: it failed in every attempt.
         """
-        return await play_again(
-            lambda num_faults: self._play_once(ticket, name, ask, num_faults), self._budget.attempts, name
-        )
+        self._played[name] += 1
+        try:
+            return await play_again(
+                lambda num_faults: self._play_once(ticket, name, ask, num_faults), self._budget.attempts, name
+            )
+        finally:
+            self._played[name] -= 1
+            self._played += Counter()  # forget those that nobody plays
+            self._has_ended.set()
 
     async def close(self) -> None:
         """Stop listening, and end what was started."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait({self._sweeper})
         await self._gateway.close()
         await self._program.close()
+        await asyncio.to_thread(end_leftovers)
+
+    async def _sweep(self) -> None:
+        """Now and then end what left its group in time: a look at every process of the machine."""
+        while True:
+            await self._has_ended.wait()
+            await asyncio.sleep(SWEEP_S)
+            self._has_ended.clear()
+            await asyncio.to_thread(end_leftovers, self._played)
 
     async def _play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         session = self._session(ticket, ask)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -204,17 +204,23 @@ class HostedFunction:
         return self._folder / "host"
 
 
-def end_leftovers() -> int:
-    """Kill what agents of dead workers have left on this machine; returns how many processes that were."""
-    num_ended = 0
+def end_leftovers(played: Container[str] = ()) -> int:
+    """Kill what sessions have left on this machine; returns how many processes that were.
+
+    That is what dead workers have left, and what of this one belongs to no session in `played`, which
+    may change meanwhile: programs that left their group (`setsid`) before their session ended.
+    """
+    num_ended, own = 0, _mark_of(psutil.Process())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            worker = process.environ().get(WORKER, "")
-            if worker and not _is_alive(worker):
+            variables = process.environ()
+            worker = variables.get(WORKER, "")
+            is_left = variables.get(SESSION) not in played if worker == own else not _is_alive(worker)
+            if worker and is_left:
                 process.kill()
                 num_ended += 1
     if num_ended:
-        log.warning("killed what agents of a dead worker had left", processes=num_ended)
+        log.warning("killed what agents had left after their session", processes=num_ended)
     return num_ended
 
 

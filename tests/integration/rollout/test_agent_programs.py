@@ -179,11 +179,28 @@ async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_n
     me = psutil.Process()
     left, kept = await sleeper("999999:1.00"), await sleeper(f"{me.pid}:{me.create_time():.2f}")
     try:
-        assert end_leftovers() == 1
+        assert end_leftovers({"s"}) == 1
         assert await left.wait() == -9 and kept.returncode is None
+        assert end_leftovers({"another"}) == 1
+        assert await kept.wait() == -9
     finally:
-        kept.kill()
-        await kept.wait()
+        with contextlib.suppress(ProcessLookupError):
+            kept.kill()
+
+
+async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("services.rollout.environments.agent.SWEEP_S", 0.1)
+    started = tmp_path / "pid"
+    command = f"$ setsid sh -c 'echo $$ > {started}; exec sleep 3600' >/dev/null 2>&1 & exec sleep 3600"
+    async with player(command) as agent:
+        playing = asyncio.create_task(agent.play(TICKET, "s", ScriptedModel().ask))
+        await wait_until(lambda: started.exists() and started.read_text().strip())
+        left = psutil.Process(int(started.read_text()))
+        playing.cancel()
+        await asyncio.wait({playing})
+        await wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize(
