@@ -266,9 +266,11 @@ class Trainer:
             await self._record_evaluation(result)
         numbers = {result.dataset: result.metrics() for result in results}
         await on_disk(self.context, self.outputs.best.consider, version, numbers)
-        # Only when the results are safe: what is trimmed cannot be evaluated again.
+        # Only when the results are safe: what is trimmed cannot be evaluated again. Where commits are lost that
+        # no checkpoint stands for yet, a trainer that starts may take their version, and its results, back.
         await on_disk(self.context, self.recorder.sync)
-        await self.evaluator.trim(version)
+        if not await self.reconciler.may_lack_records():
+            await self.evaluator.trim(version)
 
     async def _record_evaluation(self, result: EvaluationResult) -> None:
         record = self.recorder.evaluation

@@ -307,4 +307,21 @@ KNOWN = {
             Fault(11.191, "restart", "", {"for_s": 1.39, "lose": 4}),
         ),
     ),
+    "an evaluation is trimmed whose version goes back": Schedule(
+        3577,
+        Setup(
+            steps=3,
+            groups_per_step=1,
+            group_size=2,
+            checkpoint_every=3,
+            evaluation=True,
+            rollouts=1,
+            rewards=1,
+        ),
+        (
+            Fault(4.1, "failover", "", {"for_s": 2.9, "lose_commits": 2}),
+            Fault(10.6, "restart", "", {"for_s": 2.23}),
+            Fault(13.7, "kill", "trainer", {"step": "applied", "count": 5}),
+        ),
+    ),
 }
