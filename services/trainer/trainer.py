@@ -266,8 +266,8 @@ class Trainer:
             await self._record_evaluation(result)
         numbers = {result.dataset: result.metrics() for result in results}
         await on_disk(self.context, self.outputs.best.consider, version, numbers)
-        # Only when the results are safe: what is trimmed cannot be evaluated again. Where commits are lost that
-        # no checkpoint stands for yet, a trainer that starts may take their version, and its results, back.
+        # Only when results are safe: what is trimmed cannot be evaluated again. Where commits are lost and
+        # no checkpoint stands for them yet, a trainer that starts takes their version, and its results, back.
         await on_disk(self.context, self.recorder.sync)
         if not await self.reconciler.may_lack_records():
             await self.evaluator.trim(version)
