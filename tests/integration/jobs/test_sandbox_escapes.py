@@ -111,6 +111,24 @@ def test_no_memory_is_out_of_sight_of_the_limit(isolation: dict[str, Any], alloc
     assert "has it" not in found["stdout"]
 
 
+NAMED = """
+import ctypes, os, time
+for _ in range(3):
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)
+        held = bytearray(120 << 20)
+        time.sleep(60)
+time.sleep(3)
+print("has it")
+"""
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"\rVmRSS: -99999"], ids=["no text", "lines of its own"])
+def test_no_name_hides_what_a_process_uses(namespaces: bool, name: bytes) -> None:
+    found = ran(NAMED.format(name=name), LIMITS if namespaces else ALONE, namespaces)
+    assert found["outcome"] == "memory", found
+
+
 def test_nothing_is_run_where_isolation_is_required_and_not_to_be_had(tmp_path: Path) -> None:
     """Not even once: the worker learns what the kernel allows before the code is started."""
     mark = tmp_path / "was-here"
