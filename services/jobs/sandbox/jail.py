@@ -147,6 +147,7 @@ def _stay() -> Map:
 def _inside(order: Map, isolation: Map, answers: int) -> None:
     """The first process of the jail: prepare, run one program after the other, answer."""
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares it signals that it does not catch
     work = order["folder"]
     isolation["files"] = False
     if isolation["namespaces"]:

@@ -13,7 +13,7 @@ from services.jobs.sandbox.runner import SandboxError, probe, run_cases
 LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
 ALONE = LIMITS.model_copy(update={"isolation": "prefer"})
 CALL = """
-import ctypes, errno, json
+import ctypes, errno, json, os
 libc = ctypes.CDLL(None, use_errno=True)
 def call(*arguments):
     ctypes.set_errno(0)
@@ -35,6 +35,7 @@ CALLS = {
     "System V memory": "call(29, 0, 1 << 20, 0o1600)",
     "shared mapping": "call(9, 0, 1 << 20, 3, 0x21, -1, 0)",
     "validated shared mapping": "call(9, 0, 1 << 20, 3, 0x23, -1, 0)",
+    "limits of others": "call(302, os.getpid(), 7, 0, 0)",
     "ptrace": "call(101, 0, 0, 0, 0)",
     "memory of others": "call(310, 1, 0, 0, 0, 0, 0)",
     "bpf": "call(321, 0, 0, 0)",
@@ -109,6 +110,14 @@ def test_no_memory_is_out_of_sight_of_the_limit(isolation: dict[str, Any], alloc
         pytest.skip("files in memory are a matter of the jail's own mounts")
     found = ran(f"import mmap, os\n{allocate}\nprint('has it')")
     assert "has it" not in found["stdout"]
+
+
+def test_the_first_process_catches_no_signal(isolation: dict[str, Any]) -> None:
+    """Where users are mapped, code may send it any; the verdict would be a failure of the sandbox, not a 0."""
+    if not (isolation["namespaces"] and isolation["files"]):
+        pytest.skip(f"the kernel allows no namespaces here: {isolation}")
+    found = ran("print([line for line in open('/proc/1/status') if line.startswith('SigCgt')][0].split()[1])")
+    assert int(found["stdout"], 16) == 0
 
 
 NAMED = """
