@@ -1,6 +1,7 @@
 """What hostile code asks the kernel for inside a jail, and does not get."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_no_memory_is_out_of_sight_of_the_limit(isolation: dict[str, Any], alloc
 
 
 def test_the_first_process_catches_no_signal(isolation: dict[str, Any]) -> None:
-    """Where users are mapped, code may send it any; the verdict would be a failure of the sandbox, not a 0."""
+    """Where users are mapped, code may send it any, and a sandbox that fails is no 0."""
     if not (isolation["namespaces"] and isolation["files"]):
         pytest.skip(f"the kernel allows no namespaces here: {isolation}")
     found = ran("print([line for line in open('/proc/1/status') if line.startswith('SigCgt')][0].split()[1])")
@@ -136,6 +137,24 @@ print("has it")
 def test_no_name_hides_what_a_process_uses(namespaces: bool, name: bytes) -> None:
     found = ran(NAMED.format(name=name), LIMITS if namespaces else ALONE, namespaces)
     assert found["outcome"] == "memory", found
+
+
+def test_a_nest_of_folders_is_cleared_away(namespaces: bool) -> None:
+    """Deeper than Python calls itself, and than a path can say. It is no failure of the sandbox."""
+    code = """
+import os
+print(os.listdir())
+os.symlink("/", "root"); os.mkdir("shut"); os.mkdir("shut/a"); os.chmod("shut", 0o500); os.mkdir("b", 0)
+for _ in range(3000):
+    os.mkdir("a"); os.chdir("a")
+"""
+    config = LIMITS if namespaces else ALONE
+    before = set(Path(tempfile.gettempdir()).glob("tidemill-jail-*"))
+    tests = {"inputs": ["", ""], "outputs": ["[]", "[]"]}
+    cases = make_cases(code, tests, 2)
+    results, _ = run_cases(cases, config, namespaces=namespaces)
+    assert [case.passed(result) for case, result in zip(cases, results, strict=True)] == [True, True], results
+    assert set(Path(tempfile.gettempdir()).glob("tidemill-jail-*")) <= before
 
 
 def test_nothing_is_run_where_isolation_is_required_and_not_to_be_had(tmp_path: Path) -> None:
