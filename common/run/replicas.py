@@ -6,6 +6,7 @@ Times are those of the Redis server, so that machines need not agree on theirs.
 import asyncio
 import hmac
 import os
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -39,13 +40,24 @@ class ReplicaRegistry:
         # Not those from the future either: they spoke before the server's clock was set back.
         first, last = now_s - self._ttl_s, now_s + self._ttl_s
         found = await self._broker.execute("ZRANGEBYSCORE", self._key, first, last)
-        return sorted(url.decode() for url in found)
+        return sorted(url for raw in found if is_address(url := raw.decode(errors="replace")))
 
     async def keep_announcing(self, url: str) -> None:
         """Announce until cancelled."""
         while True:
             await self.announce(url)
             await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)
+
+
+def is_address(url: str) -> bool:
+    """Whether it is one of a server: whoever has a reward worker's password may register what it likes."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isascii()
+        )
+    except ValueError:
+        return False
 
 
 MODEL_TOKEN_VARIABLE = "TIDEMILL_MODEL_TOKEN"  # the variable's name, not a token
