@@ -5,6 +5,7 @@ Times are those of the Redis server, so that machines need not agree on theirs.
 
 import asyncio
 import hmac
+import ipaddress
 import os
 from urllib.parse import urlsplit
 
@@ -70,10 +71,22 @@ def model_token() -> str:
     return os.environ.get(MODEL_TOKEN_VARIABLE, "")
 
 
-def key_for(is_registered: bool, api_key_env: str) -> str:
-    """What to show a server: the run's token to one that registered, else the key that the config names."""
-    token = model_token() if is_registered else ""
-    return token or (os.environ.get(api_key_env, "") if api_key_env else "")
+def key_for(url: str, is_registered: bool, api_key_env: str) -> str:
+    """What to show a server: the run's token to one that registered, else the key that the config names.
+
+    Without a token, servers of the run are on this machine: who registers from elsewhere gets no key.
+    """
+    if is_registered and (model_token() or not _is_here(url)):
+        return model_token()
+    return os.environ.get(api_key_env, "") if api_key_env else ""
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_shown(authorization: str, token: str) -> bool:
