@@ -47,6 +47,17 @@ async def test_whoever_shows_the_token_is_let_in_and_anybody_may_ask_for_health(
         assert (await http.post("/classify")).status_code == 200
 
 
+async def test_pages_that_a_browser_has_open_are_not_answered_without_a_token() -> None:
+    """A page can make a browser send such a request to this machine without asking anybody."""
+    async with client("") as http:
+        for origin in ("https://example.org", "null", "http://127.0.0.1:8000"):
+            answer = await http.post("/sleep", headers={"Origin": origin, "Content-Type": "text/plain"})
+            assert answer.status_code == 403 and MODEL_TOKEN_VARIABLE in answer.text
+    async with client(TOKEN) as http:
+        shown = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKEN}"}
+        assert (await http.post("/sleep", headers=shown)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("host", "token", "is_wrong"),
     [
