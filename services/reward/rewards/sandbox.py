@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 from redis import exceptions as redis_errors
 from rq import Queue, Retry
 from rq.exceptions import NoSuchJobError
@@ -35,6 +44,36 @@ JOB_MARGIN_S = 30
 RQ_RETRIES = 2
 GONE = "gone"
 FIRST = asyncio.FIRST_COMPLETED
+
+
+class _Failed(BaseModel):
+    error: str
+    is_final: bool
+
+
+class _Ran(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    passed: NonNegativeInt
+    total: PositiveInt
+    outcomes: list[str]
+    wall_s: FiniteFloat
+    first_failure: dict[str, Any] | None
+
+
+RESULT: TypeAdapter[_Failed | _Ran] = TypeAdapter(_Failed | _Ran)
+UNREADABLE = {"error": "a sandbox worker wrote a result that cannot be read", "is_final": False}
+
+
+def _read(raw: bytes) -> dict[str, Any]:
+    """What a worker wrote, checked: on its machine runs code that nobody trusts."""
+    try:
+        result = RESULT.validate_json(raw)
+    except ValidationError:
+        return UNREADABLE
+    if isinstance(result, _Ran) and result.passed > result.total:
+        return UNREADABLE
+    return result.model_dump()
 
 
 @dataclass(slots=True)
@@ -121,12 +160,12 @@ class SandboxJobs:
                 for job_id, raw in zip(job_ids, found, strict=True):
                     for future in self._waiting.get(job_id, ()) if raw is not None else ():
                         if not future.done():
-                            future.set_result(json.loads(raw))
+                            future.set_result(_read(raw))
             await asyncio.sleep(POLL_S)
 
     async def _stored(self, job_id: str) -> dict[str, Any] | None:
         raw = await self._broker.execute("GET", self._keys.sandbox_result(job_id))
-        return json.loads(raw) if raw is not None else None
+        return _read(raw) if raw is not None else None
 
     async def _is_lost(self, job_id: str, sighting: _Sighting) -> bool:
         """Whether nobody works on the job any more. Waiting in the queue is no loss."""
