@@ -9,7 +9,7 @@ import difflib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config.algorithm_table import (
     ADVANTAGES,
@@ -19,13 +19,11 @@ from common.config.algorithm_table import (
     Preset,
     with_preset,
 )
+from common.config.losses import OFF, DppoConfig, ImportanceConfig, check_loss
 from common.config.section import Section
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
-
-OFF = BeforeValidator(lambda value: "off" if value is False else value)
-"""YAML reads `off` as false."""
 
 _USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
 
@@ -33,23 +31,6 @@ _USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
 def is_users_own(name: str) -> bool:
     """Whether a name of an advantage or loss is `path/to/file.py:name` or `package.module:name`."""
     return bool(_USERS_OWN.match(name))
-
-
-class ImportanceConfig(Section):
-    """Weights that correct for tokens sampled by another policy than the one that is trained: older weights,
-    and an engine that computes a little differently."""
-
-    mode: Annotated[Literal["auto", "truncate", "mask", "off"], OFF] = "auto"
-    """`truncate` brings weights into [low, high]; `mask` leaves out what lies outside (with `low: 0.5, high:
-    5` IcePop). `auto` is `truncate`, and `off` with `old_logprobs: rollout`, whose ratio is that weight
-    already."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """One weight for each token, or one for a sequence: the product over its tokens, or their geometric
-    mean."""
-    low: float = Field(0.0, ge=0.0, le=1.0)
-    """Smallest weight."""
-    high: float = Field(2.0, ge=1.0, le=1000.0)
-    """Largest weight."""
 
 
 class KlConfig(Section):
@@ -132,6 +113,10 @@ class AlgorithmConfig(Section):
     """What the ratio compares with: the policy at the step's start, with `importance` correcting for
     staleness (decoupled PPO, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
     importance: ImportanceConfig = ImportanceConfig()
+    dppo: DppoConfig = DppoConfig()
+    rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
+    """Weight of log(p / q)^2 of every trained token, with p its probability now and q at the rollout (Kimi
+    K2.5, arXiv 2602.02276; prime-rl's `kl_tau`, there 0.001)."""
     entropy_coefficient: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of an entropy bonus on every trained token."""
     kl: KlConfig = KlConfig()
@@ -181,6 +166,7 @@ class AlgorithmConfig(Section):
     def _parts_fit(self) -> "AlgorithmConfig":
         self._check_ratio()
         self._check_parts()
+        check_loss(self)
         return self
 
     @property

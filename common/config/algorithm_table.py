@@ -52,6 +52,8 @@ LOSSES: dict[str, LossTraits] = {
     "cispo": LossTraits(weighs_by_rollout=True),
     "reinforce": LossTraits(has_ratio=False),
     "sapo": LossTraits(is_idle_at_one=True),
+    "dppo_tv": LossTraits(is_idle_at_one=True),
+    "dppo_kl": LossTraits(is_idle_at_one=True),
 }
 
 Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo"]

@@ -23,7 +23,7 @@ from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import denominator
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
 from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample

@@ -30,6 +30,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "loss": "reinforce"},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 2},
     "sapo": {"loss": "sapo", "importance": {"level": "geometric"}},
+    "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.001},
     "icepop with kl in the loss": {
         "importance": {"mode": "mask", "low": 0.5, "high": 5.0},
         "reference": {"model": "updated", "every": 2},

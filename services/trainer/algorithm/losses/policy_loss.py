@@ -1,6 +1,7 @@
 """The loss of a forward pass: surrogate, importance weights, KL, entropy bonus and value loss in one sum.
 
-    sum over tokens of weight * (-importance * objective + beta * KL - c_H * entropy + c_V * value loss)
+    sum over tokens of weight * (-importance * objective + beta * KL + c_R * log(p / q)^2 - c_H * entropy
+                                 + c_V * value loss), with p now and q at the rollout
 
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
@@ -20,7 +21,7 @@ from services.trainer.algorithm.losses.corrections import (
     kl_penalty,
     value_loss,
 )
-from services.trainer.algorithm.losses.surrogates import SurrogateFunction
+from services.trainer.algorithm.losses.registry import SurrogateFunction
 from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 
@@ -68,6 +69,9 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N
+    if algorithm.rollout_penalty:
+        gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
+        loss_N = loss_N + algorithm.rollout_penalty * gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()
     if algorithm.entropy_coefficient:
         loss_N = loss_N - algorithm.entropy_coefficient * tokens.entropies_N
     if tokens.values_N is not None:

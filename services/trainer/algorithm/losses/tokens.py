@@ -73,6 +73,11 @@ class Ratio:
         """current / old, per token, finite."""
         return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
+    @property
+    def old_logprobs_N(self) -> Tensor:
+        """What the ratio compares with, without gradient."""
+        return (self.logprobs_N - self.log_N).detach()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surrogate:

@@ -10,7 +10,7 @@ from common.config.algorithm import is_users_own
 from common.config.algorithm_table import ADVANTAGES, LOSSES, PRESETS, Preset
 from common.errors import ConfigError
 from services.trainer.algorithm.advantages.registry import find_advantage
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -42,6 +42,8 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ),
         ({"loss": "gspo", "importance": {"level": "sequence"}}, {}, "always 1 with one update a step"),
         ({"loss": "sapo"}, {}, "always 1 with one update a step"),
+        ({"loss": "dppo_tv"}, {}, "always 1 with one update a step"),
+        ({"dppo": {"max_ratio": 20}, **ROLLOUT}, {}, "dppo belongs to loss dppo_tv and dppo_kl"),
         ({"dual_clip": 3.0}, {}, "always 1 with one update a step"),
         ({"dual_clip": 1.0, **ROLLOUT}, {}, "dual_clip: input should be greater than 1"),
         ({"dual_clip": 1.2, **ROLLOUT}, {}, "must exceed 1 + clip_high (1.28)"),

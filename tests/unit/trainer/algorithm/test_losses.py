@@ -206,6 +206,8 @@ LOSSES = [
     {"loss": "gspo", "importance": {"level": "sequence"}},
     {"loss": "cispo", **ROLLOUT},
     {"loss": "sapo", **ROLLOUT},
+    {"loss": "dppo_tv", **ROLLOUT},
+    {"loss": "dppo_kl", **ROLLOUT},
 ]
 
 

@@ -23,6 +23,8 @@ LOSSES = {
     "cispo": {"loss": "cispo", **ROLLOUT},
     "sapo": {"loss": "sapo", **ROLLOUT},
     "reinforce": {"loss": "reinforce"},
+    "dppo_tv": {"loss": "dppo_tv", "rollout_penalty": 0.1, **ROLLOUT},
+    "dppo_kl": {"loss": "dppo_kl", **ROLLOUT},
     "masked weights": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
     **{f"{k} in the loss": {"kl": {"place": "loss", "estimator": k}, **FROZEN} for k in ("k1", "k2", "k3")},
 }

@@ -29,6 +29,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", **ROLLOUT},
     "sapo": {"loss": "sapo", **ROLLOUT},
     "reinforce": {"loss": "reinforce"},
+    "dppo": {"loss": "dppo_tv", "clip_low": 0.01, "clip_high": 0.01, "rollout_penalty": 0.1, **ROLLOUT},
+    "dppo_kl": {"loss": "dppo_kl", "clip_low": 0.01, "clip_high": 0.01, **ROLLOUT},
     "truncated sequences": {"importance": {"level": "sequence", "high": 3.0}},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.5}},
     "icepop": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
