@@ -38,14 +38,15 @@ class KlConfig(Section):
 
     place: Annotated[Literal["off", "loss", "reward"], OFF] = "off"
     """`loss` adds the penalty to each token's loss, `reward` takes it off each token's reward."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. docs/algorithms.md says how
-    their gradients differ in the loss."""
+    estimator: Literal["k1", "k2", "k3", "k3+", "corrected_k3", "abs"] = "k3"
+    """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; `k3+` is k3 with k2's
+    gradient, `corrected_k3` k3 times the ratio, `abs` |d|. docs/algorithms.md says how their gradients differ
+    in the loss."""
     coefficient: float = Field(0.001, gt=0.0, le=100.0)
     """Weight of the penalty (beta)."""
     bound: float | None = Field(10.0, gt=0.0, le=1e9)
-    """Largest k3 of one token (verl's); a token beyond it has no gradient of its penalty. null leaves GRPO's
-    formula, in which a token 10 nats below the reference weighs as much as ten thousand others."""
+    """Largest k3 of one token (verl's); beyond it, k3 has no gradient. null leaves GRPO's formula, in which a
+    token 10 nats below the reference weighs as much as ten thousand others."""
 
 
 class ReferenceConfig(Section):

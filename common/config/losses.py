@@ -43,7 +43,12 @@ SECTIONS_OF_LOSSES = {"dppo": ("dppo_tv", "dppo_kl")}
 
 
 def check_loss(algorithm: "AlgorithmConfig") -> None:
-    """Raises ValueError: a section belongs to another loss."""
+    """Raises ValueError: a section belongs to another loss, or parts of the loss do not go together."""
+    if algorithm.kl.place == "reward" and algorithm.kl.estimator in ("k3+", "corrected_k3"):
+        raise ValueError(
+            f"kl.estimator: {algorithm.kl.estimator} is k3 with another gradient, and a penalty in the "
+            "reward has none: take k3, or kl.place: loss"
+        )
     for section, losses in SECTIONS_OF_LOSSES.items():
         given = getattr(algorithm, section)
         if given != type(given)() and algorithm.loss not in losses:

@@ -36,6 +36,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         }
     },
     "sessions of several turns": {"algorithm": {"preset": "reinforce_plus_plus", "gamma": 0.9}},
+    "dppo, with a corrected penalty": {
+        "algorithm": {
+            "loss": "dppo_tv",
+            "old_logprobs": "rollout",
+            "rollout_penalty": 0.001,
+            "reference": {"model": "frozen"},
+            "kl": {"place": "loss", "estimator": "corrected_k3"},
+        },
+        "mini_batches": 2,
+    },
     "lora": {"lora": {"rank": 2, "alpha": 4}},
 }
 

@@ -65,7 +65,7 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     loss_N = -importance.weights_N * result.objective_N
     sums: dict[str, Tensor] = {}
     if tokens.reference_logprobs_N is not None:
-        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl)
+        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N

@@ -43,6 +43,8 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"loss": "gspo", "importance": {"level": "sequence"}}, {}, "always 1 with one update a step"),
         ({"loss": "sapo"}, {}, "always 1 with one update a step"),
         ({"loss": "dppo_tv"}, {}, "always 1 with one update a step"),
+        ({"kl": {"place": "reward", "estimator": "k3+"}, **FROZEN}, {}, "is k3 with another gradient"),
+        ({"kl": {"place": "reward", "estimator": "corrected_k3"}, **FROZEN}, {}, "kl.place: loss"),
         ({"dppo": {"max_ratio": 20}, **ROLLOUT}, {}, "dppo belongs to loss dppo_tv and dppo_kl"),
         ({"dual_clip": 3.0}, {}, "always 1 with one update a step"),
         ({"dual_clip": 1.0, **ROLLOUT}, {}, "dual_clip: input should be greater than 1"),

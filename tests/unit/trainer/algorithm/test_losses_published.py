@@ -36,6 +36,27 @@ def dppo_kl(of: SimpleNamespace, low: float, high: float) -> torch.Tensor:
     return torch.stack(losses)
 
 
+PLAIN: dict[str, Any] = {
+    "clip_low": 1.0,
+    "clip_high": 99.0,
+    "dual_clip": None,
+    "reference": {"model": "frozen"},
+}
+"""PPO without bounds."""
+
+
+def plain(of: SimpleNamespace) -> torch.Tensor:
+    return -(of.now - of.old).exp() * of.advantage
+
+
+def k2(of: SimpleNamespace) -> torch.Tensor:
+    return (of.now - of.reference) ** 2 / 2
+
+
+def k3(of: SimpleNamespace) -> torch.Tensor:
+    return (of.reference - of.now).exp() - 1 - (of.reference - of.now)
+
+
 CASES: dict[str, tuple[dict[str, Any], Callable[[SimpleNamespace], torch.Tensor]]] = {
     "dppo_tv": (
         {"loss": "dppo_tv", "clip_low": 0.1, "clip_high": 0.15},
@@ -48,6 +69,18 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[SimpleNamespace], torch.Tensor]
     "dppo_kl": (
         {"loss": "dppo_kl", "clip_low": 0.02, "clip_high": 0.05},
         lambda of: dppo_kl(of, 0.02, 0.05),
+    ),
+    "corrected k3": (
+        {"kl": {"place": "loss", "estimator": "corrected_k3", "coefficient": 0.3}, **PLAIN},
+        lambda of: plain(of) + 0.3 * (of.now - of.old).exp() * k3(of),
+    ),
+    "k3+": (
+        {"kl": {"place": "loss", "estimator": "k3+", "coefficient": 0.3}, **PLAIN},
+        lambda of: plain(of) + 0.3 * (k3(of).detach() + k2(of) - k2(of).detach()),
+    ),
+    "abs": (
+        {"kl": {"place": "loss", "estimator": "abs", "coefficient": 0.3}, **PLAIN},
+        lambda of: plain(of) + 0.3 * (of.now - of.reference).abs(),
     ),
     "prime-rl's default": (
         {"loss": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "rollout_penalty": 0.3},

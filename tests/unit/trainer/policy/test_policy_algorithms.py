@@ -35,6 +35,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.5}},
     "icepop": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
     "kl": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.5}, **FROZEN},
+    "corrected k3": {"kl": {"place": "loss", "estimator": "corrected_k3"}, **ROLLOUT, **FROZEN},
     "entropy": {"entropy_coefficient": 0.3},
     "gae": {"advantage": "gae", "value": {"head": True}},
 }
