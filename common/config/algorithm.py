@@ -19,7 +19,8 @@ from common.config.algorithm_table import (
     Preset,
     with_preset,
 )
-from common.config.losses import OFF, DppoConfig, ImportanceConfig, check_loss
+from common.config.corrections import Correction, with_correction
+from common.config.losses import OFF, DppoConfig, ImportanceConfig, RejectionConfig, check_loss
 from common.config.section import Section
 
 DUAL_CLIP = 3.0
@@ -113,7 +114,11 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """What the ratio compares with: the policy at the step's start, with `importance` correcting for
     staleness (decoupled PPO, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
+    correction: Correction | None = None
+    """Defaults of `old_logprobs`, `importance` and `rejection` by the names of verl's rollout correction;
+    fields given beside it win."""
     importance: ImportanceConfig = ImportanceConfig()
+    rejection: RejectionConfig = RejectionConfig()
     dppo: DppoConfig = DppoConfig()
     rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of log(p / q)^2 of every trained token, with p its probability now and q at the rollout (Kimi
@@ -142,7 +147,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
-        return with_preset(given) if isinstance(given, dict) else given
+        return with_preset(with_correction(given)) if isinstance(given, dict) else given
 
     @field_validator("advantage")
     @classmethod
@@ -202,8 +207,14 @@ class AlgorithmConfig(Section):
     @property
     def needs_whole_sequences(self) -> bool:
         """Whether a token's loss looks at the other tokens of its sequence, as a user's own may."""
-        is_own, level = is_users_own(self.loss), self.importance.level
-        return is_own or self.loss_traits.level == "sequence" or level != "token"
+        rejection = self.rejection
+        return (
+            is_users_own(self.loss)
+            or self.loss_traits.level == "sequence"
+            or self.importance.level != "token"
+            or bool(rejection.of_sequences)
+            or rejection.denominator == "kept"
+        )
 
     @property
     def has_token_advantages(self) -> bool:

@@ -30,6 +30,79 @@ class ImportanceConfig(Section):
     """Largest weight."""
 
 
+TOKEN_CRITERIA = ("token_k1", "token_k2", "token_k3")
+SEQUENCE_CRITERIA = (
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""Fields of `RejectionConfig`, as verl's `rollout_rs` names them."""
+
+Divergence = Annotated[float | None, Field(gt=0.0, le=1e9)]
+Ratios = Annotated[
+    tuple[Annotated[float, Field(gt=0.0, le=1.0)], Annotated[float, Field(ge=1.0, le=1e9)]] | None,
+    BeforeValidator(lambda value: (1.0 / value, value) if _is_number(value) else value),
+]
+"""Lowest and highest ratio; one number x stands for 1 / x and x."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+class RejectionConfig(Section):
+    """What is left out because the old policy is too far from the one that sampled, beside the weights of
+    `importance`. All criteria that are set have to hold. With r = old / rollout: k1 is r itself (two bounds;
+    one number x means 1 / x and x), k2 = log(r)^2 / 2, k3 = r - 1 - log r."""
+
+    token_k1: Ratios = None
+    """Ratios of tokens."""
+    token_k2: Divergence = None
+    """Largest k2 of a token."""
+    token_k3: Divergence = None
+    """Largest k3 of a token."""
+    seq_sum_k1: Ratios = None
+    """Ratio of a sequence: the product over its tokens."""
+    seq_sum_k2: Divergence = None
+    """Largest sum of k2 over a sequence."""
+    seq_sum_k3: Divergence = None
+    """Largest sum of k3 over a sequence."""
+    seq_mean_k1: Ratios = None
+    """Geometric mean of a sequence's ratios, such as [0.99, 1.01]."""
+    seq_mean_k2: Divergence = None
+    """Largest mean of k2 over a sequence."""
+    seq_mean_k3: Divergence = None
+    """Largest mean of k3 over a sequence."""
+    seq_max_k2: Divergence = None
+    """Largest k2 of any token of a sequence."""
+    seq_max_k3: Divergence = None
+    """Largest k3 of any token of a sequence."""
+    veto: float | None = Field(None, gt=0.0, lt=1.0)
+    """A sequence with a token whose r is below this is left out, such as 1e-4."""
+    denominator: Literal["all", "kept"] = "all"
+    """Whether rejected tokens count in what sums are divided by; a rejected sequence does as a sequence."""
+
+    @property
+    def of_tokens(self) -> list[str]:
+        """Criteria that leave out single tokens."""
+        return [name for name in TOKEN_CRITERIA if getattr(self, name) is not None]
+
+    @property
+    def of_sequences(self) -> list[str]:
+        """Criteria that leave out whole sequences."""
+        return [name for name in (*SEQUENCE_CRITERIA, "veto") if getattr(self, name) is not None]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything can be left out."""
+        return bool(self.of_tokens or self.of_sequences)
+
+
 class DppoConfig(Section):
     """DPPO, beside its bounds `clip_low` and `clip_high` (arXiv 2602.04879)."""
 
@@ -48,6 +121,16 @@ def check_loss(algorithm: "AlgorithmConfig") -> None:
         raise ValueError(
             f"kl.estimator: {algorithm.kl.estimator} is k3 with another gradient, and a penalty in the "
             "reward has none: take k3, or kl.place: loss"
+        )
+    rejection = algorithm.rejection
+    if rejection.denominator == "kept" and not rejection.is_on:
+        raise ValueError(
+            "rejection.denominator: kept has no meaning without a criterion of rejection; set one"
+        )
+    if rejection.of_tokens and algorithm.loss_traits.level == "sequence":
+        raise ValueError(
+            f"loss: {algorithm.loss} has one ratio for a sequence, and rejection.{rejection.of_tokens[0]} "
+            "would leave out single tokens of it; take a criterion of sequences (seq_...), or another loss"
         )
     for section, losses in SECTIONS_OF_LOSSES.items():
         given = getattr(algorithm, section)

@@ -81,7 +81,10 @@ def our_loss(
         reference_logprobs_N=torch.tensor(data.reference)[mask_BT] if algorithm.needs_reference else None,
     )
     terms = policy_loss(tokens, algorithm, find_loss(algorithm))
-    size = denominator(algorithm.normalisation, len(counts), int(counts.sum()), MAX_COMPLETION)
+    num_trained = int(counts.sum())
+    if algorithm.rejection.denominator == "kept":
+        num_trained -= int(terms.sums["rejected"])
+    size = denominator(algorithm.normalisation, len(counts), num_trained, MAX_COMPLETION)
     (terms.loss / size).backward()
     assert current_BT.grad is not None
     return terms.loss.item() / size, current_BT.grad.numpy(), terms

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +150,17 @@ class TransformersPolicy:
         return make_tiles(rows, self.layout, self._tile_tokens)
 
     def _accumulate(self, batch: MicroBatch, tiles: Sequence[Tile]) -> MicroBatchMetrics:
-        normalisation = self._config.algorithm.normalisation
+        normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
         num_sequences, num_trained = len(batch.samples), batch.num_trained
         metrics = MicroBatchMetrics(
             sequences=num_sequences,
             tokens=num_trained,
             denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
         )
-        return metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
+        sums = metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
+        if rejection.denominator == "kept" and normalisation == "token":
+            return replace(sums, denominator=sums.denominator - sums.rejected)
+        return sums
 
     def _train_tile(self, tile: Tile, batch: MicroBatch) -> LossTerms:
         """Add one tile's gradient; return its terms, still on the device."""
@@ -191,7 +195,7 @@ class TransformersPolicy:
         # Masked sequences count in some denominators, so the denominator alone does not tell.
         if not denominator > 0.0 or all(p.grad is None for _, p in self._parameters):
             self.zero()
-            return UpdateResult(0.0, lr, skipped=True, reason="no sequence of the step has a trained token")
+            return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
         norm = finish_gradients(self._parameters, denominator, self._config.optimizer.max_grad_norm)
         if not math.isfinite(norm):
             self.zero()

@@ -22,6 +22,7 @@ from services.trainer.algorithm.losses.corrections import (
     value_loss,
 )
 from services.trainer.algorithm.losses.registry import SurrogateFunction
+from services.trainer.algorithm.losses.rejection import kept_weights, rejected_tokens
 from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 
@@ -61,9 +62,10 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         sequence_N=tokens.sequence_N,
         num_sequences=tokens.num_sequences,
     )
+    sums: dict[str, Tensor] = {}
+    weights_N = _weights(tokens, proximal_N, algorithm, sums)
     result = surrogate(ratio, algorithm)
     loss_N = -importance.weights_N * result.objective_N
-    sums: dict[str, Tensor] = {}
     if tokens.reference_logprobs_N is not None:
         kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
@@ -76,9 +78,22 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         loss_N = loss_N - algorithm.entropy_coefficient * tokens.entropies_N
     if tokens.values_N is not None:
         loss_N = loss_N + _value_term(tokens, algorithm, sums)
-    loss = (tokens.weights_N * loss_N).sum()
+    loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
     return LossTerms(loss, sums | _sums(tokens, importance, result), _maxima(tokens, importance))
+
+
+def _weights(
+    tokens: Tokens, proximal_N: Tensor, algorithm: AlgorithmConfig, sums: dict[str, Tensor]
+) -> Tensor:
+    """Normalisation of each token, 0 where it is rejected; how many are goes into `sums`."""
+    rejection = algorithm.rejection
+    if not rejection.is_on:
+        return tokens.weights_N
+    sequences = tokens.sequence_N, tokens.num_sequences
+    is_rejected_N = rejected_tokens(proximal_N - tokens.rollout_logprobs_N, *sequences, rejection)
+    sums["rejected"] = is_rejected_N.sum()
+    return kept_weights(tokens.weights_N, is_rejected_N, *sequences, algorithm.normalisation, rejection)
 
 
 def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:

@@ -39,6 +39,8 @@ class MicroBatchMetrics:
     raw_weight_sum: float = 0.0
     raw_weight_square_sum: float = 0.0
     """Importance weights before that; their effective sample size is sum^2 / sum of squares."""
+    rejected: float = 0.0
+    """Tokens that `rejection` left out of the loss."""
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
@@ -82,6 +84,7 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         f"{sampling}/mean": sums.weight_sum / tokens,
         f"{sampling}/max": sums.weight_max,
         f"{sampling}/bounded_mean": sums.weights_bounded / tokens,
+        "sampling/rejected_mean": sums.rejected / tokens,
         "sampling/effective_sample_size": effective_share(sums),
         "logprob_gap/mean": sums.mismatch_sum / tokens,
         "logprob_gap/max": sums.mismatch_max,
