@@ -119,6 +119,9 @@ class AlgorithmConfig(Section):
     fields given beside it win."""
     importance: ImportanceConfig = ImportanceConfig()
     rejection: RejectionConfig = RejectionConfig()
+    off_policy_threshold: float | None = Field(None, gt=0.0, le=1e6)
+    """Off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556): tokens with a negative advantage are left
+    out of the policy's term where their sequence's mean of log(rollout / current) exceeds this."""
     dppo: DppoConfig = DppoConfig()
     rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of log(p / q)^2 of every trained token, with p its probability now and q at the rollout (Kimi
@@ -212,6 +215,7 @@ class AlgorithmConfig(Section):
             is_users_own(self.loss)
             or self.loss_traits.level == "sequence"
             or self.importance.level != "token"
+            or self.off_policy_threshold is not None
             or bool(rejection.of_sequences)
             or rejection.denominator == "kept"
         )

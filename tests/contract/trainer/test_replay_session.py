@@ -47,7 +47,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "mini_batches": 2,
     },
     "rejection and weights": {
-        "algorithm": {"correction": "decoupled_geo_rs_token_tis", "rejection": {"veto": 0.01}},
+        "algorithm": {
+            "correction": "decoupled_geo_rs_token_tis",
+            "rejection": {"veto": 0.01},
+            "off_policy_threshold": 0.1,
+        },
         "mini_batches": 2,
     },
     "lora": {"lora": {"rank": 2, "alpha": 4}},

@@ -63,7 +63,8 @@ def trl_loss(
         current_gradient_accumulation_steps=1,
         importance_sampling_level="sequence" if algorithm.loss == "gspo" else "token",
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=algorithm.off_policy_threshold,
+        get_off_policy_mask=trainer_class.get_off_policy_mask,
         aux_loss_enabled=False,
         beta=algorithm.kl.coefficient if has_kl else 0.0,
         _entropy_bonus_enabled=algorithm.entropy_coefficient > 0,
@@ -80,6 +81,7 @@ def trl_loss(
         "num_items_in_batch": mask_BT.sum(),
         "importance_sampling_ratio": trl_importance(data, algorithm, has_proximal),
         "ref_per_token_logps": torch.tensor(data.reference),
+        "sampling_per_token_logps": torch.tensor(data.rollout),
     }
     if not is_decoupled:
         inputs["old_per_token_logps"] = torch.tensor(data.rollout)
@@ -112,6 +114,7 @@ TRL_CASES: dict[str, dict[str, Any]] = {
     "sequence_truncate": {"importance": {"level": "sequence", "high": 3.0}},
     "sequence_mask": {"importance": {"mode": "mask", "level": "sequence", "high": 3.0}},
     "token_mask": {"importance": {"mode": "mask", "low": 0.5, "high": 2.0}},
+    "off_policy_mask": {"off_policy_threshold": 0.05},
     "beta": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.2}, **REFERENCE},
 }
 

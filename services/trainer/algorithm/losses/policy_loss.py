@@ -22,7 +22,7 @@ from services.trainer.algorithm.losses.corrections import (
     value_loss,
 )
 from services.trainer.algorithm.losses.registry import SurrogateFunction
-from services.trainer.algorithm.losses.rejection import kept_weights, rejected_tokens
+from services.trainer.algorithm.losses.rejection import kept_weights, off_policy_tokens, rejected_tokens
 from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 
@@ -66,6 +66,9 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     weights_N = _weights(tokens, proximal_N, algorithm, sums)
     result = surrogate(ratio, algorithm)
     loss_N = -importance.weights_N * result.objective_N
+    if algorithm.off_policy_threshold is not None:
+        is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
+        loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
     if tokens.reference_logprobs_N is not None:
         kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()

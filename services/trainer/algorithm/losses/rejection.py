@@ -22,6 +22,7 @@ from common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionCon
 from services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Normalisation,
+    Tokens,
     sequence_means,
     sequence_sums,
 )
@@ -71,6 +72,19 @@ def kept_weights(
         shares_S = sequence_means(is_kept_N, sequence_N, num_sequences)
         is_kept_N = is_kept_N / shares_S.clamp(min=1e-12)[sequence_N]
     return weights_N * is_kept_N
+
+
+def off_policy_tokens(tokens: Tokens, threshold: float) -> Tensor:
+    """Tokens with A < 0 in sequences that the policy has left: mean of log(rollout / current) above the
+    threshold. Shape [N].
+
+    DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556), against the policy that sampled, as in TRL.
+    Rollout probabilities 0.5 and 0.4, now 0.25 and 0.2: log 2 = 0.693 on average; a threshold of 0.5 masks
+    both where A < 0, and none where A > 0.
+    """
+    gap_N = (tokens.rollout_logprobs_N - tokens.logprobs_N).detach()
+    means_S = sequence_means(gap_N, tokens.sequence_N, tokens.num_sequences)
+    return (tokens.advantages_N < 0) & (means_S > threshold)[tokens.sequence_N]
 
 
 def _is_outside(values: Tensor, bound: float | tuple[float, float]) -> Tensor:

@@ -41,6 +41,8 @@ class MicroBatchMetrics:
     """Importance weights before that; their effective sample size is sum^2 / sum of squares."""
     rejected: float = 0.0
     """Tokens that `rejection` left out of the loss."""
+    off_policy: float = 0.0
+    """Tokens that `off_policy_threshold` left out of the policy's term."""
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
@@ -85,6 +87,7 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         f"{sampling}/max": sums.weight_max,
         f"{sampling}/bounded_mean": sums.weights_bounded / tokens,
         "sampling/rejected_mean": sums.rejected / tokens,
+        "sampling/off_policy_mean": sums.off_policy / tokens,
         "sampling/effective_sample_size": effective_share(sums),
         "logprob_gap/mean": sums.mismatch_sum / tokens,
         "logprob_gap/max": sums.mismatch_max,

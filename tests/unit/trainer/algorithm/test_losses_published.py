@@ -82,6 +82,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[SimpleNamespace], torch.Tensor]
         {"kl": {"place": "loss", "estimator": "abs", "coefficient": 0.3}, **PLAIN},
         lambda of: plain(of) + 0.3 * (of.now - of.reference).abs(),
     ),
+    "off-policy sequence mask": (
+        {"off_policy_threshold": 0.1, **PLAIN},
+        lambda of: plain(of) * float(of.advantage >= 0 or (of.rollout - of.now).mean().item() <= 0.1),
+    ),
     "prime-rl's default": (
         {"loss": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "rollout_penalty": 0.3},
         lambda of: dppo_tv(of, 0.2, 0.2) + 0.3 * (of.now - of.rollout) ** 2,
@@ -104,6 +108,18 @@ def test_equals_its_formula_in_value_and_gradient(case, old, normalisation):
         assert ours == pytest.approx(theirs, abs=1e-6)
         np.testing.assert_allclose(our_gradient_BT, their_gradient_BT, atol=1e-6)
         assert np.abs(their_gradient_BT).max() > 1e-2
+
+
+def test_the_off_policy_mask_by_hand():
+    # rollout / now = 2 for both tokens of each of two sequences; log 2 = 0.693
+    fields = {"sequence_N": torch.tensor([0, 0, 1, 1]), "num_sequences": 2}
+    tokens = make_tokens([0.25, 0.2, 0.25, 0.2], [0.5, 0.4, 0.5, 0.4], [-1.0, -1.0, 1.0, 1.0], **fields)
+    for threshold, gradient in ((0.5, [0.0, 0.0, -0.5, -0.5]), (0.7, [0.5, 0.5, -0.5, -0.5])):
+        tokens.logprobs_N.grad = None
+        terms = loss_of(tokens, off_policy_threshold=threshold)
+        terms.loss.backward()
+        np.testing.assert_allclose(tokens.logprobs_N.grad, gradient)
+        assert terms.sums["off_policy"].item() == (2 if threshold == 0.5 else 0)
 
 
 class TestDppo:

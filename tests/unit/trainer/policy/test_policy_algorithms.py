@@ -35,6 +35,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.5}},
     "icepop": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
     "rejected sequences": {"rejection": {"seq_mean_k1": 4.0, "veto": 0.005, "denominator": "kept"}},
+    "off-policy mask": {"off_policy_threshold": 0.1},
     "rejected tokens": {"rejection": {"token_k3": 0.2, "denominator": "kept"}, **ROLLOUT},
     "kl": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.5}, **FROZEN},
     "corrected k3": {"kl": {"place": "loss", "estimator": "corrected_k3"}, **ROLLOUT, **FROZEN},
