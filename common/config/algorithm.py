@@ -20,7 +20,14 @@ from common.config.algorithm_table import (
     with_preset,
 )
 from common.config.corrections import Correction, with_correction
-from common.config.losses import OFF, DppoConfig, ImportanceConfig, RejectionConfig, check_loss
+from common.config.losses import (
+    OFF,
+    CovarianceConfig,
+    DppoConfig,
+    ImportanceConfig,
+    RejectionConfig,
+    check_loss,
+)
 from common.config.section import Section
 
 DUAL_CLIP = 3.0
@@ -123,6 +130,10 @@ class AlgorithmConfig(Section):
     """Off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556): tokens with a negative advantage are left
     out of the policy's term where their sequence's mean of log(rollout / current) exceeds this."""
     dppo: DppoConfig = DppoConfig()
+    covariance: CovarianceConfig = CovarianceConfig()
+    top_entropy_quantile: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of a mini-batch's tokens, those with the highest entropy, that the policy's term is over (arXiv
+    2506.01939; there 0.2). Below 1 the mini-batch waits for all its groups."""
     rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of log(p / q)^2 of every trained token, with p its probability now and q at the rollout (Kimi
     K2.5, arXiv 2602.02276; prime-rl's `kl_tau`, there 0.001)."""
@@ -219,6 +230,16 @@ class AlgorithmConfig(Section):
             or bool(rejection.of_sequences)
             or rejection.denominator == "kept"
         )
+
+    @property
+    def needs_start_logprobs(self) -> bool:
+        """Whether statistics of a mini-batch are taken of logprobs at the start of the step."""
+        return self.importance.normalise or self.loss_traits.has_covariance
+
+    @property
+    def needs_start_entropies(self) -> bool:
+        """Whether they are taken of entropies."""
+        return self.top_entropy_quantile < 1.0
 
     @property
     def has_token_advantages(self) -> bool:

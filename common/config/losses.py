@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from common.config.section import Section
 
@@ -28,6 +28,9 @@ class ImportanceConfig(Section):
     """Smallest weight."""
     high: float = Field(2.0, ge=1.0, le=1000.0)
     """Largest weight."""
+    normalise: bool = False
+    """Divide truncated weights by their mean over the mini-batch (verl's batch normalisation), which then
+    waits for all its groups."""
 
 
 TOKEN_CRITERIA = ("token_k1", "token_k2", "token_k3")
@@ -111,7 +114,27 @@ class DppoConfig(Section):
     as in prime-rl."""
 
 
-SECTIONS_OF_LOSSES = {"dppo": ("dppo_tv", "dppo_kl")}
+class CovarianceConfig(Section):
+    """clip-cov and kl-cov (arXiv 2505.22617): the few tokens whose logprob and advantage vary together most,
+    over a mini-batch, lose their gradient or are held back. Both keep the entropy from collapsing."""
+
+    share: float = Field(2e-4, gt=0.0, le=1.0)
+    """Of all tokens of a mini-batch, and at least one (verl's `clip_cov_ratio`, `kl_cov_ratio`)."""
+    low: float = Field(1.0, ge=-1e9, le=1e9)
+    """`clip_cov` chooses among tokens with a covariance above this (verl's `clip_cov_lb`) ..."""
+    high: float = Field(5.0, ge=-1e9, le=1e9)
+    """... and below this (`clip_cov_ub`)."""
+    coefficient: float = Field(1.0, gt=0.0, le=1e6)
+    """Weight of |log r| on the tokens of `kl_cov` (verl's `ppo_kl_coef`)."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "CovarianceConfig":
+        if self.low >= self.high:
+            raise ValueError(f"covariance.low ({self.low}) must be below covariance.high ({self.high})")
+        return self
+
+
+SECTIONS_OF_LOSSES = {"dppo": ("dppo_tv", "dppo_kl"), "covariance": ("clip_cov", "kl_cov")}
 """Section -> the losses that read it."""
 
 
@@ -121,6 +144,16 @@ def check_loss(algorithm: "AlgorithmConfig") -> None:
         raise ValueError(
             f"kl.estimator: {algorithm.kl.estimator} is k3 with another gradient, and a penalty in the "
             "reward has none: take k3, or kl.place: loss"
+        )
+    if algorithm.importance.normalise and algorithm.importance_mode != "truncate":
+        raise ValueError(
+            f"importance.normalise brings truncated weights to a mean of 1, and importance.mode is "
+            f"{algorithm.importance_mode}; take mode truncate, or leave it out"
+        )
+    if algorithm.top_entropy_quantile < 1.0 and algorithm.loss_traits.level == "sequence":
+        raise ValueError(
+            f"loss: {algorithm.loss} has one ratio for a sequence, whose gradient reaches all its tokens: "
+            "top_entropy_quantile could not leave out any; take a loss of tokens"
         )
     rejection = algorithm.rejection
     if rejection.denominator == "kept" and not rejection.is_on:

@@ -1,16 +1,19 @@
 """Losses on rectangles [B, T] of made-up logprobs, without a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
 from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
+from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.groups.samples import Sample
 
 MAX_COMPLETION = 8
 
@@ -62,9 +65,10 @@ def rectangle(seed: int, spread: float = 0.6) -> SimpleNamespace:
 
 
 def our_loss(
-    data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool = False
+    data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool = False, **statistics: np.ndarray
 ) -> tuple[float, np.ndarray, LossTerms]:
-    """Loss divided by its denominator, its gradient [B, T], and the terms."""
+    """Loss divided by its denominator, its gradient [B, T], and the terms. `statistics` [B, T] are what the
+    mini-batch gives its tokens."""
     current_BT = torch.tensor(data.current, requires_grad=True)
     mask_BT = torch.tensor(data.mask)
     counts = data.mask.sum(1)
@@ -79,6 +83,7 @@ def our_loss(
         entropies_N=torch.tensor(data.entropies)[mask_BT],
         proximal_logprobs_N=torch.tensor(data.proximal)[mask_BT] if has_proximal else None,
         reference_logprobs_N=torch.tensor(data.reference)[mask_BT] if algorithm.needs_reference else None,
+        **{f"{name}_N": torch.tensor(values)[mask_BT].float() for name, values in statistics.items()},
     )
     terms = policy_loss(tokens, algorithm, find_loss(algorithm))
     num_trained = int(counts.sum())
@@ -88,6 +93,13 @@ def our_loss(
     (terms.loss / size).backward()
     assert current_BT.grad is not None
     return terms.loss.item() / size, current_BT.grad.numpy(), terms
+
+
+def with_statistics(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
+    """As one mini-batch, with what its statistics give each of them."""
+    group = TrainableGroup(cast(Any, None), list(samples), [sample.reward for sample in samples])
+    (assigned,) = MiniBatchStatistics(algorithm).assign([group])
+    return assigned.samples
 
 
 def probable_rectangle(seed: int) -> SimpleNamespace:

@@ -54,6 +54,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         },
         "mini_batches": 2,
     },
+    "statistics of mini-batches": {
+        "algorithm": {"top_entropy_quantile": 0.3, "importance": {"normalise": True}},
+        "mini_batches": 2,
+    },
+    "clip_cov": {
+        "algorithm": {"loss": "clip_cov", "covariance": {"share": 0.1, "low": -5.0}},
+        "mini_batches": 2,
+    },
+    "kl_cov": {"algorithm": {"loss": "kl_cov", "old_logprobs": "rollout", "covariance": {"share": 0.1}}},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
 }
 

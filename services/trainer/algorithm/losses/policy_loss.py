@@ -61,11 +61,14 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         logprobs_N=tokens.logprobs_N,
         sequence_N=tokens.sequence_N,
         num_sequences=tokens.num_sequences,
+        penalised_N=tokens.penalised_N,
     )
     sums: dict[str, Tensor] = {}
     weights_N = _weights(tokens, proximal_N, algorithm, sums)
     result = surrogate(ratio, algorithm)
     loss_N = -importance.weights_N * result.objective_N
+    if tokens.factors_N is not None:
+        loss_N, sums["left_out"] = tokens.factors_N * loss_N, (tokens.factors_N == 0).sum()
     if algorithm.off_policy_threshold is not None:
         is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
         loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()

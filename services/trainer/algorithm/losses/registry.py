@@ -14,6 +14,7 @@ import torch
 
 from common.config.algorithm import AlgorithmConfig, is_users_own
 from common.errors import ConfigError
+from services.trainer.algorithm.losses.covariance import clip_cov, kl_cov
 from services.trainer.algorithm.losses.divergence import dppo_kl, dppo_tv
 from services.trainer.algorithm.losses.surrogates import cispo, gspo, ppo, reinforce, sapo
 from services.trainer.algorithm.losses.tokens import Ratio, Surrogate, unclipped
@@ -31,6 +32,8 @@ _BY_NAME: dict[str, SurrogateFunction] = {
     "sapo": sapo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
 """By the names of `common.config.algorithm_table`."""
 

@@ -39,6 +39,10 @@ class Tokens:
     old_values_N: Tensor | None = None
     """The value head's estimates at the step's start."""
     returns_N: Tensor | None = None
+    factors_N: Tensor | None = None
+    """What the policy's term of each token is multiplied by, from statistics of the mini-batch."""
+    penalised_N: Tensor | None = None
+    """1 for the tokens that kl-cov penalises."""
 
     def floored(self) -> "Tokens":
         """The same with logprobs of at least `LOGPROB_FLOOR`.
@@ -67,6 +71,8 @@ class Ratio:
     logprobs_N: Tensor
     sequence_N: Tensor
     num_sequences: int
+    penalised_N: Tensor | None = None
+    """1 for the tokens that kl-cov penalises; None with other losses."""
 
     @property
     def ratio_N(self) -> Tensor:

@@ -24,6 +24,8 @@ LOSSES = {
     "cispo": {"loss": "cispo", **ROLLOUT},
     "sapo": {"loss": "sapo", **ROLLOUT},
     "reinforce": {"loss": "reinforce"},
+    "clip_cov": {"loss": "clip_cov"},
+    "kl_cov": {"loss": "kl_cov", **ROLLOUT},
     "dppo_tv": {"loss": "dppo_tv", "rollout_penalty": 0.1, **ROLLOUT},
     "dppo_kl": {"loss": "dppo_kl", **ROLLOUT},
     "masked weights": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
