@@ -9,7 +9,7 @@ import difflib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config.algorithm_table import (
     ADVANTAGES,
@@ -19,13 +19,19 @@ from common.config.algorithm_table import (
     Preset,
     with_preset,
 )
+from common.config.corrections import Correction, with_correction
+from common.config.losses import (
+    OFF,
+    CovarianceConfig,
+    DppoConfig,
+    ImportanceConfig,
+    RejectionConfig,
+    check_loss,
+)
 from common.config.section import Section
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
-
-OFF = BeforeValidator(lambda value: "off" if value is False else value)
-"""YAML reads `off` as false."""
 
 _USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
 
@@ -35,36 +41,20 @@ def is_users_own(name: str) -> bool:
     return bool(_USERS_OWN.match(name))
 
 
-class ImportanceConfig(Section):
-    """Weights that correct for tokens sampled by another policy than the one that is trained: older weights,
-    and an engine that computes a little differently."""
-
-    mode: Annotated[Literal["auto", "truncate", "mask", "off"], OFF] = "auto"
-    """`truncate` brings weights into [low, high]; `mask` leaves out what lies outside (with `low: 0.5, high:
-    5` IcePop). `auto` is `truncate`, and `off` with `old_logprobs: rollout`, whose ratio is that weight
-    already."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """One weight for each token, or one for a sequence: the product over its tokens, or their geometric
-    mean."""
-    low: float = Field(0.0, ge=0.0, le=1.0)
-    """Smallest weight."""
-    high: float = Field(2.0, ge=1.0, le=1000.0)
-    """Largest weight."""
-
-
 class KlConfig(Section):
     """A penalty for moving away from the reference model."""
 
     place: Annotated[Literal["off", "loss", "reward"], OFF] = "off"
     """`loss` adds the penalty to each token's loss, `reward` takes it off each token's reward."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. docs/algorithms.md says how
-    their gradients differ in the loss."""
+    estimator: Literal["k1", "k2", "k3", "k3+", "corrected_k3", "abs"] = "k3"
+    """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; `k3+` is k3 with k2's
+    gradient, `corrected_k3` k3 times the ratio, `abs` |d|. docs/algorithms.md says how their gradients differ
+    in the loss."""
     coefficient: float = Field(0.001, gt=0.0, le=100.0)
     """Weight of the penalty (beta)."""
     bound: float | None = Field(10.0, gt=0.0, le=1e9)
-    """Largest k3 of one token (verl's); a token beyond it has no gradient of its penalty. null leaves GRPO's
-    formula, in which a token 10 nats below the reference weighs as much as ten thousand others."""
+    """Largest k3 of one token (verl's); beyond it, k3 has no gradient. null leaves GRPO's formula, in which a
+    token 10 nats below the reference weighs as much as ten thousand others."""
 
 
 class ReferenceConfig(Section):
@@ -131,7 +121,22 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """What the ratio compares with: the policy at the step's start, with `importance` correcting for
     staleness (decoupled PPO, arXiv 2505.24298), or the rollout logprobs, with the clip alone (PPO)."""
+    correction: Correction | None = None
+    """Defaults of `old_logprobs`, `importance` and `rejection` by the names of verl's rollout correction;
+    fields given beside it win."""
     importance: ImportanceConfig = ImportanceConfig()
+    rejection: RejectionConfig = RejectionConfig()
+    off_policy_threshold: float | None = Field(None, gt=0.0, le=1e6)
+    """Off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556): tokens with a negative advantage are left
+    out of the policy's term where their sequence's mean of log(rollout / current) exceeds this."""
+    dppo: DppoConfig = DppoConfig()
+    covariance: CovarianceConfig = CovarianceConfig()
+    top_entropy_quantile: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of a mini-batch's tokens, those with the highest entropy, that the policy's term is over (arXiv
+    2506.01939; there 0.2). Below 1 the mini-batch waits for all its groups."""
+    rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
+    """Weight of log(p / q)^2 of every trained token, with p its probability now and q at the rollout (Kimi
+    K2.5, arXiv 2602.02276; prime-rl's `kl_tau`, there 0.001)."""
     entropy_coefficient: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of an entropy bonus on every trained token."""
     kl: KlConfig = KlConfig()
@@ -156,7 +161,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
-        return with_preset(given) if isinstance(given, dict) else given
+        return with_preset(with_correction(given)) if isinstance(given, dict) else given
 
     @field_validator("advantage")
     @classmethod
@@ -181,6 +186,7 @@ class AlgorithmConfig(Section):
     def _parts_fit(self) -> "AlgorithmConfig":
         self._check_ratio()
         self._check_parts()
+        check_loss(self)
         return self
 
     @property
@@ -215,8 +221,25 @@ class AlgorithmConfig(Section):
     @property
     def needs_whole_sequences(self) -> bool:
         """Whether a token's loss looks at the other tokens of its sequence, as a user's own may."""
-        is_own, level = is_users_own(self.loss), self.importance.level
-        return is_own or self.loss_traits.level == "sequence" or level != "token"
+        rejection = self.rejection
+        return (
+            is_users_own(self.loss)
+            or self.loss_traits.level == "sequence"
+            or self.importance.level != "token"
+            or self.off_policy_threshold is not None
+            or bool(rejection.of_sequences)
+            or rejection.denominator == "kept"
+        )
+
+    @property
+    def needs_start_logprobs(self) -> bool:
+        """Whether statistics of a mini-batch are taken of logprobs at the start of the step."""
+        return self.importance.normalise or self.loss_traits.has_covariance
+
+    @property
+    def needs_start_entropies(self) -> bool:
+        """Whether they are taken of entropies."""
+        return self.top_entropy_quantile < 1.0
 
     @property
     def has_token_advantages(self) -> bool:

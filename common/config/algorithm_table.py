@@ -34,6 +34,9 @@ class LossTraits:
     """Only bounds the ratio: useless where that is always 1."""
     weighs_by_rollout: bool = False
     """The ratio is a weight against the rollout policy."""
+    has_covariance: bool = False
+    """Looks at the covariance of logprobs and advantages over a mini-batch, which then waits for its last
+    group."""
 
 
 ADVANTAGES: dict[str, AdvantageTraits] = {
@@ -52,6 +55,10 @@ LOSSES: dict[str, LossTraits] = {
     "cispo": LossTraits(weighs_by_rollout=True),
     "reinforce": LossTraits(has_ratio=False),
     "sapo": LossTraits(is_idle_at_one=True),
+    "dppo_tv": LossTraits(is_idle_at_one=True),
+    "dppo_kl": LossTraits(is_idle_at_one=True),
+    "clip_cov": LossTraits(has_covariance=True),
+    "kl_cov": LossTraits(is_idle_at_one=True, has_covariance=True),
 }
 
 Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo"]

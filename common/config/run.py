@@ -212,6 +212,12 @@ class RunConfig(Section):
                 "The rollout logprobs are those of the filtered distribution, so a ratio against them would "
                 "be clipped for tokens that have not moved"
             )
+        if is_filtered and trainer.algorithm.rollout_penalty:
+            raise ValueError(
+                "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
+                "distribution, and trainer.algorithm.rollout_penalty would pull the policy towards that; "
+                "leave it out"
+            )
         if is_filtered and trainer.algorithm.kl.place == "reward":
             raise ValueError(
                 "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "

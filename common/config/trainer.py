@@ -262,6 +262,12 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _ratio_can_move(self) -> "TrainerConfig":
         algorithm = self.algorithm
+        if algorithm.importance.normalise and self.mini_batches > 1 and not algorithm.loss_traits.has_ratio:
+            raise ValueError(
+                "algorithm.importance.normalise needs weights that stay as they are during a step, and loss: "
+                f"{algorithm.loss} takes those of the current policy, which moves with each of "
+                f"{self.mini_batches} mini_batches; take one, or loss ppo"
+            )
         if self.mini_batches > 1 or algorithm.old_logprobs == "rollout":
             return self
         for name, is_set in (

@@ -9,7 +9,7 @@ import sys
 from common.config import AlgorithmConfig
 from common.errors import ConfigError
 from services.trainer.algorithm.advantages.registry import find_advantage
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 
 
 def main(argument: str) -> int:

@@ -24,6 +24,7 @@ from common.process.activity import Activity
 from common.process.service import StoppedError
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
+from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
@@ -124,6 +125,7 @@ class StepRunner:
         self.policy, self.thread, self.group_filter = policy, thread, group_filter
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(context.config)
+        self.statistics = MiniBatchStatistics(self.trainer.algorithm)
         # One forward pass on each rank.
         self.micro_batch_tokens = self.trainer.micro_batch_tokens * self.trainer.num_ranks
         self.has_begun = False
@@ -163,7 +165,7 @@ class StepRunner:
             result.mini_batches.append(mini)
             tickets = {ticket for micro in composition for ticket, _ in micro}
             # In the order in which they entered, as when they were first trained.
-            groups_of_mini = self.advantages.assign([g for g in result.groups if g.ticket in tickets])
+            groups_of_mini = self._assigned([g for g in result.groups if g.ticket in tickets])
             assigned = {group.ticket: group for group in groups_of_mini}
             result.groups = [assigned.get(group.ticket, group) for group in result.groups]
             by_key = {sample.key: sample for group in groups_of_mini for sample in group.samples}
@@ -205,14 +207,18 @@ class StepRunner:
                 groups = [await self._precomputed(group, step) for group in groups]
             places -= len(groups)
             unassigned += groups
-            if places and self.advantages.scope == "batch":
-                continue  # the advantages of each group depend on those that are still to come
-            groups, unassigned = self.advantages.assign(unassigned), []
+            if places and (self.advantages.scope == "batch" or self.statistics.is_needed):
+                continue  # what each group is trained with depends on those that are still to come
+            groups, unassigned = self._assigned(unassigned), []
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
             batches = form_micro_batches(waiting, self.micro_batch_tokens)
             waiting = self._hold_back(batches) if places else []
             await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
+
+    def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
+        """With advantages, and with what depends on the whole mini-batch."""
+        return self.statistics.assign(self.advantages.assign(groups))
 
     async def _precompute_rest(
         self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler

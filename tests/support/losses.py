@@ -1,15 +1,19 @@
 """Losses on rectangles [B, T] of made-up logprobs, without a model."""
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
+from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.groups.samples import Sample
 
 MAX_COMPLETION = 8
 
@@ -61,9 +65,10 @@ def rectangle(seed: int, spread: float = 0.6) -> SimpleNamespace:
 
 
 def our_loss(
-    data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool = False
+    data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool = False, **statistics: np.ndarray
 ) -> tuple[float, np.ndarray, LossTerms]:
-    """Loss divided by its denominator, its gradient [B, T], and the terms."""
+    """Loss divided by its denominator, its gradient [B, T], and the terms. `statistics` [B, T] are what the
+    mini-batch gives its tokens."""
     current_BT = torch.tensor(data.current, requires_grad=True)
     mask_BT = torch.tensor(data.mask)
     counts = data.mask.sum(1)
@@ -78,9 +83,65 @@ def our_loss(
         entropies_N=torch.tensor(data.entropies)[mask_BT],
         proximal_logprobs_N=torch.tensor(data.proximal)[mask_BT] if has_proximal else None,
         reference_logprobs_N=torch.tensor(data.reference)[mask_BT] if algorithm.needs_reference else None,
+        **{f"{name}_N": torch.tensor(values)[mask_BT].float() for name, values in statistics.items()},
     )
     terms = policy_loss(tokens, algorithm, find_loss(algorithm))
-    size = denominator(algorithm.normalisation, len(counts), int(counts.sum()), MAX_COMPLETION)
+    num_trained = int(counts.sum())
+    if algorithm.rejection.denominator == "kept":
+        num_trained -= int(terms.sums["rejected"])
+    size = denominator(algorithm.normalisation, len(counts), num_trained, MAX_COMPLETION)
     (terms.loss / size).backward()
     assert current_BT.grad is not None
     return terms.loss.item() / size, current_BT.grad.numpy(), terms
+
+
+def with_statistics(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
+    """As one mini-batch, with what its statistics give each of them."""
+    group = TrainableGroup(cast(Any, None), list(samples), [sample.reward for sample in samples])
+    (assigned,) = MiniBatchStatistics(algorithm).assign([group])
+    return assigned.samples
+
+
+def probable_rectangle(seed: int) -> SimpleNamespace:
+    """As `rectangle`, with logprobs of probabilities from 0.02 to 0.98, old ones not far from those now."""
+    data, rng = rectangle(seed), np.random.default_rng(seed + 100)
+
+    def near(logits: np.ndarray) -> np.ndarray:
+        return (-np.log1p(np.exp(-(logits + rng.normal(0.0, 0.8, logits.shape))))).astype(np.float32)
+
+    logits = rng.normal(0.0, 1.2, data.mask.shape)
+    data.current, data.rollout, data.proximal, data.reference = (near(logits) for _ in range(4))
+    return data
+
+
+SequenceLoss = Callable[[SimpleNamespace], torch.Tensor]
+"""From one sequence's tokens (float64: `now` with gradient, `old`, `rollout`, `reference`, `advantage`) to
+the loss of each of them."""
+
+
+def written_out(
+    data: SimpleNamespace, algorithm: AlgorithmConfig, has_proximal: bool, loss_of_sequence: SequenceLoss
+) -> tuple[float, np.ndarray]:
+    """Loss and gradient of a formula, sequence by sequence in float64, for comparison with `our_loss`."""
+    now_BT = torch.tensor(data.current, dtype=torch.float64, requires_grad=True)
+    old = data.rollout if algorithm.old_logprobs == "rollout" else data.proximal if has_proximal else None
+    total, num_tokens = torch.zeros((), dtype=torch.float64), int(data.mask.sum())
+    for b, advantage in enumerate(data.advantages):
+        own = np.flatnonzero(data.mask[b])
+        if not len(own):
+            continue
+        now_T = now_BT[b, own]
+        sequence = SimpleNamespace(
+            now=now_T,
+            old=now_T.detach() if old is None else tensor(*old[b, own]),
+            rollout=tensor(*data.rollout[b, own]),
+            reference=tensor(*data.reference[b, own]),
+            advantage=float(advantage),
+        )
+        loss_T = loss_of_sequence(sequence)
+        total = total + (loss_T.mean() if algorithm.normalisation == "sequence" else loss_T.sum())
+    size = {"token": num_tokens, "constant": len(data.mask) * MAX_COMPLETION}
+    total = total / size.get(algorithm.normalisation, len(data.mask))
+    total.backward()
+    assert now_BT.grad is not None
+    return total.item(), now_BT.grad.numpy()

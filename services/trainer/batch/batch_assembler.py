@@ -30,16 +30,17 @@ from services.trainer.policy.policy import Policy, PolicyThread
 
 
 class Precompute:
-    """Proximal logprobs, reference logprobs and values of groups, where the algorithm uses them."""
+    """Proximal and reference logprobs, values and entropies of groups, where the algorithm uses them."""
 
     def __init__(self, trainer: TrainerConfig, policy: Policy, thread: PolicyThread) -> None:
         self.trainer, self.policy, self.thread = trainer, policy, thread
         algorithm = trainer.algorithm
-        self.is_needed_always = algorithm.needs_reference or algorithm.value.head
+        has_statistics = algorithm.needs_start_logprobs or algorithm.needs_start_entropies
+        self.is_needed_always = algorithm.needs_reference or algorithm.value.head or has_statistics
         """Whether no group can be trained without; else those of the first mini-batch can."""
         self.is_needed = trainer.needs_proximal or self.is_needed_always
         self.needs_start_weights = trainer.mini_batches > 1 and (
-            trainer.needs_proximal or algorithm.value.head
+            trainer.needs_proximal or algorithm.value.head or has_statistics
         )
         """Whether it takes the weights at the start of the step, also later in it."""
 

@@ -23,7 +23,17 @@ from common.wire.segments import Segment
 
 Kind = TypeVar("Kind", bound=np.generic)
 
-PER_TOKEN = ("advantage", "returns", "proximal_logprobs", "reference_logprobs", "values")
+PER_TOKEN = (
+    "advantage",
+    "returns",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "values",
+    "start_logprobs",
+    "entropies",
+    "factors",
+    "penalised",
+)
 """Fields that, where they are arrays, have an entry for each completion token."""
 
 
@@ -67,6 +77,14 @@ class Sample:
     """[T], under the reference model, where there is one."""
     values: Float32 | None = None
     """[T], the value head's estimates at the start of the step, before each token is chosen."""
+    start_logprobs: Float32 | None = None
+    entropies: Float32 | None = None
+    """[T], under the weights at the start of the step, for statistics of a mini-batch; gone when they are
+    taken."""
+    factors: Float64 | None = None
+    """[T], what the policy's term of each token is multiplied by; None: 1. From a mini-batch's statistics."""
+    penalised: Float64 | None = None
+    """[T], 1 for tokens that kl-cov penalises."""
     forked: tuple[SegmentTokens, ...] = ()
     """All segments in order, where there are several; empty for one, whose prompt is `prompt_ids`."""
     turns: tuple[TurnEnd, ...] = ()
@@ -118,6 +136,12 @@ class Sample:
     def num_trained(self) -> int:
         """Completion tokens that carry loss."""
         return int(np.count_nonzero(self.mask))
+
+    def spread(self, values_A: Float64) -> Float64:
+        """Numbers of trained tokens at their places in the completion, 0 at the others. Shape [T]."""
+        values_T = np.zeros(len(self.completion_ids))
+        values_T[self.mask] = values_A
+        return values_T
 
     @property
     def mean_advantage(self) -> float:
@@ -190,6 +214,8 @@ class PrecomputedTokens:
     proximal_logprobs: Float32 | None = None
     reference_logprobs: Float32 | None = None
     values: Float32 | None = None
+    start_logprobs: Float32 | None = None
+    entropies: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

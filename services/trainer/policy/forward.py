@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import structlog
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from common.wire.arrays import Int32
+from common.wire.arrays import Float32, Int32
 from services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from services.trainer.groups.samples import Sample
 from services.trainer.policy.packing import Layout, Tile, TokenRow, choose_layout, make_tiles
@@ -138,6 +138,24 @@ class TileScores:
     hidden_NH: Tensor | None = None
 
 
+class ScoredSamples(NamedTuple):
+    """[T] for each sample, in order; None where it was not asked for."""
+
+    logprobs: list[Float32 | None]
+    entropies: list[Float32 | None]
+    values: list[Float32 | None]
+
+
+def place(values_N: Tensor, tile: Tile, results: list[Float32 | None]) -> None:
+    """Put a tile's values at the places of their tokens in their samples."""
+    wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+    pieces = wide_N.cpu().split([len(row.places) for row in tile.rows])
+    for row, piece in zip(tile.rows, pieces, strict=True):
+        found = results[row.sample]
+        assert found is not None
+        found[row.places] = piece.numpy()
+
+
 class TokenScorer:
     """Scores the tokens of tiles with one model, whose weights may change between calls."""
 
@@ -190,6 +208,8 @@ _OPTIONAL = {
     "reference_logprobs": "reference_logprobs_N",
     "values": "old_values_N",
     "returns": "returns_N",
+    "factors": "factors_N",
+    "penalised": "penalised_N",
 }
 """Fields of a sample, and what they are called as a tensor."""
 

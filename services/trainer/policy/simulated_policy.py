@@ -73,12 +73,15 @@ class SimulatedPolicy:
     def precompute(self, samples: Sequence[Sample]) -> list[PrecomputedTokens]:
         """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
-        has_values = self._trainer.algorithm.value.head
+        algorithm = self._trainer.algorithm
+        has_values = algorithm.value.head
         return [
             PrecomputedTokens(
                 proximal_logprobs=sample.rollout_logprobs if self._trainer.needs_proximal else None,
                 reference_logprobs=sample.rollout_logprobs if self._needs_reference else None,
                 values=np.zeros_like(sample.rollout_logprobs) if has_values else None,
+                start_logprobs=sample.rollout_logprobs if algorithm.needs_start_logprobs else None,
+                entropies=-sample.rollout_logprobs if algorithm.needs_start_entropies else None,
             )
             for sample in samples
         ]

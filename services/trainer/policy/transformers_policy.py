@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import denominator
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
 from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
 from services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
-from services.trainer.policy.forward import TokenScorer, pick_layout, tile_tokens
+from services.trainer.policy.forward import ScoredSamples, TokenScorer, pick_layout, place, tile_tokens
 from services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
@@ -149,14 +150,17 @@ class TransformersPolicy:
         return make_tiles(rows, self.layout, self._tile_tokens)
 
     def _accumulate(self, batch: MicroBatch, tiles: Sequence[Tile]) -> MicroBatchMetrics:
-        normalisation = self._config.algorithm.normalisation
+        normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
         num_sequences, num_trained = len(batch.samples), batch.num_trained
         metrics = MicroBatchMetrics(
             sequences=num_sequences,
             tokens=num_trained,
             denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
         )
-        return metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
+        sums = metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
+        if rejection.denominator == "kept" and normalisation == "token":
+            return replace(sums, denominator=sums.denominator - sums.rejected)
+        return sums
 
     def _train_tile(self, tile: Tile, batch: MicroBatch) -> LossTerms:
         """Add one tile's gradient; return its terms, still on the device."""
@@ -191,7 +195,7 @@ class TransformersPolicy:
         # Masked sequences count in some denominators, so the denominator alone does not tell.
         if not denominator > 0.0 or all(p.grad is None for _, p in self._parameters):
             self.zero()
-            return UpdateResult(0.0, lr, skipped=True, reason="no sequence of the step has a trained token")
+            return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
         norm = finish_gradients(self._parameters, denominator, self._config.optimizer.max_grad_norm)
         if not math.isfinite(norm):
             self.zero()
@@ -225,14 +229,22 @@ class TransformersPolicy:
         """Logprobs and values under the held weights, logprobs under the reference, as the config needs
         them."""
         nothing: list[Float32 | None] = [None] * len(samples)
-        proximal, values, reference = nothing, nothing, nothing
-        if self._config.needs_proximal or self._value_head is not None:
+        start, reference = ScoredSamples(nothing, nothing, nothing), nothing
+        algorithm, needs_proximal = self._config.algorithm, self._config.needs_proximal
+        has_statistics = algorithm.needs_start_logprobs or algorithm.needs_start_entropies
+        if needs_proximal or self._value_head is not None or has_statistics:
             with self._held_weights():
-                logprobs, values = self._score_all(samples, self._scorer, self._temperature, self._value_head)
-            proximal = logprobs if self._config.needs_proximal else nothing
+                start = self._score_all(samples, self._scorer, self._temperature, self._value_head)
         if self._reference is not None:
-            reference, _ = self._score_all(samples, self._reference.scorer, self._temperature)
-        return [PrecomputedTokens(*items) for items in zip(proximal, reference, values, strict=True)]
+            reference = self._score_all(samples, self._reference.scorer, self._temperature).logprobs
+        columns = (
+            start.logprobs if needs_proximal else nothing,
+            reference,
+            start.values,
+            start.logprobs if algorithm.needs_start_logprobs else nothing,
+            start.entropies if algorithm.needs_start_entropies else nothing,
+        )
+        return [PrecomputedTokens(*items) for items in zip(*columns, strict=True)]
 
     @contextmanager
     @torch.no_grad()
@@ -253,7 +265,7 @@ class TransformersPolicy:
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
         """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
-        scored, _ = self._score_all(samples, self._scorer, temperature)
+        scored = self._score_all(samples, self._scorer, temperature).logprobs
         return [logprobs.astype(np.float32) for logprobs in scored if logprobs is not None]
 
     @torch.no_grad()
@@ -263,19 +275,19 @@ class TransformersPolicy:
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> tuple[list[Float32 | None], list[Float32 | None]]:
-        """Logprobs, and values where a head is given, of all completion tokens. [T] for each sample. float32;
-        float64 for a model of that precision, so that comparisons of gradients are not rounded."""
+    ) -> ScoredSamples:
+        """Of all completion tokens, [T] for each sample; values where a head is given. float32; float64 for a
+        model of that precision, so that comparisons of gradients are not rounded."""
         lengths = [len(sample.completion_ids) for sample in samples]
         wide = np.float64 if self._dtype == torch.float64 else np.float32
-        logprobs: list[Float32 | None] = [np.zeros(length, dtype=wide) for length in lengths]
-        values: list[Float32 | None] = [np.zeros(length, dtype=wide) for length in lengths]
+        found = ScoredSamples(*([np.zeros(length, dtype=wide) for length in lengths] for _ in range(3)))
         for tile in self._scored_tiles(samples):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None)
-            _place(scores.logprobs_N, tile, logprobs)
+            place(scores.logprobs_N, tile, found.logprobs)
+            place(scores.entropies_N, tile, found.entropies)
             if head is not None:
-                _place(head(scores.hidden_NH), tile, values)
-        return logprobs, values if head else [None] * len(samples)
+                place(head(scores.hidden_NH), tile, found.values)
+        return found if head else found._replace(values=[None] * len(samples))
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
@@ -357,13 +369,3 @@ class TransformersPolicy:
 
 def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _place(values_N: Tensor, tile: Tile, results: list[Float32 | None]) -> None:
-    """Put a tile's values at the places of their tokens in their samples."""
-    wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
-    pieces = wide_N.cpu().split([len(row.places) for row in tile.rows])
-    for row, piece in zip(tile.rows, pieces, strict=True):
-        found = results[row.sample]
-        assert found is not None
-        found[row.places] = piece.numpy()

@@ -33,6 +33,8 @@ PER_TOKEN = {
     "reference_logprobs": ("reference_logprobs", torch.float32),
     "values": ("values", torch.float32),
     "returns": ("returns", torch.float64),
+    "factors": ("factors", torch.float64),
+    "penalised": ("penalised", torch.float64),
 }
 """Name in the file -> field of a sample, and how it is stored; left out where the algorithm has none."""
 

@@ -36,6 +36,33 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         }
     },
     "sessions of several turns": {"algorithm": {"preset": "reinforce_plus_plus", "gamma": 0.9}},
+    "dppo, with a corrected penalty": {
+        "algorithm": {
+            "loss": "dppo_tv",
+            "old_logprobs": "rollout",
+            "rollout_penalty": 0.001,
+            "reference": {"model": "frozen"},
+            "kl": {"place": "loss", "estimator": "corrected_k3"},
+        },
+        "mini_batches": 2,
+    },
+    "rejection and weights": {
+        "algorithm": {
+            "correction": "decoupled_geo_rs_token_tis",
+            "rejection": {"veto": 0.01},
+            "off_policy_threshold": 0.1,
+        },
+        "mini_batches": 2,
+    },
+    "statistics of mini-batches": {
+        "algorithm": {"top_entropy_quantile": 0.3, "importance": {"normalise": True}},
+        "mini_batches": 2,
+    },
+    "clip_cov": {
+        "algorithm": {"loss": "clip_cov", "covariance": {"share": 0.1, "low": -5.0}},
+        "mini_batches": 2,
+    },
+    "kl_cov": {"algorithm": {"loss": "kl_cov", "old_logprobs": "rollout", "covariance": {"share": 0.1}}},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
 }
 

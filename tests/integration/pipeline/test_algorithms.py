@@ -30,6 +30,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "loss": "reinforce"},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 2},
     "sapo": {"loss": "sapo", "importance": {"level": "geometric"}},
+    "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.001},
+    "weights and rejection": {
+        "correction": "decoupled_geo_rs_token_tis",
+        "rejection": {"seq_mean_k1": [0.9, 1.1]},
+    },
+    "top entropy and normalised weights": {"top_entropy_quantile": 0.5, "importance": {"normalise": True}},
+    "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.01, "low": 0.1}},
+    "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.01}},
     "icepop with kl in the loss": {
         "importance": {"mode": "mask", "low": 0.5, "high": 5.0},
         "reference": {"model": "updated", "every": 2},

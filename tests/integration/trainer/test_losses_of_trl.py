@@ -63,7 +63,8 @@ def trl_loss(
         current_gradient_accumulation_steps=1,
         importance_sampling_level="sequence" if algorithm.loss == "gspo" else "token",
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=algorithm.off_policy_threshold,
+        get_off_policy_mask=trainer_class.get_off_policy_mask,
         aux_loss_enabled=False,
         beta=algorithm.kl.coefficient if has_kl else 0.0,
         _entropy_bonus_enabled=algorithm.entropy_coefficient > 0,
@@ -80,6 +81,7 @@ def trl_loss(
         "num_items_in_batch": mask_BT.sum(),
         "importance_sampling_ratio": trl_importance(data, algorithm, has_proximal),
         "ref_per_token_logps": torch.tensor(data.reference),
+        "sampling_per_token_logps": torch.tensor(data.rollout),
     }
     if not is_decoupled:
         inputs["old_per_token_logps"] = torch.tensor(data.rollout)
@@ -112,6 +114,7 @@ TRL_CASES: dict[str, dict[str, Any]] = {
     "sequence_truncate": {"importance": {"level": "sequence", "high": 3.0}},
     "sequence_mask": {"importance": {"mode": "mask", "level": "sequence", "high": 3.0}},
     "token_mask": {"importance": {"mode": "mask", "low": 0.5, "high": 2.0}},
+    "off_policy_mask": {"off_policy_threshold": 0.05},
     "beta": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.2}, **REFERENCE},
 }
 
@@ -160,27 +163,13 @@ def test_counts_what_trl_counts_as_clipped(trl_trainer_class):
     assert terms.sums["entropy_sum"].item() / num_tokens == pytest.approx(metrics["entropy"], abs=1e-5)
 
 
-def test_kl_that_trl_corrects_has_the_gradient_of_k2_on_policy_and_the_value_of_k3(trl_trainer_class):
-    """TRL's default since 1.16, as docs/algorithms.md says; `use_bias_correction_kl=False` is our k3."""
+@pytest.mark.parametrize("has_proximal", [False, True], ids=["first", "later"])
+def test_equals_trls_corrected_kl(trl_trainer_class, has_proximal):
+    """TRL's default since 1.16; `use_bias_correction_kl=False` is our k3."""
+    kl = {"place": "loss", "estimator": "corrected_k3", "coefficient": 0.2, "bound": None}
     for seed in range(3):
-        data = rectangle(seed)
-        gradients, losses = {}, {}
-        for estimator in ("k2", "k3"):
-            kl = {"place": "loss", "estimator": estimator, "coefficient": 0.2}
-            algorithm = AlgorithmConfig(kl=kl, **REFERENCE)
-            losses[estimator], gradients[estimator], _ = our_loss(data, algorithm)
-        theirs, their_gradient_BT, _ = trl_loss(trl_trainer_class, data, algorithm, False, corrects_kl=True)
-        np.testing.assert_allclose(gradients["k2"], their_gradient_BT, atol=1e-5)
-        assert np.abs(gradients["k3"] - their_gradient_BT).max() > 1e-3
-        assert losses["k3"] == pytest.approx(theirs, abs=1e-5)
-        assert abs(losses["k2"] - theirs) > 1e-4
-
-
-def test_kl_that_trl_corrects_is_weighed_by_the_ratio_in_later_updates(trl_trainer_class):
-    """r k3 with r = current / old: r d times the gradient of the logprob, where ours has no r."""
-    data = rectangle(0)
-    data.advantages = np.zeros_like(data.advantages)
-    algorithm = AlgorithmConfig(kl={"place": "loss", "estimator": "k2", "coefficient": 0.2}, **REFERENCE)
-    _, ours_BT, _ = our_loss(data, algorithm, has_proximal=True)
-    _, theirs_BT, _ = trl_loss(trl_trainer_class, data, algorithm, True, corrects_kl=True)
-    np.testing.assert_allclose(np.exp(data.current - data.proximal) * ours_BT, theirs_BT, atol=1e-6)
+        data, algorithm = rectangle(seed), AlgorithmConfig(kl=kl, **REFERENCE)
+        ours, ours_BT, _ = our_loss(data, algorithm, has_proximal)
+        theirs, theirs_BT, _ = trl_loss(trl_trainer_class, data, algorithm, has_proximal, corrects_kl=True)
+        assert ours == pytest.approx(theirs, abs=1e-5)
+        np.testing.assert_allclose(ours_BT, theirs_BT, atol=1e-5)

@@ -19,6 +19,7 @@ from services.trainer.policy.fsdp.ranks import lead_ranks
 from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from services.trainer.policy.policy import Policy, UpdateResult
 from services.trainer.policy.transformers_policy import load_policy
+from tests.support.losses import with_statistics
 from tests.support.models import emptied, make_samples, masked, run_config, tiny_model
 from tests.support.sessions import session_samples
 
@@ -26,7 +27,7 @@ STEPS = 3
 
 
 def config_of(folder: Path, num_ranks: int) -> RunConfig:
-    """Two updates a step, a frozen reference: everything that ranks do together."""
+    """Two updates, a frozen reference, statistics of a mini-batch: everything that ranks do together."""
     return run_config(
         folder,
         trainer={
@@ -35,7 +36,13 @@ def config_of(folder: Path, num_ranks: int) -> RunConfig:
             "groups_per_step": 4,
             "mini_batches": 2,
             "optimizer": {"lr": 1e-2, "eps": 1e-3},
-            "algorithm": {"reference": {"model": "frozen"}, "kl": {"place": "loss"}},
+            "algorithm": {
+                "reference": {"model": "frozen"},
+                "kl": {"place": "loss"},
+                "top_entropy_quantile": 0.8,
+                "importance": {"normalise": True},
+                "rejection": {"seq_mean_k3": 20.0, "denominator": "kept"},
+            },
         },
     )
 
@@ -79,14 +86,17 @@ def train(policy: Policy, steps: range) -> list[Any]:
 
 def prepared(policy: Policy, samples: list[Sample], proximal: bool = True) -> list[Sample]:
     tokens = policy.precompute(samples)
-    return [
+    done = [
         replace(
             sample,
             reference_logprobs=item.reference_logprobs,
             proximal_logprobs=item.proximal_logprobs if proximal else None,
+            start_logprobs=item.start_logprobs,
+            entropies=item.entropies,
         )
         for sample, item in zip(samples, tokens, strict=True)
     ]
+    return with_statistics(done, config_of(Path("model"), 1).trainer.algorithm)
 
 
 def update(policy: Policy, samples: list[Sample]) -> tuple[MicroBatchMetrics, UpdateResult]:

@@ -137,6 +137,8 @@ def _kl(sample: Sample, kl: KlConfig) -> Float64s:
     difference_A = difference_A.clip(-20.0, 20.0)
     if kl.estimator == "k1":
         return difference_A
+    if kl.estimator == "abs":
+        return np.abs(difference_A)
     if kl.estimator == "k2":
         return 0.5 * difference_A**2
     return np.minimum(np.expm1(-difference_A) + difference_A, np.inf if kl.bound is None else kl.bound)

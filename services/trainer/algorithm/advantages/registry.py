@@ -17,7 +17,6 @@ import numpy as np
 from common.config import RunConfig
 from common.config.algorithm import AlgorithmConfig
 from common.errors import ConfigError, TidemillError
-from common.wire.arrays import Float64
 from services.trainer.algorithm.advantages.episode import Episode, Float64s, make_episode, whiten
 from services.trainer.algorithm.advantages.estimators import (
     dr_grpo,
@@ -238,13 +237,6 @@ def _with(sample: Sample, estimate: Estimate) -> Sample:
     advantage = estimate.advantage
     return replace(
         sample,
-        advantage=advantage if isinstance(advantage, float) else _spread(sample, advantage),
-        returns=None if estimate.returns_A is None else _spread(sample, estimate.returns_A),
+        advantage=advantage if isinstance(advantage, float) else sample.spread(advantage),
+        returns=None if estimate.returns_A is None else sample.spread(estimate.returns_A),
     )
-
-
-def _spread(sample: Sample, values_A: Float64s) -> Float64:
-    """Numbers of trained tokens at their places in the completion, 0 at the others. Shape [T]."""
-    values_T = np.zeros(len(sample.completion_ids))
-    values_T[sample.mask] = values_A
-    return values_T

@@ -11,10 +11,14 @@ make an unbiased gradient: differentiating the estimate leaves out that the poli
 
 * k2's gradient is exactly d * grad logprob: the right one;
 * k3's is (1 - exp(-d)) * grad logprob, that of KL(reference || policy) in expectation, which agrees with k2's
-  near d = 0. It is GRPO's penalty (arXiv 2402.03300, eq. 4). TRL multiplies it by the ratio to the old policy
-  since 1.16 (`use_bias_correction_kl`, arXiv 2512.02556): with r = 1 its gradient is k2's;
+  near d = 0. It is GRPO's penalty (arXiv 2402.03300, eq. 4);
 * k1's is grad logprob, zero in expectation: noise. So in the loss k1 has the value of k1 and the gradient of
-  k2 (verl's `k1+`).
+  k2 (verl's `k1+`);
+* k3+ has the value of k3 and the gradient of k2 (verl's);
+* corrected k3 is r k3, with r the ratio to the old policy (DeepSeek-V3.2, arXiv 2512.02556; TRL's
+  `use_bias_correction_kl`): unbiased also where the old policy sampled, and its gradient, r d * grad logprob,
+  is the right one there;
+* abs is |d|, with the sign of d as its slope (verl's).
 """
 
 from dataclasses import dataclass
@@ -69,25 +73,42 @@ def importance_weights(
     return Importance(raw_N.clamp(importance.low, importance.high), raw_N, is_outside_N)
 
 
-def kl_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor, kl: KlConfig) -> Tensor:
-    """The penalty of each token, with the gradients above. Shape [N].
+def kl_penalty(
+    logprobs_N: Tensor, reference_logprobs_N: Tensor, kl: KlConfig, ratio_N: Tensor | None = None
+) -> Tensor:
+    """The penalty of each token, with the gradients above. Shape [N]; `ratio_N` is current / old, for
+    corrected k3 (None: 1).
 
     p = 0.6 under the policy, 0.4 under the reference: d = log 1.5 = 0.4055; k1 = 0.4055, k2 = 0.0822, k3 =
-    2/3 - 1 + 0.4055 = 0.0721.
+    2/3 - 1 + 0.4055 = 0.0721. With 0.5 under the old policy corrected k3 is 1.2 * 0.0721 = 0.0866, its slope
+    1.2 * 0.4055 = 0.4866.
 
     k3 grows as exp(-d) where the policy has left a token, and its gradient with it: at d = -10 it is 22,015,
     and the step belongs to that token. So it stops at `kl.bound`, value and gradient, as in verl: 10 is
-    reached at d = -2.61. k1 and k2 grow with d and d^2 and need no bound.
+    reached at d = -2.61. The others grow with d and d^2: of k3+ and corrected k3 it bounds the value alone.
     """
     difference_N = (logprobs_N - reference_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if kl.estimator == "k3":
-        penalty_N = torch.expm1(-difference_N) + difference_N
-        return penalty_N if kl.bound is None else penalty_N.clamp(max=kl.bound)
+    if kl.estimator == "abs":
+        return difference_N.abs()
     squared_N = 0.5 * difference_N.square()
     if kl.estimator == "k2":
         return squared_N
-    # Value of k1, gradient of k2.
-    return difference_N.detach() + squared_N - squared_N.detach()
+    if kl.estimator == "k1":
+        return _with_gradient(difference_N, squared_N)
+    k3_N = torch.expm1(-difference_N) + difference_N
+    k3_N = k3_N if kl.bound is None else k3_N.clamp(max=kl.bound)
+    if kl.estimator == "k3":
+        return k3_N
+    if kl.estimator == "k3+" or ratio_N is None:
+        return _with_gradient(k3_N, squared_N)
+    # The gradient of r k3, written out: that of a k3 at its bound would not be r d.
+    weight_N = ratio_N.detach()
+    return _with_gradient(weight_N * k3_N, weight_N * squared_N)
+
+
+def _with_gradient(value_N: Tensor, other_N: Tensor) -> Tensor:
+    """The value of one with the gradient of the other."""
+    return value_N.detach() + other_N - other_N.detach()
 
 
 def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:

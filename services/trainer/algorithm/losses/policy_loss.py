@@ -1,6 +1,7 @@
 """The loss of a forward pass: surrogate, importance weights, KL, entropy bonus and value loss in one sum.
 
-    sum over tokens of weight * (-importance * objective + beta * KL - c_H * entropy + c_V * value loss)
+    sum over tokens of weight * (-importance * objective + beta * KL + c_R * log(p / q)^2 - c_H * entropy
+                                 + c_V * value loss), with p now and q at the rollout
 
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
@@ -20,7 +21,8 @@ from services.trainer.algorithm.losses.corrections import (
     kl_penalty,
     value_loss,
 )
-from services.trainer.algorithm.losses.surrogates import SurrogateFunction
+from services.trainer.algorithm.losses.registry import SurrogateFunction
+from services.trainer.algorithm.losses.rejection import kept_weights, off_policy_tokens, rejected_tokens
 from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 
@@ -59,22 +61,45 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         logprobs_N=tokens.logprobs_N,
         sequence_N=tokens.sequence_N,
         num_sequences=tokens.num_sequences,
+        penalised_N=tokens.penalised_N,
     )
+    sums: dict[str, Tensor] = {}
+    weights_N = _weights(tokens, proximal_N, algorithm, sums)
     result = surrogate(ratio, algorithm)
     loss_N = -importance.weights_N * result.objective_N
-    sums: dict[str, Tensor] = {}
+    if tokens.factors_N is not None:
+        loss_N, sums["left_out"] = tokens.factors_N * loss_N, (tokens.factors_N == 0).sum()
+    if algorithm.off_policy_threshold is not None:
+        is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
+        loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
     if tokens.reference_logprobs_N is not None:
-        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl)
+        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N
+    if algorithm.rollout_penalty:
+        gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
+        loss_N = loss_N + algorithm.rollout_penalty * gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()
     if algorithm.entropy_coefficient:
         loss_N = loss_N - algorithm.entropy_coefficient * tokens.entropies_N
     if tokens.values_N is not None:
         loss_N = loss_N + _value_term(tokens, algorithm, sums)
-    loss = (tokens.weights_N * loss_N).sum()
+    loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
     return LossTerms(loss, sums | _sums(tokens, importance, result), _maxima(tokens, importance))
+
+
+def _weights(
+    tokens: Tokens, proximal_N: Tensor, algorithm: AlgorithmConfig, sums: dict[str, Tensor]
+) -> Tensor:
+    """Normalisation of each token, 0 where it is rejected; how many are goes into `sums`."""
+    rejection = algorithm.rejection
+    if not rejection.is_on:
+        return tokens.weights_N
+    sequences = tokens.sequence_N, tokens.num_sequences
+    is_rejected_N = rejected_tokens(proximal_N - tokens.rollout_logprobs_N, *sequences, rejection)
+    sums["rejected"] = is_rejected_N.sum()
+    return kept_weights(tokens.weights_N, is_rejected_N, *sequences, algorithm.normalisation, rejection)
 
 
 def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:

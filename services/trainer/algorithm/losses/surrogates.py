@@ -1,20 +1,9 @@
-"""Losses by name: the objective of each token, and the user's own.
-
-    def loss(ratio, algorithm=None):
-
-`ratio` is a `tokens.Ratio` (log-ratios with gradient, advantages, logprobs, and which sequence each token
-belongs to), `algorithm` the config's section. It returns the objective of each token, to be maximised, as a
-tensor [N] with a gradient (or a `tokens.Surrogate`). Normalisation, importance weights, KL, entropy bonus and
-value loss are added around it.
-"""
-
-from collections.abc import Callable
+"""The objectives of PPO, GSPO, CISPO, SAPO and REINFORCE. Shape legend: N trained tokens."""
 
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig, is_users_own
-from common.errors import ConfigError
+from common.config.algorithm import AlgorithmConfig
 from services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Ratio,
@@ -22,7 +11,6 @@ from services.trainer.algorithm.losses.tokens import (
     sequence_means,
     unclipped,
 )
-from services.trainer.algorithm.users_function import contained, load_users_function
 
 
 def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
@@ -119,61 +107,3 @@ def sapo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     temperature_N = positive_N.masked_fill(ratio.advantages_N <= 0, TEMPERATURE_NEGATIVE)
     gate_N = torch.sigmoid(temperature_N * (ratio.ratio_N - 1.0)) * 4.0 / temperature_N
     return unclipped(gate_N * ratio.advantages_N)
-
-
-LOSS_FIELD = "trainer.algorithm.loss"
-
-SurrogateFunction = Callable[[Ratio, AlgorithmConfig], Surrogate]
-
-_BY_NAME: dict[str, SurrogateFunction] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sapo": sapo,
-}
-
-
-def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
-    """The surrogate that the config names.
-
-    Raises:
-        ConfigError: a user's own cannot be loaded, or fails on three made-up tokens.
-    """
-    if not is_users_own(algorithm.loss):
-        return _BY_NAME[algorithm.loss]
-    where = f"{LOSS_FIELD} {algorithm.loss}"
-    function = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
-
-    def surrogate(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
-        returned = function(ratio=ratio, algorithm=algorithm)
-        if isinstance(returned, torch.Tensor):
-            returned = unclipped(returned)
-        if not isinstance(returned, Surrogate) or returned.objective_N.shape != ratio.log_N.shape:
-            found = tuple(returned.objective_N.shape) if isinstance(returned, Surrogate) else type(returned)
-            raise ConfigError(
-                f"{where} returned {found}; expected a tensor of shape {tuple(ratio.log_N.shape)}, the "
-                "objective of each token"
-            )
-        return returned
-
-    with contained(where):
-        _try(surrogate, algorithm)
-    return surrogate
-
-
-def _try(surrogate: SurrogateFunction, algorithm: AlgorithmConfig) -> None:
-    logprobs_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    made_up = Ratio(
-        log_N=logprobs_N - torch.tensor([-1.1, -1.9, -0.5]),
-        advantages_N=torch.tensor([1.0, 1.0, -1.0]),
-        logprobs_N=logprobs_N,
-        sequence_N=torch.tensor([0, 0, 1]),
-        num_sequences=2,
-    )
-    objective_N = surrogate(made_up, algorithm).objective_N
-    if not objective_N.requires_grad or not torch.isfinite(objective_N).all():
-        raise ConfigError(
-            f"{LOSS_FIELD} {algorithm.loss} returned {objective_N.tolist()} without a gradient, or not "
-            "finite; compute it from ratio.log_N, ratio.ratio_N or ratio.logprobs_N"
-        )

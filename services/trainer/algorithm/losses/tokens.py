@@ -39,6 +39,10 @@ class Tokens:
     old_values_N: Tensor | None = None
     """The value head's estimates at the step's start."""
     returns_N: Tensor | None = None
+    factors_N: Tensor | None = None
+    """What the policy's term of each token is multiplied by, from statistics of the mini-batch."""
+    penalised_N: Tensor | None = None
+    """1 for the tokens that kl-cov penalises."""
 
     def floored(self) -> "Tokens":
         """The same with logprobs of at least `LOGPROB_FLOOR`.
@@ -67,11 +71,18 @@ class Ratio:
     logprobs_N: Tensor
     sequence_N: Tensor
     num_sequences: int
+    penalised_N: Tensor | None = None
+    """1 for the tokens that kl-cov penalises; None with other losses."""
 
     @property
     def ratio_N(self) -> Tensor:
         """current / old, per token, finite."""
         return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    @property
+    def old_logprobs_N(self) -> Tensor:
+        """What the ratio compares with, without gradient."""
+        return (self.logprobs_N - self.log_N).detach()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,6 +39,12 @@ class MicroBatchMetrics:
     raw_weight_sum: float = 0.0
     raw_weight_square_sum: float = 0.0
     """Importance weights before that; their effective sample size is sum^2 / sum of squares."""
+    rejected: float = 0.0
+    """Tokens that `rejection` left out of the loss."""
+    off_policy: float = 0.0
+    """Tokens that `off_policy_threshold` left out of the policy's term."""
+    left_out: float = 0.0
+    """Tokens that an entropy quantile or clip-cov left out of the policy's term."""
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
@@ -67,7 +73,7 @@ def total_metrics(parts: Sequence[LossTerms]) -> MicroBatchMetrics:
 
 
 def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
-    """Metrics of the loss; those of a value head only where there is one."""
+    """Metrics of the loss; those of a value head or of a selection of tokens only where there is one."""
     tokens = max(sums.tokens, 1)
     sampling = "sampling/importance_sampling_ratio"
     metrics = {
@@ -82,11 +88,14 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         f"{sampling}/mean": sums.weight_sum / tokens,
         f"{sampling}/max": sums.weight_max,
         f"{sampling}/bounded_mean": sums.weights_bounded / tokens,
+        "sampling/rejected_mean": sums.rejected / tokens,
+        "sampling/off_policy_mean": sums.off_policy / tokens,
         "sampling/effective_sample_size": effective_share(sums),
         "logprob_gap/mean": sums.mismatch_sum / tokens,
         "logprob_gap/max": sums.mismatch_max,
     }
-    return metrics | _value_metrics(sums, tokens)
+    selected = {"selection/left_out_mean": sums.left_out / tokens} if sums.left_out else {}
+    return metrics | selected | _value_metrics(sums, tokens)
 
 
 def effective_share(sums: MicroBatchMetrics) -> float:

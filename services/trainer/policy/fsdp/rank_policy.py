@@ -23,7 +23,7 @@ from common.config.run import RunConfig
 from common.wire.arrays import Float32
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.samples import MicroBatch, Sample
-from services.trainer.policy.forward import TileScores, TokenScorer
+from services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from services.trainer.policy.fsdp.ranks import Ranks
 from services.trainer.policy.packing import Tile
 from services.trainer.policy.side_models import ValueHead
@@ -113,22 +113,24 @@ class RankPolicy(TransformersPolicy):
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> tuple[list[Float32 | None], list[Float32 | None]]:
+    ) -> ScoredSamples:
         """This rank's share, gathered with the others'."""
         shares = split_samples(samples, self._ranks.size)
         counts = [len(self._scored_tiles([samples[i] for i in share])) for share in shares]
         mine = shares[self._ranks.rank]
-        scored, _ = super()._score_all([samples[i] for i in mine], scorer, temperature)
+        scored = super()._score_all([samples[i] for i in mine], scorer, temperature)
         if isinstance(scorer, ShardedScorer):
             for _ in range(max(counts) - counts[self._ranks.rank]):
                 scorer.score(_empty_pass(MicroBatch(tuple(samples))), temperature)
-        arrays = [[str(a.dtype), a.tobytes()] for a in scored if a is not None]
-        results: list[Float32 | None] = [None] * len(samples)
+        pairs = zip(scored.logprobs, scored.entropies, strict=True)
+        arrays = [[[str(a.dtype), a.tobytes()] for a in pair if a is not None] for pair in pairs]
+        logprobs: list[Float32 | None] = [None] * len(samples)
+        entropies = list(logprobs)
         gathered = self._ranks.gather(msgpack.packb(arrays))
         for share, part in zip(shares, gathered, strict=True):
-            for i, (dtype, data) in zip(share, msgpack.unpackb(part), strict=True):
-                results[i] = np.frombuffer(data, dtype=dtype)
-        return results, [None] * len(samples)
+            for i, pair in zip(share, msgpack.unpackb(part), strict=True):
+                logprobs[i], entropies[i] = (np.frombuffer(data, dtype=dtype) for dtype, data in pair)
+        return ScoredSamples(logprobs, entropies, [None] * len(samples))
 
     def save_weights(self, folder: Path) -> list[Path]:
         """Batched by all, written by rank 0."""

@@ -10,7 +10,7 @@ from common.config.algorithm import is_users_own
 from common.config.algorithm_table import ADVANTAGES, LOSSES, PRESETS, Preset
 from common.errors import ConfigError
 from services.trainer.algorithm.advantages.registry import find_advantage
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -42,6 +42,29 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ),
         ({"loss": "gspo", "importance": {"level": "sequence"}}, {}, "always 1 with one update a step"),
         ({"loss": "sapo"}, {}, "always 1 with one update a step"),
+        ({"loss": "dppo_tv"}, {}, "always 1 with one update a step"),
+        ({"kl": {"place": "reward", "estimator": "k3+"}, **FROZEN}, {}, "is k3 with another gradient"),
+        ({"kl": {"place": "reward", "estimator": "corrected_k3"}, **FROZEN}, {}, "kl.place: loss"),
+        ({"rejection": {"denominator": "kept"}}, {}, "without a criterion of rejection"),
+        ({"rejection": {"seq_mean_k1": [1.1, 2.0]}}, {}, "rejection.seq_mean_k1"),
+        ({"rejection": {"token_k2": 0.0}}, {}, "rejection.token_k2"),
+        ({"loss": "gspo", "rejection": {"token_k1": 2.0}, **ROLLOUT}, {}, "single tokens of it"),
+        ({"correction": "geo"}, {}, "algorithm.correction: input should be 'decoupled_token_is'"),
+        ({"correction": "bypass_ppo_clip", "loss": "reinforce"}, {}, "would leave staleness uncorrected"),
+        ({"rollout_penalty": 0.1}, FILTERED, "rollout_penalty would pull"),
+        ({"importance": {"mode": "mask", "normalise": True}}, {}, "importance.mode is mask"),
+        ({"importance": {"normalise": True}, **ROLLOUT}, {}, "importance.mode is off"),
+        (
+            {"loss": "reinforce", "importance": {"normalise": True}},
+            {"trainer": {"mini_batches": 2}},
+            "which moves with each of 2 mini_batches",
+        ),
+        ({"loss": "gspo", "top_entropy_quantile": 0.2, **ROLLOUT}, {}, "gradient reaches all its tokens"),
+        ({"top_entropy_quantile": 0.0}, {}, "top_entropy_quantile"),
+        ({"loss": "kl_cov"}, {}, "always 1 with one update a step"),
+        ({"covariance": {"share": 0.1}}, {}, "covariance belongs to loss clip_cov and kl_cov"),
+        ({"loss": "clip_cov", "covariance": {"low": 5.0}}, {}, "must be below covariance.high"),
+        ({"dppo": {"max_ratio": 20}, **ROLLOUT}, {}, "dppo belongs to loss dppo_tv and dppo_kl"),
         ({"dual_clip": 3.0}, {}, "always 1 with one update a step"),
         ({"dual_clip": 1.0, **ROLLOUT}, {}, "dual_clip: input should be greater than 1"),
         ({"dual_clip": 1.2, **ROLLOUT}, {}, "must exceed 1 + clip_high (1.28)"),

@@ -206,6 +206,10 @@ LOSSES = [
     {"loss": "gspo", "importance": {"level": "sequence"}},
     {"loss": "cispo", **ROLLOUT},
     {"loss": "sapo", **ROLLOUT},
+    {"loss": "dppo_tv", **ROLLOUT},
+    {"loss": "dppo_kl", **ROLLOUT},
+    {"loss": "clip_cov"},
+    {"loss": "kl_cov", **ROLLOUT},
 ]
 
 
@@ -258,16 +262,27 @@ class TestKl:
 
     @pytest.mark.parametrize(
         ("estimator", "value", "slope"),
-        [("k1", D, D), ("k2", D**2 / 2, D), ("k3", 2 / 3 - 1 + D, 1 - 2 / 3)],
+        [
+            ("k1", D, D),
+            ("k2", D**2 / 2, D),
+            ("k3", 2 / 3 - 1 + D, 1 - 2 / 3),
+            ("k3+", 2 / 3 - 1 + D, D),
+            ("corrected_k3", 1.2 * (2 / 3 - 1 + D), 1.2 * D),  # 0.6 / 0.5 = 1.2
+            ("abs", D, 1.0),
+        ],
     )
     def test_values_and_gradients_by_hand(self, estimator, value, slope):
         logprobs_N = tensor(0.6).log().requires_grad_()
-        penalty_N = kl_penalty(logprobs_N, tensor(0.4).log(), KlConfig(estimator=estimator))
+        kl = KlConfig(estimator=estimator)
+        penalty_N = kl_penalty(logprobs_N, tensor(0.4).log(), kl, (logprobs_N - tensor(0.5).log()).exp())
         penalty_N.sum().backward()
         assert penalty_N.item() == pytest.approx(value)
         assert logprobs_N.grad.item() == pytest.approx(slope)
 
-    @pytest.mark.parametrize(("estimator", "is_right"), [("k1", True), ("k2", True), ("k3", False)])
+    @pytest.mark.parametrize(
+        ("estimator", "is_right"),
+        [("k1", True), ("k2", True), ("k3", False), ("k3+", True), ("corrected_k3", True), ("abs", False)],
+    )
     def test_which_gradients_are_that_of_the_true_kl(self, estimator, is_right):
         """In expectation over the policy's own tokens, written out over a vocabulary of four."""
         logits = tensor(0.3, -0.5, 1.2, 0.0).requires_grad_()
@@ -275,12 +290,15 @@ class TestKl:
         true = (logits.softmax(0) * (logits.log_softmax(0) - reference)).sum()
         (expected,) = torch.autograd.grad(true, logits)
         logprobs_N = logits.log_softmax(0)
-        penalty_N = kl_penalty(logprobs_N, reference, KlConfig(estimator=estimator))
-        estimated = (logprobs_N.exp().detach() * penalty_N).sum()
+        # Also where another policy samples, if corrected for that.
+        sampled = logprobs_N.detach() if estimator != "corrected_k3" else tensor(0.4, 0.3, 0.2, 0.1).log()
+        ratio_N = (logprobs_N - sampled).exp()
+        penalty_N = kl_penalty(logprobs_N, reference, KlConfig(estimator=estimator), ratio_N)
+        estimated = (sampled.exp() * penalty_N).sum()
         (gradient,) = torch.autograd.grad(estimated, logits)
         assert torch.allclose(gradient, expected, atol=1e-9) is is_right
-        if estimator != "k2":
-            assert estimated.item() == pytest.approx(true.item())  # k1 and k3 are unbiased as values
+        if estimator not in ("k2", "abs"):
+            assert estimated.item() == pytest.approx(true.item())  # unbiased as values
 
     def test_in_the_loss_it_is_weighted_as_the_token_is_and_counted(self):
         fields = {"weights_N": tensor(0.5), "reference_logprobs_N": tensor(0.4).log()}

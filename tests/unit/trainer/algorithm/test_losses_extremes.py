@@ -16,6 +16,7 @@ from tests.support.models import make_samples
 
 FROZEN = {"reference": {"model": "frozen"}}
 ROLLOUT = {"old_logprobs": "rollout"}
+KINDS = ("k1", "k2", "k3", "k3+", "corrected_k3", "abs")
 LOSSES = {
     "ppo": {},
     "ppo rollout": ROLLOUT,
@@ -23,8 +24,12 @@ LOSSES = {
     "cispo": {"loss": "cispo", **ROLLOUT},
     "sapo": {"loss": "sapo", **ROLLOUT},
     "reinforce": {"loss": "reinforce"},
+    "clip_cov": {"loss": "clip_cov"},
+    "kl_cov": {"loss": "kl_cov", **ROLLOUT},
+    "dppo_tv": {"loss": "dppo_tv", "rollout_penalty": 0.1, **ROLLOUT},
+    "dppo_kl": {"loss": "dppo_kl", **ROLLOUT},
     "masked weights": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
-    **{f"{k} in the loss": {"kl": {"place": "loss", "estimator": k}, **FROZEN} for k in ("k1", "k2", "k3")},
+    **{f"{k} in the loss": {"kl": {"place": "loss", "estimator": k}, **FROZEN} for k in KINDS},
 }
 
 
@@ -45,8 +50,8 @@ def test_k3_stops_at_its_bound():
     assert penalty(15.0, bound=None) == pytest.approx((14.0, 1.0), abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2"])
-def test_k1_and_k2_need_no_bound(estimator):
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3+", "corrected_k3"])
+def test_the_others_need_no_bound_of_their_gradient(estimator):
     assert penalty(-10.0, estimator=estimator)[1] == pytest.approx(-10.0)
 
 

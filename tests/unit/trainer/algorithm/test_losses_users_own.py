@@ -5,7 +5,7 @@ import pytest
 
 from common.config.algorithm import AlgorithmConfig
 from common.errors import ConfigError
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 from tests.support.losses import loss_of, make_tokens
 
 ROLLOUT = {"old_logprobs": "rollout"}

@@ -134,6 +134,8 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
         "sampling/importance_sampling_ratio/mean": 1.1,
         "sampling/importance_sampling_ratio/max": 1.5,
         "sampling/importance_sampling_ratio/bounded_mean": 3 / 9,
+        "sampling/rejected_mean": 0.0,
+        "sampling/off_policy_mean": 0.0,
         # 12^2 / (9 tokens * 20)
         "sampling/effective_sample_size": 0.8,
         "logprob_gap/mean": 0.2,

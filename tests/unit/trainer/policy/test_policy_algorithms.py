@@ -10,6 +10,7 @@ import torch
 from common.errors import ConfigError
 from services.trainer.groups.samples import Sample, form_micro_batches
 from services.trainer.policy.transformers_policy import TransformersPolicy
+from tests.support.losses import with_statistics
 from tests.support.models import (
     accumulate_all,
     gradients_of,
@@ -29,10 +30,20 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", **ROLLOUT},
     "sapo": {"loss": "sapo", **ROLLOUT},
     "reinforce": {"loss": "reinforce"},
+    "dppo": {"loss": "dppo_tv", "clip_low": 0.01, "clip_high": 0.01, "rollout_penalty": 0.1, **ROLLOUT},
+    "dppo_kl": {"loss": "dppo_kl", "clip_low": 0.01, "clip_high": 0.01, **ROLLOUT},
     "truncated sequences": {"importance": {"level": "sequence", "high": 3.0}},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.5}},
     "icepop": {"importance": {"mode": "mask", "low": 0.5, "high": 5.0}},
+    "rejected sequences": {"rejection": {"seq_mean_k1": 4.0, "veto": 0.005, "denominator": "kept"}},
+    "top entropy": {"top_entropy_quantile": 0.4},
+    "normalised weights": {"importance": {"level": "sequence", "normalise": True}},
+    "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.2, "low": 0.1}, **ROLLOUT},
+    "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.2}, **ROLLOUT},
+    "off-policy mask": {"off_policy_threshold": 0.1},
+    "rejected tokens": {"rejection": {"token_k3": 0.2, "denominator": "kept"}, **ROLLOUT},
     "kl": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.5}, **FROZEN},
+    "corrected k3": {"kl": {"place": "loss", "estimator": "corrected_k3"}, **ROLLOUT, **FROZEN},
     "entropy": {"entropy_coefficient": 0.3},
     "gae": {"advantage": "gae", "value": {"head": True}},
 }
@@ -50,11 +61,13 @@ def prepared(policy: TransformersPolicy, samples: list[Sample], seed: int = 5) -
                 reference_logprobs=tokens.reference_logprobs,
                 proximal_logprobs=tokens.proximal_logprobs,
                 values=tokens.values,
+                start_logprobs=tokens.start_logprobs,
+                entropies=tokens.entropies,
                 advantage=rng.normal(size=size) if has_values else sample.advantage,
                 returns=rng.normal(size=size) if has_values else None,
             )
         )
-    return done
+    return with_statistics(done, policy._config.algorithm)
 
 
 def moved_policy(**trainer: Any) -> TransformersPolicy:
@@ -288,5 +301,6 @@ class TestValueHead:
 def test_nothing_is_prepared_that_the_algorithm_has_no_use_for():
     (tokens,) = make_policy().precompute(make_samples(1))
     assert (tokens.proximal_logprobs, tokens.reference_logprobs, tokens.values) == (None, None, None)
+    assert (tokens.start_logprobs, tokens.entropies) == (None, None)
     (tokens,) = make_policy(mini_batches=2).precompute(make_samples(1))
     assert tokens.proximal_logprobs is not None

@@ -101,6 +101,8 @@ def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
         *({"normalisation": normalisation} for normalisation in NORMALISATIONS),
         {"preset": "gspo", "clip_low": 0.5, "clip_high": 5.0},
         {"importance": {"mode": "truncate", "level": "geometric", "high": 2.0}},
+        {"off_policy_threshold": 0.1},
+        {"rejection": {"seq_mean_k1": 1.5, "denominator": "kept"}, "normalisation": "sequence"},
     ],
 )
 def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: dict[str, Any]) -> None:

@@ -1,0 +1,107 @@
+"""Tokens and sequences that are left out because the old policy is too far from the one that sampled.
+
+With r = old / rollout of a token and l = log r, a token or a sequence is judged by one or several of
+
+* k1: r itself, between two bounds; of a sequence the product of its tokens (`seq_sum_k1`) or their geometric
+  mean (`seq_mean_k1`);
+* k2 = l^2 / 2 and k3 = r - 1 - l, estimates of KL(rollout || old), up to a bound; of a sequence their sum,
+  mean or largest.
+
+Each criterion that is set has to hold, whatever the weights of `importance` are; `veto` rejects a sequence
+with a token whose r is below it. As verl's rollout correction, except that bounds of k1 are of r, not of 1 /
+r. A rejected token is in no term of the loss. Criteria look at whole sequences, so nothing depends on
+micro-batches.
+
+Shape legend: N trained tokens, S sequences they belong to.
+"""
+
+import torch
+from torch import Tensor
+
+from common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionConfig
+from services.trainer.algorithm.losses.tokens import (
+    MAX_LOG_RATIO,
+    Normalisation,
+    Tokens,
+    sequence_means,
+    sequence_sums,
+)
+
+
+def rejected_tokens(
+    log_ratio_N: Tensor, sequence_N: Tensor, num_sequences: int, rejection: RejectionConfig
+) -> Tensor:
+    """Which tokens are left out, from log(old / rollout). Shapes [N].
+
+    Ratios 0.5 and 3 in one sequence: product 1.5, geometric mean 1.2247, k2 0.2402 and 0.6035, k3 0.1931 and
+    0.9014. `token_k1: [0.4, 2]` rejects the second token, `seq_max_k3: 0.9` both.
+    """
+    log_N = log_ratio_N.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    measures = {"k1": log_N, "k2": 0.5 * log_N.square(), "k3": torch.expm1(log_N) - log_N}
+    is_out_N = torch.zeros_like(log_N, dtype=torch.bool)
+    for name in TOKEN_CRITERIA:
+        if (bound := getattr(rejection, name)) is not None:
+            is_out_N = is_out_N | _is_outside(measures[name[-2:]], bound)
+    is_out_S = torch.zeros(num_sequences, dtype=torch.bool, device=log_N.device)
+    for name in SEQUENCE_CRITERIA:
+        if (bound := getattr(rejection, name)) is not None:
+            _, how, measure = name.split("_")
+            values_S = _OF_SEQUENCES[how](measures[measure], sequence_N, num_sequences)
+            is_out_S = is_out_S | _is_outside(values_S, bound)
+    if rejection.veto is not None:
+        is_far_N = log_N < _log(rejection.veto, log_N)
+        is_out_S = is_out_S | (sequence_sums(is_far_N.to(log_N.dtype), sequence_N, num_sequences) > 0)
+    return is_out_N | is_out_S[sequence_N]
+
+
+def kept_weights(
+    weights_N: Tensor,
+    is_rejected_N: Tensor,
+    sequence_N: Tensor,
+    num_sequences: int,
+    normalisation: Normalisation,
+    rejection: RejectionConfig,
+) -> Tensor:
+    """The weights of tokens without those of rejected ones. Shape [N].
+
+    With `denominator: kept` and `normalisation: sequence` a sequence's mean is over its kept tokens: of 4
+    tokens with weights 1/4 of which one is rejected, the others have 1/3.
+    """
+    is_kept_N = (~is_rejected_N).to(weights_N.dtype)
+    if rejection.denominator == "kept" and normalisation == "sequence":
+        shares_S = sequence_means(is_kept_N, sequence_N, num_sequences)
+        is_kept_N = is_kept_N / shares_S.clamp(min=1e-12)[sequence_N]
+    return weights_N * is_kept_N
+
+
+def off_policy_tokens(tokens: Tokens, threshold: float) -> Tensor:
+    """Tokens with A < 0 in sequences that the policy has left: mean of log(rollout / current) above the
+    threshold. Shape [N].
+
+    DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556), against the policy that sampled, as in TRL.
+    Rollout probabilities 0.5 and 0.4, now 0.25 and 0.2: log 2 = 0.693 on average; a threshold of 0.5 masks
+    both where A < 0, and none where A > 0.
+    """
+    gap_N = (tokens.rollout_logprobs_N - tokens.logprobs_N).detach()
+    means_S = sequence_means(gap_N, tokens.sequence_N, tokens.num_sequences)
+    return (tokens.advantages_N < 0) & (means_S > threshold)[tokens.sequence_N]
+
+
+def _is_outside(values: Tensor, bound: float | tuple[float, float]) -> Tensor:
+    if isinstance(bound, tuple):
+        low, high = (_log(number, values) for number in bound)
+        return (values < low) | (values > high)
+    return values > bound
+
+
+def _log(number: float, like: Tensor) -> Tensor:
+    """In the dtype of what it bounds, so that a ratio at its bound is inside."""
+    return torch.tensor(number, dtype=like.dtype, device=like.device).log()
+
+
+def _sequence_maxima(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Largest of each sequence, of values that are at least 0. Shape [S]."""
+    return values_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, values_N, "amax")
+
+
+_OF_SEQUENCES = {"sum": sequence_sums, "mean": sequence_means, "max": _sequence_maxima}
