@@ -292,6 +292,18 @@ class AlgorithmConfig(Section):
                 f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
                 "reinforce_plus_plus"
             )
+        traits = self.advantage_traits
+        if traits is not None and traits.compares_rewards:
+            for name, is_set in (
+                ("overlong.penalty shapes the sum", self.overlong.penalty > 0),
+                ("kl.place: reward shapes the sum", self.kl.place == "reward"),
+                ("filter_zero_variance replaces groups whose sums are equal", self.filter_zero_variance),
+            ):
+                if is_set:
+                    raise ValueError(
+                        f"{name}, and advantage: {self.advantage} compares each reward by itself; take "
+                        "another advantage, or leave it out"
+                    )
         if self.overlong.penalty > 0 and self.mask_truncated:
             raise ValueError(
                 "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out "

@@ -24,6 +24,7 @@ from tests.support.training import answering, commits_of, make_score
 from tests.support.whole_trainer import run
 
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.01}}
+TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "math", "weight": 0.5}}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"preset": "grpo"}},
     "several updates": {"algorithm": {"preset": "gspo"}, "mini_batches": 2},
@@ -37,6 +38,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "sessions of several turns": {"algorithm": {"preset": "reinforce_plus_plus", "gamma": 0.9}},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
+    **{
+        name: {"algorithm": {"advantage": name}}
+        for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch", "scale_rl", "gpg")
+    },
+    "gdpo": {"algorithm": {"advantage": "gdpo"}, "reward": TWO_REWARDS},
 }
 
 
@@ -55,6 +61,12 @@ def reward(ticket: int, index: int) -> float | None:
     return None if key % 7 == 0 else float(key % 3)
 
 
+def rewards(ticket: int, index: int) -> dict[str, float] | None:
+    """The same in two parts."""
+    one = reward(ticket, index)
+    return None if one is None else {"right": one, "short": float(index % 2)}
+
+
 def session_of(context: Any) -> Session:
     history = History(context.keys.run_id, context.run_dir, context.broker)
     policy = open_policy(context.config)
@@ -68,7 +80,8 @@ async def replayed(context: Any, *steps: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 async def test_every_algorithm_replays_bit_by_bit(make, broker, keys, name):
     context = make(policy="transformers", steps=4, group_size=4, checkpoint_every=2, **ALGORITHMS[name])
-    async with answering(broker, keys, reward, plays="sessions" in name):
+    value = rewards if name == "gdpo" else reward
+    async with answering(broker, keys, value, plays="sessions" in name):
         await run(context)
     results = await replayed(context, 0, 1, 3)  # from the starting model, on, and from a checkpoint
     assert [result["step"] for result in results] == [0, 1, 3]

@@ -6,6 +6,7 @@ overlong punishment and the KL penalty exist here only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,13 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: float, pen
     return -penalty * min(1.0, over / buffer_tokens) if over > 0 else 0.0
 
 
+class Part(NamedTuple):
+    """One of several rewards of a completion: its weight, and its value; None where it does not apply."""
+
+    weight: float
+    value: float | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
     """A sample with its shaped reward: `reward` is the sum of `token_rewards_A`, over A trained tokens.
@@ -75,6 +83,8 @@ class Episode:
     sample: Sample
     reward: float
     token_rewards_A: Float64s
+    parts: tuple["Part", ...] = ()
+    """The score's named rewards, before any shaping, where the advantage looks at each by itself."""
 
     @property
     def num_trained(self) -> int:
@@ -96,7 +106,9 @@ class Episode:
         return np.where(is_last_A, algorithm.gamma, 1.0)
 
 
-def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> Episode:
+def make_episode(
+    sample: Sample, algorithm: AlgorithmConfig, max_tokens: int, parts: tuple[Part, ...] = ()
+) -> Episode:
     """Shape a sample's reward: overlong punishment, and the KL penalty where it belongs to the reward.
 
     The penalty of a token is coefficient * k(rollout logprob - reference logprob), on the tokens that were
@@ -113,7 +125,7 @@ def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) ->
     reward = score + float(token_rewards_A.sum())
     if len(token_rewards_A):
         token_rewards_A += _placed(sample, score)
-    return Episode(sample, reward, token_rewards_A)
+    return Episode(sample, reward, token_rewards_A, parts)
 
 
 def _placed(sample: Sample, score: float) -> Float64s:

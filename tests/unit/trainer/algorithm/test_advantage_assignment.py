@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError
+from common.wire.messages import Score, ScoreStatus
 from services.trainer.algorithm.advantages import Advantages
+from services.trainer.algorithm.advantages.batch_scaled import gdpo
 from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
 from services.trainer.groups.samples import Sample
 from tests.support.training import trainer_config
@@ -50,6 +52,12 @@ def assigned(advantages: Advantages, *groups: TrainableGroup) -> list[Sample]:
         ("pass_at_k", "group"),
         ("reinforce_plus_plus", "batch"),
         ("reinforce_plus_plus_baseline", "batch"),
+        ("opo", "group"),
+        ("max_rl", "group"),
+        ("grpo_passk", "group"),
+        ("dr_grpo_passk", "group"),
+        ("grpo_batch", "batch"),
+        ("scale_rl", "batch"),
     ],
 )
 def test_only_batch_normalisation_waits_for_the_batch(name, scope):
@@ -59,6 +67,38 @@ def test_only_batch_normalisation_waits_for_the_batch(name, scope):
     together = [s.advantage for s in assigned(advantages, *groups)]
     alone = [s.advantage for one in groups for s in assigned(advantages, one)]
     assert (together == alone) is (scope == "group")
+
+
+def test_opo_weighs_by_trained_tokens():
+    masked = sample(0, 1, 0.0, 3, mask=np.array([True, False, False]))
+    done = assigned(assigner(advantage="opo"), group(0, sample(0, 0, 1.0, 3), masked))
+    assert [s.advantage for s in done] == [0.25, -0.75]  # baseline 3 / (3 + 1)
+
+
+def test_gpg_looks_at_all_groups_of_the_mini_batch():
+    idle = group(1, sample(1, 0, 1.0), sample(1, 1, 1.0))
+    done = assigned(assigner(advantage="gpg"), group(0, sample(0, 0, 1.0), sample(0, 1, 0.0)), idle)
+    assert [s.advantage for s in done] == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config():
+    rewards = {
+        "right": {"function": "gsm8k", "weight": 2.0},
+        "short": {"function": "exact_match", "weight": 0.5},
+        "held_out": {"function": "math", "lanes": ["eval"]},
+    }
+    config = trainer_config(algorithm={"advantage": "gdpo"}, reward__rewards=rewards)
+    values = {0: {"right": 1.0, "short": 0.0}, 1: {"right": 0.0, "short": 1.0}, 2: {"right": 0.0}}
+    status, detail = ScoreStatus.OK, {"right/detail": 7.0}
+    scores = {
+        i: Score(ticket=0, index=i, status=status, value=0.0, components=parts | detail)
+        for i, parts in values.items()
+    }
+    samples = [sample(0, i, 0.0) for i in values]
+    given = TrainableGroup(CompleteGroup(0, 0, {}, scores), samples, [0.0] * 3)
+    done = assigned(Advantages(config), given)
+    parts = [[(1.0, 0.0), (0.0, 1.0), (0.0, None)]]
+    assert [s.advantage for s in done] == gdpo(parts, [2.0, 0.5]).tolist()
 
 
 def test_the_score_stays_what_it_was_and_the_order_of_samples_too():
