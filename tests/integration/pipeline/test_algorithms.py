@@ -31,7 +31,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 2},
     "opo": {"advantage": "opo"},
     "max_rl": {"advantage": "max_rl"},
-    "grpo_passk": {"advantage": "grpo_passk"},
     "grpo_batch": {"advantage": "grpo_batch"},
     "gpg": {"advantage": "gpg", "loss": "reinforce"},
     "sapo": {"loss": "sapo", "importance": {"level": "geometric"}},
