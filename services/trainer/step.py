@@ -5,8 +5,10 @@ neither on the order in which its groups arrived nor on how they were split, up 
 takes groups in the order of arrival; the commit records them with the exact micro-batches, and replaying that
 gives the same weights bit by bit.
 
-With several updates the weights move within the step. The policy of PPO's ratio stays the one at the start of
-the step (`batch/precompute.py`); the first mini-batch needs nothing for that: its ratio is 1.
+With several passes the same micro-batches are trained again, in the same order, when the first pass is over;
+the commit says how often. With several updates the weights move within the step. The policy of PPO's ratio
+stays the one at the start of the step (`Precompute`); the first mini-batch needs nothing for that: its ratio
+is 1.
 """
 
 import asyncio
@@ -69,10 +71,12 @@ class MiniBatch:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did: groups in order of entry, mini-batches in order of training."""
+    """What one step did: groups in order of entry, mini-batches of the first pass in order of training."""
 
     groups: list[TrainableGroup] = field(default_factory=list)
     mini_batches: list[MiniBatch] = field(default_factory=list)
+    repeated: list[MiniBatch] = field(default_factory=list)
+    """Those of later passes: the same again."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -81,13 +85,22 @@ class StepResult:
 
     @property
     def sums(self) -> MicroBatchMetrics:
-        """Over all mini-batches."""
-        return sum((mini.sums for mini in self.mini_batches), MicroBatchMetrics())
+        """Over all mini-batches of all passes."""
+        return sum((mini.sums for mini in self._all), MicroBatchMetrics())
 
     @property
     def updates(self) -> list[UpdateResult]:
-        """One for each mini-batch."""
-        return [mini.update for mini in self.mini_batches if mini.update is not None]
+        """One for each mini-batch of each pass."""
+        return [mini.update for mini in self._all if mini.update is not None]
+
+    @property
+    def passes(self) -> int:
+        """How often the step went over its mini-batches."""
+        return len(self._all) // max(len(self.mini_batches), 1)
+
+    @property
+    def _all(self) -> list[MiniBatch]:
+        return [*self.mini_batches, *self.repeated]
 
 
 def make_commit(
@@ -104,6 +117,7 @@ def make_commit(
         step=step,
         version=step + 1,
         mini_batches=tuple(tuple(batch.keys for batch in mini.micro_batches) for mini in result.mini_batches),
+        passes=result.passes,
         groups=tuple(group.ticket for group in result.groups),
         dropped=(*dropped, *left_out),
         advantages={str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups},
@@ -141,6 +155,7 @@ class StepRunner:
             if number == 0 and self.precompute.is_needed:
                 await self._precompute_rest(step, result, arrived, assembler)
             await self._update(mini)
+        await self._repeat(result, self.trainer.passes)
         await self._finish()
         return result
 
@@ -153,6 +168,8 @@ class StepRunner:
         """
         result = StepResult()
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
+        if commit.passes > 1:
+            later = set(commit.groups)
         for ticket in commit.groups:
             group = self._filtered(groups[ticket], commit.step)
             if ticket in later or self.precompute.is_needed_always:
@@ -170,8 +187,18 @@ class StepRunner:
             batches = rebuild(composition, by_key)
             await self._accumulate(batches if number else [without_proximal(b) for b in batches], mini)
             await self._update(mini)
+        await self._repeat(result, commit.passes)
         await self._finish()
         return result
+
+    async def _repeat(self, result: StepResult, passes: int) -> None:
+        """Train the mini-batches of the first pass again, with the logprobs of the step's start."""
+        samples = {sample.key: sample for sample in result.samples}
+        for first in result.mini_batches * (passes - 1):
+            mini = MiniBatch()
+            result.repeated.append(mini)
+            await self._accumulate(rebuild([batch.keys for batch in first.micro_batches], samples), mini)
+            await self._update(mini)
 
     def _filtered(self, group: CompleteGroup, step: int) -> TrainableGroup:
         outcome = self.group_filter.apply(group, step)

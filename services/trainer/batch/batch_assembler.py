@@ -35,7 +35,8 @@ class Precompute:
     def __init__(self, trainer: TrainerConfig, policy: Policy, thread: PolicyThread) -> None:
         self.trainer, self.policy, self.thread = trainer, policy, thread
         algorithm = trainer.algorithm
-        self.is_needed_always = algorithm.needs_reference or algorithm.value.head
+        is_needed_again = trainer.passes > 1 and trainer.needs_proximal
+        self.is_needed_always = algorithm.needs_reference or algorithm.value.head or is_needed_again
         """Whether no group can be trained without; else those of the first mini-batch can."""
         self.is_needed = trainer.needs_proximal or self.is_needed_always
         self.needs_start_weights = trainer.mini_batches > 1 and (

@@ -177,14 +177,14 @@ class TransformersPolicy:
         """One AdamW step, or none where the gradients are not finite or there is nothing to divide by. At the
         end of a step the reference model follows, where that is due."""
         result = self._update(denominator)
-        num_steps, within = divmod(self._num_updates, self._config.mini_batches)
+        num_steps, within = divmod(self._num_updates, self._config.updates_per_step)
         if self._reference is not None and not within and self._reference.is_due(num_steps):
             self._reference.update(self._model)
         return result
 
     def _update(self, denominator: float) -> UpdateResult:
         lr = learning_rate(
-            self._config.optimizer, self._num_updates, self._config.steps, self._config.mini_batches
+            self._config.optimizer, self._num_updates, self._config.steps, self._config.updates_per_step
         )
         # Counted also where it is skipped: the rate follows the steps of the run.
         self._num_updates += 1

@@ -37,6 +37,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         }
     },
     "sessions of several turns": {"algorithm": {"preset": "reinforce_plus_plus", "gamma": 0.9}},
+    "several passes": {"passes": 2, "mini_batches": 2},
+    "several passes over a value head": {"algorithm": {"preset": "ppo"}, "passes": 3},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
     **{
         name: {"algorithm": {"advantage": name}}
@@ -267,6 +269,8 @@ async def test_a_checkpoint_that_is_not_what_was_committed_is_named(trained, bro
 async def test_more_updates_and_another_loss_can_be_tried(trained):
     step, changed = await what_if(trained, "trainer.mini_batches=2", "trainer.algorithm.preset=gspo")
     assert changed["metrics"]["mini_batches"] == 2.0 and changed["digest"] != step.digest
+    step, again = await what_if(trained, "trainer.mini_batches=2", "trainer.passes=2")
+    assert len({step.digest, changed["digest"], again["digest"]}) == 3
 
 
 async def test_delays_in_place_of_a_model_replay_as_well(make, broker, keys):

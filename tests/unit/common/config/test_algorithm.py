@@ -48,6 +48,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"dual_clip": 1.2, **ROLLOUT}, {}, "must exceed 1 + clip_high (1.28)"),
         ({"dual_clip": 3.0, "loss": "cispo", **ROLLOUT}, {}, "cispo has no use for it"),
         ({"loss": "cispo"}, {}, "set `old_logprobs: rollout`"),
+        ({"loss": "reinforce"}, {"trainer": {"passes": 2}}, "how far later passes have moved"),
         ({"loss": "reinforce", **ROLLOUT}, {}, "would leave staleness uncorrected"),
         ({"importance": {"mode": "mask"}, **ROLLOUT}, {}, "would weigh every token twice"),
         (
@@ -104,6 +105,8 @@ def test_a_bad_combination_is_refused_with_the_reason(algorithm, sections, reaso
         ({"loss": "gspo", "importance": {"level": "geometric", "mode": "mask"}}, {"mini_batches": 2}),
         ({"loss": "gspo", "importance": {"mode": "off"}}, {"mini_batches": 4}),
         ({"dual_clip": 3.0}, {"mini_batches": 2}),
+        ({"dual_clip": 3.0}, {"passes": 2}),
+        ({"loss": "sapo"}, {"passes": 2}),
         ({"kl": {"place": "loss"}, "reference": {"model": "updated", "every": 1}}, {}),
         ({"advantage": "mine.py:f", "loss": "package.module:g"}, {}),
         ({"advantage": "gdpo"}, {}),
