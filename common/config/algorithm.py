@@ -19,6 +19,7 @@ from common.config.algorithm_table import (
     Preset,
     with_preset,
 )
+from common.config.control import EntropyControlConfig, KlControlConfig, check_controls
 from common.config.section import Section
 
 DUAL_CLIP = 3.0
@@ -134,7 +135,9 @@ class AlgorithmConfig(Section):
     importance: ImportanceConfig = ImportanceConfig()
     entropy_coefficient: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of an entropy bonus on every trained token."""
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
     kl: KlConfig = KlConfig()
+    kl_control: KlControlConfig = KlControlConfig()
     reference: ReferenceConfig = ReferenceConfig()
     value: ValueConfig = ValueConfig()
     gamma: float = Field(1.0, gt=0.0, le=1.0)
@@ -208,6 +211,11 @@ class AlgorithmConfig(Section):
         return LOSSES.get(self.loss, LossTraits())
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether coefficients move while the run goes on."""
+        return self.kl_control.target is not None or self.entropy_control.target is not None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the reference model's logprobs are wanted for every trained token."""
         return self.reference.model != "off"
@@ -273,6 +281,9 @@ class AlgorithmConfig(Section):
                 f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "
                 "frozen or updated"
             )
+        check_controls(
+            self.kl_control, self.entropy_control, self.kl.place != "off", self.entropy_coefficient
+        )
         if self.advantage == "gae" and not self.value.head:
             raise ValueError("advantage: gae estimates advantages from a value head: set value.head to true")
         if self.value.head and self.advantage != "gae":

@@ -26,6 +26,7 @@ from common.process.activity import Activity
 from common.process.service import StoppedError
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
+from services.trainer.algorithm.coefficients import coefficient_metrics
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
@@ -77,6 +78,8 @@ class StepResult:
     mini_batches: list[MiniBatch] = field(default_factory=list)
     repeated: list[MiniBatch] = field(default_factory=list)
     """Those of later passes: the same again."""
+    coefficients: dict[str, float] = field(default_factory=dict)
+    """What it was trained with, of those that move from step to step; by name of the metric."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -138,6 +141,8 @@ class StepRunner:
         self.policy, self.thread, self.group_filter = policy, thread, group_filter
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(context.config)
+        self.algorithm = self.trainer.algorithm
+        """With the coefficients of the current step."""
         # One forward pass on each rank.
         self.micro_batch_tokens = self.trainer.micro_batch_tokens * self.trainer.num_ranks
         self.has_begun = False
@@ -146,7 +151,7 @@ class StepRunner:
     async def run(self, step: int, assembler: BatchAssembler) -> StepResult:
         """Train the groups of `step` as they come, with `mini_batches` updates of the weights. Raises
         StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`)."""
-        result = StepResult()
+        result = self._begin()
         arrived: deque[TrainableGroup] = deque()
         for number in range(self.trainer.mini_batches):
             mini = MiniBatch()
@@ -156,7 +161,7 @@ class StepRunner:
                 await self._precompute_rest(step, result, arrived, assembler)
             await self._update(mini)
         await self._repeat(result, self.trainer.passes)
-        await self._finish()
+        await self._finish(result)
         return result
 
     async def replay(self, commit: Commit, groups: dict[int, CompleteGroup]) -> StepResult:
@@ -166,7 +171,7 @@ class StepRunner:
             StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
             TidemillError: what was trained then cannot be trained now: the config has changed.
         """
-        result = StepResult()
+        result = self._begin()
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         if commit.passes > 1:
             later = set(commit.groups)
@@ -180,7 +185,9 @@ class StepRunner:
             result.mini_batches.append(mini)
             tickets = {ticket for micro in composition for ticket, _ in micro}
             # In the order in which they entered, as when they were first trained.
-            groups_of_mini = self.advantages.assign([g for g in result.groups if g.ticket in tickets])
+            groups_of_mini = self.advantages.assign(
+                [g for g in result.groups if g.ticket in tickets], self.algorithm
+            )
             assigned = {group.ticket: group for group in groups_of_mini}
             result.groups = [assigned.get(group.ticket, group) for group in result.groups]
             by_key = {sample.key: sample for group in groups_of_mini for sample in group.samples}
@@ -188,7 +195,7 @@ class StepRunner:
             await self._accumulate(batches if number else [without_proximal(b) for b in batches], mini)
             await self._update(mini)
         await self._repeat(result, commit.passes)
-        await self._finish()
+        await self._finish(result)
         return result
 
     async def _repeat(self, result: StepResult, passes: int) -> None:
@@ -234,7 +241,7 @@ class StepRunner:
             unassigned += groups
             if places and self.advantages.scope == "batch":
                 continue  # the advantages of each group depend on those that are still to come
-            groups, unassigned = self.advantages.assign(unassigned), []
+            groups, unassigned = self.advantages.assign(unassigned, self.algorithm), []
             result.groups += groups
             waiting += [sample for group in groups for sample in group.samples]
             batches = form_micro_batches(waiting, self.micro_batch_tokens)
@@ -283,6 +290,16 @@ class StepRunner:
         if mini.update.skipped:
             log.warning("update skipped, the weights are as they were", reason=mini.update.reason)
 
-    async def _finish(self) -> None:
+    def _begin(self) -> StepResult:
+        if not self.algorithm.is_adaptive:
+            return StepResult()
+        self.algorithm = self.policy.coefficients().applied(self.trainer.algorithm)
+        return StepResult(coefficients=coefficient_metrics(self.algorithm))
+
+    async def _finish(self, result: StepResult) -> None:
         await self.thread.call(self.policy.release_weights)
+        sums = result.sums
+        if self.algorithm.is_adaptive and sums.tokens:
+            means = sums.kl_sum / sums.tokens, sums.entropy_sum / sums.tokens
+            await self.thread.call(self.policy.adapt, *means, float(len(result.samples)))
         self.has_begun = False

@@ -37,6 +37,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         }
     },
     "sessions of several turns": {"algorithm": {"preset": "reinforce_plus_plus", "gamma": 0.9}},
+    "coefficients that move": {
+        "algorithm": {
+            "reference": {"model": "frozen"},
+            "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.5},
+            "kl_control": {"target": 1e-6, "horizon": 4.0},
+            "entropy_control": {"target": 50.0, "delta": 0.1},
+        }
+    },
     "several passes": {"passes": 2, "mini_batches": 2},
     "several passes over a value head": {"algorithm": {"preset": "ppo"}, "passes": 3},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
@@ -92,6 +100,7 @@ async def test_every_algorithm_replays_bit_by_bit(make, broker, keys, name):
         names = {row["name"] for row in result["metrics"]}
         assert {"loss", "grad_norm", "reward", "entropy", "scores/failed_ratio"} <= names
         assert not any(name.startswith("time/") or name == "step_time_s" for name in names)
+        assert ("kl_coefficient" in names) is ("move" in name)
 
 
 async def test_a_step_that_was_trained_on_other_records_differs(make, broker, keys):

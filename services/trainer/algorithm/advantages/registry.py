@@ -249,13 +249,16 @@ class Advantages:
         """What one call of `assign` has to be given."""
         return self._advantage.scope
 
-    def assign(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
+    def assign(
+        self, groups: Sequence[TrainableGroup], algorithm: AlgorithmConfig | None = None
+    ) -> list[TrainableGroup]:
         """The groups with the advantages of their samples filled in; order and all else as they were.
+        `algorithm` is the run's section with the coefficients of this step, where those move.
 
         Raises:
             TidemillError: an advantage is not finite.
         """
-        episodes = [self._episodes(group) for group in groups]
+        episodes = [self._episodes(group, algorithm or self._algorithm) for group in groups]
         estimates = iter(self._advantage.estimate(episodes))
         try:
             return [
@@ -267,9 +270,9 @@ class Advantages:
                 f"trainer.algorithm.advantage {self._algorithm.advantage}: {error}"
             ) from error
 
-    def _episodes(self, group: TrainableGroup) -> list[Episode]:
+    def _episodes(self, group: TrainableGroup, algorithm: AlgorithmConfig) -> list[Episode]:
         return [
-            make_episode(sample, self._algorithm, self._max_tokens, self._parts(group, sample))
+            make_episode(sample, algorithm, self._max_tokens, self._parts(group, sample))
             for sample in group.samples
         ]
 
