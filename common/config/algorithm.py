@@ -21,6 +21,7 @@ from common.config.algorithm_table import (
 )
 from common.config.control import EntropyControlConfig, KlControlConfig, check_controls
 from common.config.section import Section
+from common.config.shaping import LengthPenaltyConfig
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
@@ -149,8 +150,9 @@ class AlgorithmConfig(Section):
     pass_k: int = Field(4, ge=1, le=4096)
     """k of `pass_at_k`."""
     pass_threshold: float = Field(0.5, ge=-1e6, le=1e6)
-    """A reward of at least this is a success for `pass_at_k`."""
+    """A reward of at least this is a success, for `pass_at_k` and the pass rate of `length_penalty`."""
     overlong: OverlongConfig = OverlongConfig()
+    length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_variance: bool = False
     """Replace groups whose rewards are all equal by fresh tickets for the same step (DAPO)."""
     mask_truncated: bool = False
@@ -307,6 +309,7 @@ class AlgorithmConfig(Section):
         if traits is not None and traits.compares_rewards:
             for name, is_set in (
                 ("overlong.penalty shapes the sum", self.overlong.penalty > 0),
+                ("length_penalty shapes the sum", self.length_penalty.is_on),
                 ("kl.place: reward shapes the sum", self.kl.place == "reward"),
                 ("filter_zero_variance replaces groups whose sums are equal", self.filter_zero_variance),
             ):
@@ -315,6 +318,16 @@ class AlgorithmConfig(Section):
                         f"{name}, and advantage: {self.advantage} compares each reward by itself; take "
                         "another advantage, or leave it out"
                     )
+        if self.length_penalty.is_on and self.advantage == "pass_at_k":
+            raise ValueError(
+                "length_penalty makes good rewards differ, and advantage: pass_at_k only asks whether they "
+                "reach pass_threshold; take another advantage, or leave it out"
+            )
+        if self.length_penalty.is_on and self.mask_truncated:
+            raise ValueError(
+                "length_penalty measures completions against the longest of their group, and mask_truncated "
+                "leaves those at the length limit out of the loss; choose one"
+            )
         if self.overlong.penalty > 0 and self.mask_truncated:
             raise ValueError(
                 "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out "

@@ -45,6 +45,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
             "entropy_control": {"target": 50.0, "delta": 0.1},
         }
     },
+    "a penalty of length": {"algorithm": {"length_penalty": {"tokens": 0.25, "of": "successes"}}},
     "several passes": {"passes": 2, "mini_batches": 2},
     "several passes over a value head": {"algorithm": {"preset": "ppo"}, "passes": 3},
     "lora": {"lora": {"rank": 2, "alpha": 4}},

@@ -19,7 +19,14 @@ from common.config.algorithm import AlgorithmConfig
 from common.errors import ConfigError, TidemillError
 from common.wire.arrays import Float64
 from services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
-from services.trainer.algorithm.advantages.episode import Episode, Float64s, Part, make_episode, whiten
+from services.trainer.algorithm.advantages.episode import (
+    Episode,
+    Float64s,
+    Part,
+    length_penalties,
+    make_episode,
+    whiten,
+)
 from services.trainer.algorithm.advantages.estimators import (
     dr_grpo,
     dr_grpo_passk,
@@ -271,9 +278,10 @@ class Advantages:
             ) from error
 
     def _episodes(self, group: TrainableGroup, algorithm: AlgorithmConfig) -> list[Episode]:
+        penalties = length_penalties(group.samples, algorithm)
         return [
-            make_episode(sample, algorithm, self._max_tokens, self._parts(group, sample))
-            for sample in group.samples
+            make_episode(sample, algorithm, self._max_tokens, self._parts(group, sample), penalty)
+            for sample, penalty in zip(group.samples, penalties, strict=True)
         ]
 
     def _parts(self, group: TrainableGroup, sample: Sample) -> tuple[Part, ...]:
