@@ -19,6 +19,7 @@ from common.config.algorithm_table import (
     Preset,
     with_preset,
 )
+from common.config.control import EntropyControlConfig, KlControlConfig, check_controls
 from common.config.corrections import Correction, with_correction
 from common.config.losses import (
     OFF,
@@ -29,6 +30,7 @@ from common.config.losses import (
     check_loss,
 )
 from common.config.section import Section
+from common.config.shaping import LengthPenaltyConfig
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""
@@ -139,7 +141,9 @@ class AlgorithmConfig(Section):
     K2.5, arXiv 2602.02276; prime-rl's `kl_tau`, there 0.001)."""
     entropy_coefficient: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of an entropy bonus on every trained token."""
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
     kl: KlConfig = KlConfig()
+    kl_control: KlControlConfig = KlControlConfig()
     reference: ReferenceConfig = ReferenceConfig()
     value: ValueConfig = ValueConfig()
     gamma: float = Field(1.0, gt=0.0, le=1.0)
@@ -151,8 +155,9 @@ class AlgorithmConfig(Section):
     pass_k: int = Field(4, ge=1, le=4096)
     """k of `pass_at_k`."""
     pass_threshold: float = Field(0.5, ge=-1e6, le=1e6)
-    """A reward of at least this is a success for `pass_at_k`."""
+    """A reward of at least this is a success, for `pass_at_k` and the pass rate of `length_penalty`."""
     overlong: OverlongConfig = OverlongConfig()
+    length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_variance: bool = False
     """Replace groups whose rewards are all equal by fresh tickets for the same step (DAPO)."""
     mask_truncated: bool = False
@@ -212,6 +217,11 @@ class AlgorithmConfig(Section):
     def loss_traits(self) -> LossTraits:
         """What follows from the loss's name; a user's own has the defaults."""
         return LOSSES.get(self.loss, LossTraits())
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether coefficients move while the run goes on."""
+        return self.kl_control.target is not None or self.entropy_control.target is not None
 
     @property
     def needs_reference(self) -> bool:
@@ -296,6 +306,9 @@ class AlgorithmConfig(Section):
                 f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "
                 "frozen or updated"
             )
+        check_controls(
+            self.kl_control, self.entropy_control, self.kl.place != "off", self.entropy_coefficient
+        )
         if self.advantage == "gae" and not self.value.head:
             raise ValueError("advantage: gae estimates advantages from a value head: set value.head to true")
         if self.value.head and self.advantage != "gae":
@@ -314,6 +327,29 @@ class AlgorithmConfig(Section):
                 f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: "
                 f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
                 "reinforce_plus_plus"
+            )
+        traits = self.advantage_traits
+        if traits is not None and traits.compares_rewards:
+            for name, is_set in (
+                ("overlong.penalty shapes the sum", self.overlong.penalty > 0),
+                ("length_penalty shapes the sum", self.length_penalty.is_on),
+                ("kl.place: reward shapes the sum", self.kl.place == "reward"),
+                ("filter_zero_variance replaces groups whose sums are equal", self.filter_zero_variance),
+            ):
+                if is_set:
+                    raise ValueError(
+                        f"{name}, and advantage: {self.advantage} compares each reward by itself; take "
+                        "another advantage, or leave it out"
+                    )
+        if self.length_penalty.is_on and self.advantage == "pass_at_k":
+            raise ValueError(
+                "length_penalty makes good rewards differ, and advantage: pass_at_k only asks whether they "
+                "reach pass_threshold; take another advantage, or leave it out"
+            )
+        if self.length_penalty.is_on and self.mask_truncated:
+            raise ValueError(
+                "length_penalty measures completions against the longest of their group, and mask_truncated "
+                "leaves those at the length limit out of the loss; choose one"
             )
         if self.overlong.penalty > 0 and self.mask_truncated:
             raise ValueError(

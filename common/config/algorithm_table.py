@@ -19,6 +19,8 @@ class AdvantageTraits:
     """Compares a completion with its siblings: a group of one teaches nothing."""
     has_discount: bool = False
     """Knows rewards of single tokens, so that `gamma` has a meaning."""
+    compares_rewards: bool = False
+    """Compares each reward of `reward.rewards` by itself, before anything shapes their sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,14 @@ ADVANTAGES: dict[str, AdvantageTraits] = {
     "reinforce_plus_plus": AdvantageTraits("batch", compares_siblings=False, has_discount=True),
     # With `value.whiten: false` it does not wait.
     "gae": AdvantageTraits("batch", compares_siblings=False, has_discount=True),
+    "opo": AdvantageTraits(),
+    "max_rl": AdvantageTraits(),
+    "grpo_passk": AdvantageTraits(),
+    "dr_grpo_passk": AdvantageTraits(),
+    "grpo_batch": AdvantageTraits("batch"),
+    "scale_rl": AdvantageTraits("batch"),
+    "gpg": AdvantageTraits("batch"),
+    "gdpo": AdvantageTraits("batch", compares_rewards=True),
 }
 LOSSES: dict[str, LossTraits] = {
     "ppo": LossTraits(has_dual_clip=True),

@@ -179,11 +179,29 @@ class RunConfig(Section):
                 f"{algorithm.advantage} places the environment's rewards of single turns "
                 f"(reward.rewards.{named[0]}) on their tokens. Take loss ppo, or another advantage"
             )
+        traits = algorithm.advantage_traits
+        if traits is not None and traits.compares_rewards:
+            self._rewards_can_be_compared(algorithm.advantage)
         environment = self.rollout.environment
         if algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens:
             raise ValueError(
                 "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
                 "there is none: set rollout.environment.max_tokens, or leave the punishment out"
+            )
+
+    def _rewards_can_be_compared(self, advantage: str) -> None:
+        num_rewards = sum("train" in reward.lanes for reward in self.reward.rewards.values())
+        if num_rewards < 2:
+            raise ValueError(
+                f"trainer.algorithm.advantage: {advantage} normalises each reward by itself before they are "
+                f"added up, and reward.rewards has {num_rewards} for training; name several there, or take "
+                "grpo_batch"
+            )
+        if self.reward.group:
+            raise ValueError(
+                f"reward.group: {self.reward.group} changes the sum of a sample's rewards, and "
+                f"trainer.algorithm.advantage: {advantage} looks at each reward by itself and would not see "
+                "it; leave one of them out"
             )
 
     def _groups_fit(self) -> None:

@@ -183,6 +183,9 @@ class TrainerConfig(Section):
     """B: groups in one step."""
     mini_batches: int = Field(1, ge=1, le=1024)
     """Optimizer updates in one step, each over its share of the groups; divides `groups_per_step`."""
+    passes: int = Field(1, ge=1, le=64)
+    """Times that a step goes over its mini-batches (PPO epochs; verl's `ppo_epochs`, TRL's `num_iterations`).
+    Old logprobs stay those of the step's start, so the second pass begins when the last group is in."""
     group_size: int = Field(8, ge=1, le=4096)
     """Completions of each group (verl's `rollout.n`, TRL's `num_generations`)."""
     max_staleness: int = Field(1, ge=0, le=1024)
@@ -262,13 +265,23 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _ratio_can_move(self) -> "TrainerConfig":
         algorithm = self.algorithm
-        if algorithm.importance.normalise and self.mini_batches > 1 and not algorithm.loss_traits.has_ratio:
+        if (
+            algorithm.importance.normalise
+            and self.updates_per_step > 1
+            and not algorithm.loss_traits.has_ratio
+        ):
             raise ValueError(
                 "algorithm.importance.normalise needs weights that stay as they are during a step, and loss: "
                 f"{algorithm.loss} takes those of the current policy, which moves with each of "
-                f"{self.mini_batches} mini_batches; take one, or loss ppo"
+                f"{self.updates_per_step} updates; take one, or loss ppo"
             )
-        if self.mini_batches > 1 or algorithm.old_logprobs == "rollout":
+        if self.passes > 1 and not algorithm.loss_traits.has_ratio:
+            raise ValueError(
+                f"passes is {self.passes}, but algorithm.loss: {algorithm.loss} has no ratio to the policy "
+                "that sampled: nothing would say how far later passes have moved from it. Take a loss with a "
+                "ratio, such as ppo, or one pass"
+            )
+        if self.updates_per_step > 1 or algorithm.old_logprobs == "rollout":
             return self
         for name, is_set in (
             (f"loss: {algorithm.loss}", algorithm.loss_traits.is_idle_at_one),
@@ -278,7 +291,7 @@ class TrainerConfig(Section):
                 raise ValueError(
                     f"algorithm.{name} bounds the ratio to the old logprobs, which is always 1 with one "
                     "update a step and `old_logprobs: recompute`; take `old_logprobs: rollout`, or several "
-                    "mini_batches"
+                    "mini_batches or passes"
                 )
         return self
 
@@ -302,12 +315,17 @@ class TrainerConfig(Section):
         return self
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a step, over all passes."""
+        return self.mini_batches * self.passes
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether logprobs under the policy at the step's start are wanted: with one update, they are its
         own."""
         algorithm = self.algorithm
         return (
-            self.mini_batches > 1
+            self.updates_per_step > 1
             and algorithm.old_logprobs == "recompute"
             and algorithm.loss_traits.has_ratio
         )

@@ -42,7 +42,7 @@ class Place:
 
 
 def _is_reversed(pairs: list[tuple[float, float]]) -> bool:
-    """Whether advantages fall where rewards rise, which no algorithm of ours does."""
+    """Whether advantages fall where rewards rise, which only shaped rewards and `gdpo` can do."""
     return len(pairs) > 1 and bool(np.cov(np.array(pairs, dtype=np.float64).T)[0, 1] < 0)
 
 

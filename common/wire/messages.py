@@ -241,6 +241,7 @@ class Commit(Message):
     mini_batches: tuple[tuple[tuple[TrajectoryKey, ...], ...], ...] = Field(
         description="per optimizer update, per micro-batch: the trajectories, in order"
     )
+    passes: int = Field(1, ge=1, description="how often the step went over these mini-batches")
     groups: tuple[int, ...] = Field(description="tickets trained, in the order in which they entered")
     dropped: tuple[tuple[int, int, str], ...] = Field(
         (), description="(ticket, index, reason) of trajectories left out; index -1 is the whole group"
@@ -253,7 +254,7 @@ class Commit(Message):
 
     @property
     def trained_keys(self) -> list[TrajectoryKey]:
-        """Every trajectory this step trained on, once per optimizer update that used it."""
+        """Every trajectory this step trained on, once per optimizer update of a pass that used it."""
         return [key for mini in self.mini_batches for micro in mini for key in micro]
 
 

@@ -5,8 +5,10 @@ neither on the order in which its groups arrived nor on how they were split, up 
 takes groups in the order of arrival; the commit records them with the exact micro-batches, and replaying that
 gives the same weights bit by bit.
 
-With several updates the weights move within the step. The policy of PPO's ratio stays the one at the start of
-the step (`batch/precompute.py`); the first mini-batch needs nothing for that: its ratio is 1.
+With several passes the same micro-batches are trained again, in the same order, when the first pass is over;
+the commit says how often. With several updates the weights move within the step. The policy of PPO's ratio
+stays the one at the start of the step (`Precompute`); the first mini-batch needs nothing for that: its ratio
+is 1.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ from common.process.activity import Activity
 from common.process.service import StoppedError
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
+from services.trainer.algorithm.coefficients import coefficient_metrics
 from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
@@ -70,10 +73,14 @@ class MiniBatch:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did: groups in order of entry, mini-batches in order of training."""
+    """What one step did: groups in order of entry, mini-batches of the first pass in order of training."""
 
     groups: list[TrainableGroup] = field(default_factory=list)
     mini_batches: list[MiniBatch] = field(default_factory=list)
+    repeated: list[MiniBatch] = field(default_factory=list)
+    """Those of later passes: the same again."""
+    coefficients: dict[str, float] = field(default_factory=dict)
+    """What it was trained with, of those that move from step to step; by name of the metric."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -82,13 +89,22 @@ class StepResult:
 
     @property
     def sums(self) -> MicroBatchMetrics:
-        """Over all mini-batches."""
-        return sum((mini.sums for mini in self.mini_batches), MicroBatchMetrics())
+        """Over all mini-batches of all passes."""
+        return sum((mini.sums for mini in self._all), MicroBatchMetrics())
 
     @property
     def updates(self) -> list[UpdateResult]:
-        """One for each mini-batch."""
-        return [mini.update for mini in self.mini_batches if mini.update is not None]
+        """One for each mini-batch of each pass."""
+        return [mini.update for mini in self._all if mini.update is not None]
+
+    @property
+    def passes(self) -> int:
+        """How often the step went over its mini-batches."""
+        return len(self._all) // max(len(self.mini_batches), 1)
+
+    @property
+    def _all(self) -> list[MiniBatch]:
+        return [*self.mini_batches, *self.repeated]
 
 
 def make_commit(
@@ -105,6 +121,7 @@ def make_commit(
         step=step,
         version=step + 1,
         mini_batches=tuple(tuple(batch.keys for batch in mini.micro_batches) for mini in result.mini_batches),
+        passes=result.passes,
         groups=tuple(group.ticket for group in result.groups),
         dropped=(*dropped, *left_out),
         advantages={str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups},
@@ -126,6 +143,8 @@ class StepRunner:
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(context.config)
         self.statistics = MiniBatchStatistics(self.trainer.algorithm)
+        self.algorithm = self.trainer.algorithm
+        """With the coefficients of the current step."""
         # One forward pass on each rank.
         self.micro_batch_tokens = self.trainer.micro_batch_tokens * self.trainer.num_ranks
         self.has_begun = False
@@ -134,7 +153,7 @@ class StepRunner:
     async def run(self, step: int, assembler: BatchAssembler) -> StepResult:
         """Train the groups of `step` as they come, with `mini_batches` updates of the weights. Raises
         StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`)."""
-        result = StepResult()
+        result = self._begin()
         arrived: deque[TrainableGroup] = deque()
         for number in range(self.trainer.mini_batches):
             mini = MiniBatch()
@@ -143,7 +162,8 @@ class StepRunner:
             if number == 0 and self.precompute.is_needed:
                 await self._precompute_rest(step, result, arrived, assembler)
             await self._update(mini)
-        await self._finish()
+        await self._repeat(result, self.trainer.passes)
+        await self._finish(result)
         return result
 
     async def replay(self, commit: Commit, groups: dict[int, CompleteGroup]) -> StepResult:
@@ -153,8 +173,10 @@ class StepRunner:
             StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
             TidemillError: what was trained then cannot be trained now: the config has changed.
         """
-        result = StepResult()
+        result = self._begin()
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
+        if commit.passes > 1:
+            later = set(commit.groups)
         for ticket in commit.groups:
             group = self._filtered(groups[ticket], commit.step)
             if ticket in later or self.precompute.is_needed_always:
@@ -172,8 +194,18 @@ class StepRunner:
             batches = rebuild(composition, by_key)
             await self._accumulate(batches if number else [without_proximal(b) for b in batches], mini)
             await self._update(mini)
-        await self._finish()
+        await self._repeat(result, commit.passes)
+        await self._finish(result)
         return result
+
+    async def _repeat(self, result: StepResult, passes: int) -> None:
+        """Train the mini-batches of the first pass again, with the logprobs of the step's start."""
+        samples = {sample.key: sample for sample in result.samples}
+        for first in result.mini_batches * (passes - 1):
+            mini = MiniBatch()
+            result.repeated.append(mini)
+            await self._accumulate(rebuild([batch.keys for batch in first.micro_batches], samples), mini)
+            await self._update(mini)
 
     def _filtered(self, group: CompleteGroup, step: int) -> TrainableGroup:
         outcome = self.group_filter.apply(group, step)
@@ -218,7 +250,7 @@ class StepRunner:
 
     def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
         """With advantages, and with what depends on the whole mini-batch."""
-        return self.statistics.assign(self.advantages.assign(groups))
+        return self.statistics.assign(self.advantages.assign(groups, self.algorithm))
 
     async def _precompute_rest(
         self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler
@@ -262,6 +294,16 @@ class StepRunner:
         if mini.update.skipped:
             log.warning("update skipped, the weights are as they were", reason=mini.update.reason)
 
-    async def _finish(self) -> None:
+    def _begin(self) -> StepResult:
+        if not self.algorithm.is_adaptive:
+            return StepResult()
+        self.algorithm = self.policy.coefficients().applied(self.trainer.algorithm)
+        return StepResult(coefficients=coefficient_metrics(self.algorithm))
+
+    async def _finish(self, result: StepResult) -> None:
         await self.thread.call(self.policy.release_weights)
+        sums = result.sums
+        if self.algorithm.is_adaptive and sums.tokens:
+            means = sums.kl_sum / sums.tokens, sums.entropy_sum / sums.tokens
+            await self.thread.call(self.policy.adapt, *means, float(len(result.samples)))
         self.has_begun = False

@@ -32,6 +32,7 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
     def make(
         steps: int = 6, has_eval: bool = False, trims: bool = False, archives: bool = False, **trainer: Any
     ) -> ServiceContext:
+        reward = trainer.pop("reward", {})
         tree = {
             "model": {"path": str(model), "max_model_len": 64},
             "data": {"train": str(data), "max_prompt_tokens": 8},
@@ -46,6 +47,7 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
                 **trainer,
             },
             "streams": {"trim": trims, "archive": {"enabled": archives, "segment_mb": 0.004}},
+            "reward": reward,
         }
         if has_eval:
             tree["data"]["eval"] = {"held": str(held_out)}

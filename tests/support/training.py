@@ -108,7 +108,7 @@ async def answering(
     """Workers that answer every ticket at once, with the version of its `min_version`; those that play, by
     sessions of several turns and segments.
 
-    `value(ticket, index)` is the reward of training samples, index % 2 by default.
+    `value(ticket, index)` is the reward of training samples, or several by name; index % 2 by default.
     """
     reward = value or (lambda _, index: float(index % 2))
     tasks = [asyncio.ensure_future(_answer(broker, keys, lane, reward, plays)) for lane in lanes]
@@ -134,7 +134,11 @@ async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any, plays: boo
             for held in await samples.fetch(256, 0.01):
                 if isinstance(held, Delivery):
                     key = held.message.key
-                    score = make_score(*key, value(*key) if lane is Lane.TRAIN else 1.0)
+                    given = value(*key) if lane is Lane.TRAIN else 1.0
+                    is_split = isinstance(given, dict)
+                    score = make_score(
+                        *key, sum(given.values()) if is_split else given, components=given if is_split else {}
+                    )
                     await samples.complete([(held, score)], keys.scores(lane))
 
 

@@ -269,7 +269,8 @@ def what_times_rest_on(config: RunConfig) -> dict[str, Any]:
             tree[section].pop(name, None)
     trainer = config.trainer
     return tree | {
-        "trainer": [trainer.policy, trainer.groups_per_step, trainer.group_size, trainer.mini_batches],
+        "trainer": [trainer.policy, trainer.groups_per_step, trainer.group_size],
+        "updates": [trainer.mini_batches, trainer.passes],
         "algorithm": trainer.algorithm.model_dump(mode="json"),
         "policy": [trainer.simulated.model_dump(), trainer.num_ranks, trainer.device],
     }

@@ -36,7 +36,10 @@ class Precompute:
         self.trainer, self.policy, self.thread = trainer, policy, thread
         algorithm = trainer.algorithm
         has_statistics = algorithm.needs_start_logprobs or algorithm.needs_start_entropies
-        self.is_needed_always = algorithm.needs_reference or algorithm.value.head or has_statistics
+        is_needed_again = trainer.passes > 1 and trainer.needs_proximal
+        self.is_needed_always = (
+            algorithm.needs_reference or algorithm.value.head or has_statistics or is_needed_again
+        )
         """Whether no group can be trained without; else those of the first mini-batch can."""
         self.is_needed = trainer.needs_proximal or self.is_needed_always
         self.needs_start_weights = trainer.mini_batches > 1 and (

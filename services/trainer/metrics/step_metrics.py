@@ -140,7 +140,9 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 def _policy_metrics(result: StepResult) -> dict[str, float]:
     sums, updates = result.sums, result.updates
-    return loss_metrics(sums) | {
+    return {
+        **loss_metrics(sums),
+        **result.coefficients,
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
         "learning_rate": updates[-1].lr,
         "update_skipped": float(np.mean([update.skipped for update in updates])),

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from common.wire.arrays import Float32
+from services.trainer.algorithm.coefficients import Coefficients
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
 from services.trainer.policy.state import PolicyState
@@ -45,6 +46,12 @@ class Policy(Protocol):
     def update(self, denominator: float) -> UpdateResult:
         """Divide by the denominator, clip, and take one optimizer step; start accumulating anew. Skipped
         where the gradient norm is not finite, or where the denominator is 0."""
+
+    def coefficients(self) -> Coefficients:
+        """Those that the next micro-batch is trained with."""
+
+    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
+        """At the end of a step, by its means over tokens: move the coefficients that the config moves."""
 
     def zero(self) -> None:
         """Discard what has been accumulated."""

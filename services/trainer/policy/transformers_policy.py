@@ -23,6 +23,7 @@ from common.config.run import RunConfig
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
+from services.trainer.algorithm.coefficients import Coefficients
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
 from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import denominator
@@ -106,6 +107,7 @@ class TransformersPolicy:
         self._temperature = temperature
         self._max_completion_tokens = max_completion_tokens
         algorithm = config.algorithm
+        self._set_coefficients(Coefficients.at_start(algorithm))
         self._surrogate = find_loss(algorithm)
         self._reference = self._make_reference() if algorithm.needs_reference else None
         self._scorer = self._make_scorer(model)
@@ -164,7 +166,7 @@ class TransformersPolicy:
 
     def _train_tile(self, tile: Tile, batch: MicroBatch) -> LossTerms:
         """Add one tile's gradient; return its terms, still on the device."""
-        algorithm, head = self._config.algorithm, self._value_head
+        algorithm, head = self._algorithm, self._value_head
         scores = self._scorer.score(
             tile,
             self._temperature,
@@ -181,14 +183,14 @@ class TransformersPolicy:
         """One AdamW step, or none where the gradients are not finite or there is nothing to divide by. At the
         end of a step the reference model follows, where that is due."""
         result = self._update(denominator)
-        num_steps, within = divmod(self._num_updates, self._config.mini_batches)
+        num_steps, within = divmod(self._num_updates, self._config.updates_per_step)
         if self._reference is not None and not within and self._reference.is_due(num_steps):
             self._reference.update(self._model)
         return result
 
     def _update(self, denominator: float) -> UpdateResult:
         lr = learning_rate(
-            self._config.optimizer, self._num_updates, self._config.steps, self._config.mini_batches
+            self._config.optimizer, self._num_updates, self._config.steps, self._config.updates_per_step
         )
         # Counted also where it is skipped: the rate follows the steps of the run.
         self._num_updates += 1
@@ -205,6 +207,18 @@ class TransformersPolicy:
         self._optimizer.step()
         self.zero()
         return UpdateResult(norm, lr)
+
+    def coefficients(self) -> Coefficients:
+        """Those of the current step."""
+        return self._coefficients
+
+    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
+        """Move the coefficients, for the steps to come."""
+        self._set_coefficients(self._coefficients.after(kl, entropy, num_samples, self._config.algorithm))
+
+    def _set_coefficients(self, coefficients: Coefficients) -> None:
+        self._coefficients = coefficients
+        self._algorithm = coefficients.applied(self._config.algorithm)
 
     def zero(self) -> None:
         """Discard accumulated gradients."""
@@ -312,6 +326,7 @@ class TransformersPolicy:
         if self._model.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
         values = {"policy": "transformers", "updates": self._num_updates}
+        values |= self._coefficients.as_values(self._config.algorithm)
         return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
 
     def _saved_weights(self) -> dict[str, Tensor]:
@@ -356,6 +371,9 @@ class TransformersPolicy:
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self._num_updates = int(state.values["updates"])
+        self._set_coefficients(
+            Coefficients.at_start(self._config.algorithm, state.values.get("coefficients"))
+        )
         torch.set_rng_state(state.tensors["rng.cpu"].cpu())
         if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
             torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)

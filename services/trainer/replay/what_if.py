@@ -76,7 +76,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
-RECOMPOSED = ("trainer.micro_batch_tokens", "trainer.mini_batches")
+RECOMPOSED = ("trainer.micro_batch_tokens", "trainer.mini_batches", "trainer.passes")
 """Fields that the recorded composition follows from."""
 
 
@@ -142,7 +142,11 @@ class WhatIf:
         else:
             mini_batches = tuple(_without(mini, trainable) for mini in commit.mini_batches)
         return refusals, commit.model_copy(
-            update={"groups": tuple(trainable), "mini_batches": tuple(mini for mini in mini_batches if mini)}
+            update={
+                "groups": tuple(trainable),
+                "mini_batches": tuple(mini for mini in mini_batches if mini),
+                "passes": self.config.trainer.passes,
+            }
         )
 
     def _recompose(self, groups: list[TrainableGroup]) -> tuple[Composition, ...]:

@@ -24,6 +24,7 @@ from tests.support.training import answering, commits_of, make_score
 from tests.support.whole_trainer import run
 
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.01}}
+TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "math", "weight": 0.5}}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"preset": "grpo"}},
     "several updates": {"algorithm": {"preset": "gspo"}, "mini_batches": 2},
@@ -63,7 +64,23 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "mini_batches": 2,
     },
     "kl_cov": {"algorithm": {"loss": "kl_cov", "old_logprobs": "rollout", "covariance": {"share": 0.1}}},
+    "coefficients that move": {
+        "algorithm": {
+            "reference": {"model": "frozen"},
+            "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.5},
+            "kl_control": {"target": 1e-6, "horizon": 4.0},
+            "entropy_control": {"target": 50.0, "delta": 0.1},
+        }
+    },
+    "a penalty of length": {"algorithm": {"length_penalty": {"tokens": 0.25, "of": "successes"}}},
+    "several passes": {"passes": 2, "mini_batches": 2},
+    "several passes over a value head": {"algorithm": {"preset": "ppo"}, "passes": 3},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
+    **{
+        name: {"algorithm": {"advantage": name}}
+        for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch", "scale_rl", "gpg")
+    },
+    "gdpo": {"algorithm": {"advantage": "gdpo"}, "reward": TWO_REWARDS},
 }
 
 
@@ -82,6 +99,12 @@ def reward(ticket: int, index: int) -> float | None:
     return None if key % 7 == 0 else float(key % 3)
 
 
+def rewards(ticket: int, index: int) -> dict[str, float] | None:
+    """The same in two parts."""
+    one = reward(ticket, index)
+    return None if one is None else {"right": one, "short": float(index % 2)}
+
+
 def session_of(context: Any) -> Session:
     history = History(context.keys.run_id, context.run_dir, context.broker)
     policy = open_policy(context.config)
@@ -95,7 +118,8 @@ async def replayed(context: Any, *steps: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 async def test_every_algorithm_replays_bit_by_bit(make, broker, keys, name):
     context = make(policy="transformers", steps=4, group_size=4, checkpoint_every=2, **ALGORITHMS[name])
-    async with answering(broker, keys, reward, plays="sessions" in name):
+    value = rewards if name == "gdpo" else reward
+    async with answering(broker, keys, value, plays="sessions" in name):
         await run(context)
     results = await replayed(context, 0, 1, 3)  # from the starting model, on, and from a checkpoint
     assert [result["step"] for result in results] == [0, 1, 3]
@@ -104,6 +128,7 @@ async def test_every_algorithm_replays_bit_by_bit(make, broker, keys, name):
         names = {row["name"] for row in result["metrics"]}
         assert {"loss", "grad_norm", "reward", "entropy", "scores/failed_ratio"} <= names
         assert not any(name.startswith("time/") or name == "step_time_s" for name in names)
+        assert ("kl_coefficient" in names) is ("move" in name)
 
 
 async def test_a_step_that_was_trained_on_other_records_differs(make, broker, keys):
@@ -281,6 +306,8 @@ async def test_a_checkpoint_that_is_not_what_was_committed_is_named(trained, bro
 async def test_more_updates_and_another_loss_can_be_tried(trained):
     step, changed = await what_if(trained, "trainer.mini_batches=2", "trainer.algorithm.preset=gspo")
     assert changed["metrics"]["mini_batches"] == 2.0 and changed["digest"] != step.digest
+    step, again = await what_if(trained, "trainer.mini_batches=2", "trainer.passes=2")
+    assert len({step.digest, changed["digest"], again["digest"]}) == 3
 
 
 async def test_delays_in_place_of_a_model_replay_as_well(make, broker, keys):

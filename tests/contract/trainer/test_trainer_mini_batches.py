@@ -58,17 +58,18 @@ async def test_every_step_has_its_updates_and_every_ticket_is_trained_once(make,
 
 
 @pytest.mark.parametrize("number", [2, 6, 12])
+@pytest.mark.parametrize("updates", [{"mini_batches": 2}, {"passes": 2}])
 async def test_a_crash_between_two_updates_of_a_step_leaves_nothing_of_it(
-    make, broker, keys, monkeypatch, number
+    make, broker, keys, monkeypatch, updates, number
 ):
-    context = make(mini_batches=2, checkpoint_every=2)
+    context = make(**updates, checkpoint_every=2)
     async with answering(broker, keys):
         with monkeypatch.context() as patch:
             dying_at(SimulatedPolicy, number, patch)
             with pytest.raises(InterruptedError):
                 await run(context)
         assert len(await commits_of(broker, keys)) == number // 2 - 1
-        await run(make(mini_batches=2, checkpoint_every=2))
+        await run(make(**updates, checkpoint_every=2))
     await assert_trained_once(broker, keys, 6)
     await assert_replays_alike(broker, keys, context, SimulatedPolicy(context.config))
 
@@ -102,9 +103,11 @@ def _noting(function: Any, calls: list[Any]) -> Any:
     return noting
 
 
-async def test_a_real_model_replays_its_mini_batches_bit_by_bit_after_a_crash(make, broker, keys, caplog):
+@pytest.mark.parametrize("passes", [1, 2])
+async def test_a_real_model_replays_its_mini_batches_bit_by_bit_after_a_crash(make, broker, keys, passes):
     """Proximal logprobs are computed at other moments the second time; the weights must not show it."""
-    options: dict[str, Any] = {"mini_batches": 2, "policy": "transformers", "optimizer": {"lr": 1e-2}}
+    options: dict[str, Any] = {"mini_batches": 2, "passes": passes, "policy": "transformers"}
+    options["optimizer"] = {"lr": 1e-2}
     async with answering(broker, keys):
         await crash_after_commit(make(steps=4, **options), 2)
         await run(make(steps=4, **options))

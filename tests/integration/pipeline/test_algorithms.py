@@ -29,6 +29,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"preset": "ppo", "value": {"lr": 2e-3}, "entropy_coefficient": 0.001},
     "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "loss": "reinforce"},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 2},
+    "opo": {"advantage": "opo"},
+    "max_rl": {"advantage": "max_rl"},
+    "grpo_batch": {"advantage": "grpo_batch"},
+    "gpg": {"advantage": "gpg", "loss": "reinforce"},
     "sapo": {"loss": "sapo", "importance": {"level": "geometric"}},
     "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.001},
     "weights and rejection": {

@@ -93,13 +93,16 @@ class Arrivals:
         return False
 
 
-def config_of(num_mini_batches: int, micro_batch_tokens: int = 64, **algorithm: Any) -> RunConfig:
+def config_of(
+    num_mini_batches: int, micro_batch_tokens: int = 64, passes: int = 1, **algorithm: Any
+) -> RunConfig:
     return run_config(
         "x",
         trainer={
             "groups_per_step": GROUPS,
             "group_size": SIZE,
             "mini_batches": num_mini_batches,
+            "passes": passes,
             "micro_batch_tokens": micro_batch_tokens,
             "optimizer": OPTIMIZER,
             "algorithm": algorithm,
@@ -147,7 +150,8 @@ def run_step(
 
 
 def policy_of(config: RunConfig, dtype: torch.dtype = torch.float64) -> TransformersPolicy:
-    return make_policy(dtype, **config.trainer.model_dump(include={"optimizer", "algorithm", "mini_batches"}))
+    fields = {"optimizer", "algorithm", "mini_batches", "passes"}
+    return make_policy(dtype, **config.trainer.model_dump(include=fields))
 
 
 def weights_of(policy: TransformersPolicy) -> torch.Tensor:
@@ -170,7 +174,7 @@ def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
             ]
             groups.append(replace(outcome, samples=samples))
         mini_batches.append([s for group in advantages.assign(groups) for s in group.samples])
-    for samples in mini_batches:
+    for samples in mini_batches * config.trainer.passes:
         policy.update(policy.accumulate(one_batch(samples)).denominator)
     return weights_of(policy)
 
@@ -189,6 +193,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gae": {"preset": "ppo", **KL},
     "gae alone": {"preset": "ppo", "value": {"whiten": False, "detach": True}},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 1},
+    "opo": {"advantage": "opo"},
+    "scale_rl": {"advantage": "scale_rl"},
     "kl and entropy": {
         "reference": {"model": "updated", "every": 1},
         "kl": {"place": "loss", "coefficient": 0.5},
@@ -205,14 +211,15 @@ PORTIONS = st.lists(st.integers(1, GROUPS), max_size=GROUPS)
     order=st.permutations(range(GROUPS)),
     portions=PORTIONS,
     num_mini_batches=st.sampled_from([1, 2, 4]),
+    passes=st.sampled_from([1, 2, 3]),
     micro_batch_tokens=st.integers(16, 400),
     num_waiting=st.integers(0, GROUPS),
     old_logprobs=st.sampled_from(["recompute", "rollout"]),
 )
 def test_mini_batches_trained_as_groups_arrive_equal_those_trained_at_once(
-    order, portions, num_mini_batches, micro_batch_tokens, num_waiting, old_logprobs
+    order, portions, num_mini_batches, passes, micro_batch_tokens, num_waiting, old_logprobs
 ):
-    config = config_of(num_mini_batches, micro_batch_tokens, old_logprobs=old_logprobs)
+    config = config_of(num_mini_batches, micro_batch_tokens, passes, old_logprobs=old_logprobs)
     policy = policy_of(config)
     before = weights_of(policy)
     run_step(config, policy, order, portions, num_waiting)
@@ -268,17 +275,19 @@ def commit_of(result: StepResult) -> Commit:
     order=st.permutations(range(GROUPS)),
     portions=PORTIONS,
     num_mini_batches=st.sampled_from([1, 2, 4, 8]),
+    passes=st.sampled_from([1, 2]),
     num_waiting=st.integers(0, GROUPS),
 )
 def test_replaying_the_commit_gives_the_same_bits_whatever_was_precomputed_when(
-    order, portions, num_mini_batches, num_waiting
+    order, portions, num_mini_batches, passes, num_waiting
 ):
-    config = config_of(num_mini_batches)
+    config = config_of(num_mini_batches, passes=passes)
     live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
     commit = commit_of(run_step(config, live, order, portions, num_waiting))
     groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
     asyncio.run(runner_of(config, replayed).replay(commit, groups))
-    assert len(commit.mini_batches) == num_mini_batches
+    assert (len(commit.mini_batches), commit.passes) == (num_mini_batches, passes)
+    assert len(commit.trained_keys) == len(set(commit.trained_keys)), "later passes are the first again"
     assert live.digest() == replayed.digest()
 
 
@@ -331,6 +340,19 @@ def test_the_ratio_after_the_first_update_is_against_the_start_of_the_step():
     samples = [s for batch in second.micro_batches for s in batch.samples]
     for values, expected in zip(precomputed, fresh.logprobs(samples), strict=True):
         np.testing.assert_allclose(values, expected, atol=1e-5)
+
+
+def test_later_passes_compare_with_the_start_of_the_step_too():
+    """Broken, the first mini-batch of the second pass would have a ratio of 1 again."""
+    config = config_of(2, 400, passes=2)
+    result = run_step(config, policy_of(config), range(GROUPS), [4, 4])
+    assert result.passes == 2 and len(result.updates) == 4
+    fresh = policy_of(config)
+    for first, again in zip(result.mini_batches, result.repeated, strict=True):
+        assert [batch.keys for batch in first.micro_batches] == [batch.keys for batch in again.micro_batches]
+        samples = [s for batch in again.micro_batches for s in batch.samples]
+        for sample, expected in zip(samples, fresh.logprobs(samples), strict=True):
+            np.testing.assert_allclose(sample.proximal_logprobs, expected, atol=1e-5)
 
 
 async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():

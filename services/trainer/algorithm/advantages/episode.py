@@ -6,6 +6,7 @@ overlong punishment and the KL penalty exist here only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,32 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: float, pen
     return -penalty * min(1.0, over / buffer_tokens) if over > 0 else 0.0
 
 
+def length_penalties(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[float]:
+    """What is taken off the reward of each sample of a group for its length, relative to the group's longest.
+
+    weight * pass rate * length / longest, for tokens and for turns; the pass rate is the share of scores of
+    at least `pass_threshold`. Nobody pays where nothing was solved, so exploring stays free. Scores 1, 1, 0,
+    0 of 10, 5, 20, 20 tokens and a weight of 0.2: 0.05, 0.025, 0.1, 0.1.
+    """
+    penalty = algorithm.length_penalty
+    if not penalty.is_on or not samples:
+        return [0.0] * len(samples)
+    is_success_G = np.array([sample.reward >= algorithm.pass_threshold for sample in samples])
+    tokens_G = np.array([sample.num_trained for sample in samples], dtype=np.float64)
+    turns_G = np.array([max(len(sample.turns), 1) for sample in samples], dtype=np.float64)
+    shares_G = penalty.tokens * tokens_G / max(tokens_G.max(), 1.0) + penalty.turns * turns_G / turns_G.max()
+    paid_G = is_success_G if penalty.of == "successes" else np.ones(len(samples))
+    costs: list[float] = (is_success_G.mean() * shares_G * paid_G).tolist()
+    return costs
+
+
+class Part(NamedTuple):
+    """One of several rewards of a completion: its weight, and its value; None where it does not apply."""
+
+    weight: float
+    value: float | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
     """A sample with its shaped reward: `reward` is the sum of `token_rewards_A`, over A trained tokens.
@@ -75,6 +102,8 @@ class Episode:
     sample: Sample
     reward: float
     token_rewards_A: Float64s
+    parts: tuple["Part", ...] = ()
+    """The score's named rewards, before any shaping, where the advantage looks at each by itself."""
 
     @property
     def num_trained(self) -> int:
@@ -96,8 +125,15 @@ class Episode:
         return np.where(is_last_A, algorithm.gamma, 1.0)
 
 
-def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> Episode:
-    """Shape a sample's reward: overlong punishment, and the KL penalty where it belongs to the reward.
+def make_episode(
+    sample: Sample,
+    algorithm: AlgorithmConfig,
+    max_tokens: int,
+    parts: tuple[Part, ...] = (),
+    length_penalty: float = 0.0,
+) -> Episode:
+    """Shape a sample's reward: overlong punishment, the penalty of its length within its group, and the KL
+    penalty where it belongs to the reward.
 
     The penalty of a token is coefficient * k(rollout logprob - reference logprob), on the tokens that were
     sampled and by the policy that sampled them (arXiv 2203.02155, eq. 2). The score falls on the last token,
@@ -108,12 +144,13 @@ def make_episode(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) ->
         len(sample.completion_ids), max_tokens, overlong.buffer_share * max_tokens, overlong.penalty
     )
     token_rewards_A = np.zeros(sample.num_trained)
+    score -= length_penalty
     if algorithm.kl.place == "reward":
         token_rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl)
     reward = score + float(token_rewards_A.sum())
     if len(token_rewards_A):
         token_rewards_A += _placed(sample, score)
-    return Episode(sample, reward, token_rewards_A)
+    return Episode(sample, reward, token_rewards_A, parts)
 
 
 def _placed(sample: Sample, score: float) -> Float64s:

@@ -64,6 +64,74 @@ def rloo(rewards: Rewards) -> NDArray[np.float64]:
     return centred_G * (num_rewards / (num_rewards - 1)) if num_rewards > 1 else centred_G
 
 
+def opo(rewards: Rewards, lengths: Sequence[int]) -> NDArray[np.float64]:
+    """r - sum(l r) / sum(l), with l the number of trained tokens. Shape [G], float64.
+
+    OPO, arXiv 2505.23585: the baseline of least variance where a gradient's norm grows with the completion's
+    length. Rewards 1, 0, 0 of lengths 2, 1, 1 have the baseline 2/4: 0.5, -0.5, -0.5. Where no completion has
+    a trained token, lengths count alike.
+
+    Raises:
+        ValueError: a reward is not finite, or there is no length for it.
+    """
+    rewards_G = finite_rewards(rewards)
+    if len(lengths) != len(rewards_G):
+        raise ValueError(f"{len(rewards_G)} rewards but {len(lengths)} lengths")
+    if len(rewards_G) < 2 or (rewards_G == rewards_G[0]).all():
+        return np.zeros_like(rewards_G)
+    lengths_G = np.asarray(lengths, dtype=np.float64) if any(lengths) else np.ones(len(rewards_G))
+    baseline = (lengths_G * rewards_G).sum() / lengths_G.sum()
+    return rewards_G - baseline  # type: ignore[no-any-return]
+
+
+def max_rl(rewards: Rewards) -> NDArray[np.float64]:
+    """(r - mean(r)) / mean(r). Shape [G], float64. MaxRL, arXiv 2602.02710.
+
+    With rewards of 0 and 1 the mean over a group is the gradient of the likelihood of a success, to the order
+    G, in place of that of its probability: a prompt that is solved once in ten counts ten times as much. Made
+    for rewards that are not negative; where the mean is not above 0, all are zero. Rewards 1, 0, 0, 0 give
+    3, -1, -1, -1.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    centred_G = dr_grpo(rewards)
+    mean = finite_rewards(rewards).mean() if len(centred_G) else 0.0
+    return centred_G / mean if mean > 0.0 else np.zeros_like(centred_G)
+
+
+def dr_grpo_passk(rewards: Rewards) -> NDArray[np.float64]:
+    """The best completion's lead over the second best; zero for all others. Shape [G], float64.
+
+    arXiv 2503.19595: the greatest reward of all, less that of the group without the completion. It rewards
+    the best of G, and only a best one that no other equals. Rewards 3, 1, 0 give 2, 0, 0.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    rewards_G = finite_rewards(rewards)
+    advantages_G = np.zeros_like(rewards_G)
+    if len(rewards_G) > 1:
+        second, best = np.argsort(rewards_G, kind="stable")[-2:]
+        advantages_G[best] = rewards_G[best] - rewards_G[second]
+    return advantages_G
+
+
+def grpo_passk(rewards: Rewards) -> NDArray[np.float64]:
+    """`dr_grpo_passk` / (std(r) + 1e-4), the deviation as of `grpo`. Shape [G], float64.
+
+    Rewards 3, 1, 0 have the variance 7/3: 2 / (1.52753 + 1e-4) = 1.30922, 0, 0.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    lead_G = dr_grpo_passk(rewards)
+    if not lead_G.any():
+        return lead_G
+    scaled_G: NDArray[np.float64] = lead_G / (finite_rewards(rewards).std(ddof=1) + STD_EPSILON)
+    return scaled_G
+
+
 def pass_at_k(rewards: Rewards, k: int, threshold: float = 0.5) -> NDArray[np.float64]:
     """Analytic pass@k advantages. Shape [G], float64.
 

@@ -17,11 +17,23 @@ import numpy as np
 from common.config import RunConfig
 from common.config.algorithm import AlgorithmConfig
 from common.errors import ConfigError, TidemillError
-from services.trainer.algorithm.advantages.episode import Episode, Float64s, make_episode, whiten
+from services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
+from services.trainer.algorithm.advantages.episode import (
+    Episode,
+    Float64s,
+    Part,
+    length_penalties,
+    make_episode,
+    whiten,
+)
 from services.trainer.algorithm.advantages.estimators import (
     dr_grpo,
+    dr_grpo_passk,
     gae,
     grpo,
+    grpo_passk,
+    max_rl,
+    opo,
     pass_at_k,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -139,6 +151,27 @@ def _of_rewards(function: Callable[[list[float]], Float64s]) -> Estimator:
     return estimate
 
 
+def _of_batch(function: Callable[[list[list[float]]], Float64s]) -> Estimator:
+    """A function of the rewards of all groups of a mini-batch, which gives one number for each."""
+
+    def estimate(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+        values_N = function([[episode.reward for episode in group] for group in groups])
+        return [Estimate(float(value)) for value in values_N]
+
+    return estimate
+
+
+def _opo(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+    values = [opo([e.reward for e in group], [e.num_trained for e in group]) for group in groups]
+    return [Estimate(float(value)) for values_G in values for value in values_G]
+
+
+def _gdpo(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+    weights = next(([part.weight for part in episode.parts] for group in groups for episode in group), [])
+    values = [[[part.value for part in episode.parts] for episode in group] for group in groups]
+    return [Estimate(float(value)) for value in gdpo(values, weights)]
+
+
 def _pass_at_k(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
     k, threshold = algorithm.pass_k, algorithm.pass_threshold
     return _of_rewards(lambda rewards: pass_at_k(rewards, k, threshold))(groups, algorithm)
@@ -190,6 +223,14 @@ _ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "gae": _gae,
+    "opo": _opo,
+    "max_rl": _of_rewards(max_rl),
+    "grpo_passk": _of_rewards(grpo_passk),
+    "dr_grpo_passk": _of_rewards(dr_grpo_passk),
+    "grpo_batch": _of_batch(grpo_batch),
+    "scale_rl": _of_batch(scale_rl),
+    "gpg": _of_batch(gpg),
+    "gdpo": _gdpo,
 }
 """By the names of `common.config.algorithm_table`."""
 
@@ -205,22 +246,25 @@ class Advantages:
         self._algorithm = config.trainer.algorithm
         self._max_tokens = config.max_completion_tokens
         self._advantage = find_advantage(self._algorithm)
+        traits = self._algorithm.advantage_traits
+        named = config.reward.named if traits is not None and traits.compares_rewards else {}
+        self._weights = {name: one.weight for name, one in named.items() if "train" in one.lanes}
 
     @property
     def scope(self) -> Scope:
         """What one call of `assign` has to be given."""
         return self._advantage.scope
 
-    def assign(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
+    def assign(
+        self, groups: Sequence[TrainableGroup], algorithm: AlgorithmConfig | None = None
+    ) -> list[TrainableGroup]:
         """The groups with the advantages of their samples filled in; order and all else as they were.
+        `algorithm` is the run's section with the coefficients of this step, where those move.
 
         Raises:
             TidemillError: an advantage is not finite.
         """
-        episodes = [
-            [make_episode(sample, self._algorithm, self._max_tokens) for sample in group.samples]
-            for group in groups
-        ]
+        episodes = [self._episodes(group, algorithm or self._algorithm) for group in groups]
         estimates = iter(self._advantage.estimate(episodes))
         try:
             return [
@@ -231,6 +275,18 @@ class Advantages:
             raise TidemillError(
                 f"trainer.algorithm.advantage {self._algorithm.advantage}: {error}"
             ) from error
+
+    def _episodes(self, group: TrainableGroup, algorithm: AlgorithmConfig) -> list[Episode]:
+        penalties = length_penalties(group.samples, algorithm)
+        return [
+            make_episode(sample, algorithm, self._max_tokens, self._parts(group, sample), penalty)
+            for sample, penalty in zip(group.samples, penalties, strict=True)
+        ]
+
+    def _parts(self, group: TrainableGroup, sample: Sample) -> tuple[Part, ...]:
+        score = group.source.scores.get(sample.key[1])
+        components = score.components if score else {}
+        return tuple(Part(weight, components.get(name)) for name, weight in self._weights.items())
 
 
 def _with(sample: Sample, estimate: Estimate) -> Sample:

@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 from torch import Tensor
 
+from services.trainer.algorithm.coefficients import Coefficients
 from services.trainer.groups.samples import MicroBatch, Sample, SegmentTokens, TurnEnd
 from services.trainer.policy.fsdp.ranks import Ranks
 from services.trainer.policy.policy import Policy
@@ -44,6 +45,10 @@ class ShardedPolicy:
         # The other ranks take part in what rank 0 gathers, and write nothing.
         self._ranks.broadcast(encode_call("save_weights", [Path()]))
         yield from self._own.named_parameters_for_export()
+
+    def coefficients(self) -> Coefficients:
+        """Alike on all ranks."""
+        return self._own.coefficients()
 
     def state(self) -> PolicyState:
         """Rank 0's shard; `save_state` writes those of all."""

@@ -22,6 +22,7 @@ def config_of(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
 
 FROZEN = {"reference": {"model": "frozen"}}
 ROLLOUT = {"old_logprobs": "rollout"}
+TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "exact_match"}}}
 FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
 
 
@@ -70,6 +71,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"dual_clip": 1.2, **ROLLOUT}, {}, "must exceed 1 + clip_high (1.28)"),
         ({"dual_clip": 3.0, "loss": "cispo", **ROLLOUT}, {}, "cispo has no use for it"),
         ({"loss": "cispo"}, {}, "set `old_logprobs: rollout`"),
+        ({"loss": "reinforce"}, {"trainer": {"passes": 2}}, "how far later passes have moved"),
         ({"loss": "reinforce", **ROLLOUT}, {}, "would leave staleness uncorrected"),
         ({"importance": {"mode": "mask"}, **ROLLOUT}, {}, "would weigh every token twice"),
         (
@@ -91,6 +93,17 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"gamma": 0.9}, {}, "knows one reward for a sequence"),
         ({"overlong": {"penalty": 1.0}, "mask_truncated": True}, {}, "choose one"),
         ({"advantage": "pass_at_k", "pass_k": 9}, {}, "holds no set of that many"),
+        ({"advantage": "gdpo"}, {}, "reward.rewards has 0 for training"),
+        ({"advantage": "gdpo"}, {"reward": {**TWO_REWARDS, "group": "rank"}}, "would not see it"),
+        ({"advantage": "gdpo", "overlong": {"penalty": 1.0}}, {"reward": TWO_REWARDS}, "by itself"),
+        ({"advantage": "gdpo", "kl": {"place": "reward"}, **FROZEN}, {"reward": TWO_REWARDS}, "by itself"),
+        ({"advantage": "gdpo", "filter_zero_variance": True}, {"reward": TWO_REWARDS}, "sums are equal"),
+        ({"length_penalty": {"tokens": 0.1}, "mask_truncated": True}, {}, "longest of their group"),
+        ({"length_penalty": {"turns": 0.1}, "advantage": "pass_at_k"}, {}, "reach pass_threshold"),
+        ({"advantage": "gdpo", "length_penalty": {"tokens": 1.0}}, {"reward": TWO_REWARDS}, "by itself"),
+        ({"kl_control": {"target": 0.1}}, {}, "kl.place is off"),
+        ({"entropy_control": {"target": 0.1, "low": 0.1}}, {}, "lies outside of its low and high"),
+        ({"entropy_control": {"low": 0.2, "high": 0.1}}, {}, "low (0.2) is above high (0.1)"),
         ({"advantage": "grp"}, {}, "did you mean 'grpo'"),
         ({"loss": "zzz"}, {}, "take one of ppo, gspo"),
         ({"preset": "grpoo"}, {}, "algorithm.preset: input should be 'grpo'"),
@@ -102,7 +115,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
                 {"trainer": {"group_size": 1}, "reward": {"min_group_size": 1}},
                 "be 0. Take",
             )
-            for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+            for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "max_rl", "grpo_batch")
         ),
     ],
 )
@@ -121,12 +134,15 @@ def test_a_bad_combination_is_refused_with_the_reason(algorithm, sections, reaso
         ({"loss": "gspo", "importance": {"level": "geometric", "mode": "mask"}}, {"mini_batches": 2}),
         ({"loss": "gspo", "importance": {"mode": "off"}}, {"mini_batches": 4}),
         ({"dual_clip": 3.0}, {"mini_batches": 2}),
+        ({"dual_clip": 3.0}, {"passes": 2}),
+        ({"loss": "sapo"}, {"passes": 2}),
         ({"kl": {"place": "loss"}, "reference": {"model": "updated", "every": 1}}, {}),
         ({"advantage": "mine.py:f", "loss": "package.module:g"}, {}),
+        ({"advantage": "gdpo"}, {}),
     ],
 )
 def test_what_fits_is_accepted(algorithm, trainer):
-    config_of(algorithm, trainer=trainer, reward={"min_group_size": 1})
+    config_of(algorithm, trainer=trainer, reward={"min_group_size": 1, **TWO_REWARDS})
 
 
 class TestPresets:

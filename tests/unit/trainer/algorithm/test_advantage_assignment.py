@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from common.errors import ConfigError
+from common.wire.messages import Score, ScoreStatus
 from services.trainer.algorithm.advantages import Advantages
+from services.trainer.algorithm.advantages.batch_scaled import gdpo
 from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
-from services.trainer.groups.samples import Sample
+from services.trainer.groups.samples import Sample, TurnEnd
 from tests.support.training import trainer_config
 
 REFERENCE = {"reference": {"model": "frozen"}}
@@ -50,6 +53,12 @@ def assigned(advantages: Advantages, *groups: TrainableGroup) -> list[Sample]:
         ("pass_at_k", "group"),
         ("reinforce_plus_plus", "batch"),
         ("reinforce_plus_plus_baseline", "batch"),
+        ("opo", "group"),
+        ("max_rl", "group"),
+        ("grpo_passk", "group"),
+        ("dr_grpo_passk", "group"),
+        ("grpo_batch", "batch"),
+        ("scale_rl", "batch"),
     ],
 )
 def test_only_batch_normalisation_waits_for_the_batch(name, scope):
@@ -59,6 +68,38 @@ def test_only_batch_normalisation_waits_for_the_batch(name, scope):
     together = [s.advantage for s in assigned(advantages, *groups)]
     alone = [s.advantage for one in groups for s in assigned(advantages, one)]
     assert (together == alone) is (scope == "group")
+
+
+def test_opo_weighs_by_trained_tokens():
+    masked = sample(0, 1, 0.0, 3, mask=np.array([True, False, False]))
+    done = assigned(assigner(advantage="opo"), group(0, sample(0, 0, 1.0, 3), masked))
+    assert [s.advantage for s in done] == [0.25, -0.75]  # baseline 3 / (3 + 1)
+
+
+def test_gpg_looks_at_all_groups_of_the_mini_batch():
+    idle = group(1, sample(1, 0, 1.0), sample(1, 1, 1.0))
+    done = assigned(assigner(advantage="gpg"), group(0, sample(0, 0, 1.0), sample(0, 1, 0.0)), idle)
+    assert [s.advantage for s in done] == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config():
+    rewards = {
+        "right": {"function": "gsm8k", "weight": 2.0},
+        "short": {"function": "exact_match", "weight": 0.5},
+        "held_out": {"function": "math", "lanes": ["eval"]},
+    }
+    config = trainer_config(algorithm={"advantage": "gdpo"}, reward__rewards=rewards)
+    values = {0: {"right": 1.0, "short": 0.0}, 1: {"right": 0.0, "short": 1.0}, 2: {"right": 0.0}}
+    status, detail = ScoreStatus.OK, {"right/detail": 7.0}
+    scores = {
+        i: Score(ticket=0, index=i, status=status, value=0.0, components=parts | detail)
+        for i, parts in values.items()
+    }
+    samples = [sample(0, i, 0.0) for i in values]
+    given = TrainableGroup(CompleteGroup(0, 0, {}, scores), samples, [0.0] * 3)
+    done = assigned(Advantages(config), given)
+    parts = [[(1.0, 0.0), (0.0, 1.0), (0.0, None)]]
+    assert [s.advantage for s in done] == gdpo(parts, [2.0, 0.5]).tolist()
 
 
 def test_the_score_stays_what_it_was_and_the_order_of_samples_too():
@@ -74,6 +115,42 @@ def test_overlong_completions_lose_reward_before_they_are_compared():
     shaped = np.array([0.0, 1.6, 2.0])
     np.testing.assert_allclose([s.advantage for s in done], shaped - shaped.mean())
     assert [s.reward for s in done] == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [
+        ({"tokens": 0.2}, [0.05, 0.025, 0.1, 0.1]),
+        ({"tokens": 0.2, "of": "successes"}, [0.05, 0.025, 0.0, 0.0]),
+        ({"turns": 0.4}, [0.2, 0.1, 0.1, 0.1]),
+        ({"tokens": 0.2, "turns": 0.4}, [0.25, 0.125, 0.2, 0.2]),
+    ],
+)
+def test_length_costs_more_where_more_is_solved(penalty, expected):
+    # Half of the group is solved; the longest has 20 tokens, the first one two turns.
+    turns = {"turns": (TurnEnd(5, 0.0), TurnEnd(10, 0.0))}
+    given = group(
+        *(0, sample(0, 0, 1.0, 10, **turns), sample(0, 1, 1.0, 5)),
+        *(sample(0, 2, 0.0, 20), sample(0, 3, 0.0, 20)),
+    )
+    advantages = assigner(advantage="dr_grpo", length_penalty=penalty)
+    shaped = np.array([1.0, 1.0, 0.0, 0.0]) - expected
+    done = assigned(advantages, given)
+    np.testing.assert_allclose([s.advantage for s in done], shaped - shaped.mean(), atol=1e-12)
+    assert [s.reward for s in done] == [1.0, 1.0, 0.0, 0.0]
+    unsolved = group(1, sample(1, 0, 0.0, 10), sample(1, 1, 0.25, 20))
+    assert [s.advantage for s in assigned(advantages, unsolved)] == [-0.125, 0.125]
+
+
+def test_the_length_penalty_is_prime_rls_linear_one():
+    """Its formula, a second time in torch and float32; with rewards of 0 and 1 the mean is the pass rate."""
+    rng = np.random.default_rng(5)
+    rewards, lengths = rng.integers(0, 2, 8).astype(float), rng.integers(1, 50, 8)
+    given = group(0, *(sample(0, i, rewards[i], int(lengths[i])) for i in range(8)))
+    done = assigned(assigner(advantage="dr_grpo", length_penalty={"tokens": 0.25}), given)
+    r, n = torch.tensor(rewards, dtype=torch.float32), torch.tensor(lengths, dtype=torch.float32)
+    shaped = r - r.mean() * 0.25 * (n / n.max())
+    np.testing.assert_allclose([s.advantage for s in done], shaped - shaped.mean(), rtol=1e-6, atol=1e-6)
 
 
 def test_kl_in_the_reward_is_summed_over_trained_tokens():
