@@ -82,6 +82,13 @@ _SAMPLING = pa.struct(
 )
 _FIELDS = pa.list_(pa.struct([("name", pa.binary()), ("value", pa.binary())]))
 _NUMBERS = pa.map_(pa.string(), pa.float64())
+OUTCOME = ("source", "row", "num_solved", "num_scored")
+_OUTCOME = pa.struct([(name, pa.string() if name == "source" else pa.int64()) for name in OUTCOME])
+
+
+def _row(names: Sequence[str]) -> tuple[Convert, Convert]:
+    """A tuple to a struct and back."""
+    return lambda row: dict(zip(names, row, strict=True)), lambda row: tuple(row[name] for name in names)
 
 
 def _rows(names: Sequence[str]) -> tuple[Convert, Convert]:
@@ -113,6 +120,9 @@ _BY_NAME = {
     "mini_batches": Column("mini_batches", pa.list_(pa.list_(pa.list_(_KEY))), _keys_of, _keys_back),
     "groups": Column("groups", pa.list_(pa.int64()), list, tuple),
     "dropped": Column("dropped", pa.list_(_DROPPED), *_rows(("ticket", "index", "reason"))),
+    "outcome": Column("outcome", _OUTCOME, *_row(OUTCOME)),
+    "outcomes": Column("outcomes", pa.list_(_OUTCOME), *_rows(OUTCOME)),
+    "sizes": Column("sizes", pa.map_(pa.string(), pa.int64()), take=dict),
     "files": Column("files", pa.list_(_FILE), lambda files: [file.model_dump() for file in files]),
     "fields": Column("fields", pa.map_(pa.string(), pa.binary()), take=dict),
     "session": Column("session", pa.binary(), lambda value: codec.pack(value, codec.as_plain), codec.unpack),

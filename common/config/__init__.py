@@ -1,6 +1,7 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
 from common.config.algorithm import AlgorithmConfig
+from common.config.data import CurriculumConfig, DataConfig, SourceConfig
 from common.config.loading import load_config, override_config, parse_config
 from common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
 from common.config.reward import NamedRewardConfig, RewardCacheConfig, RewardConfig, RewardLimits
@@ -8,7 +9,6 @@ from common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxCo
 from common.config.rollout import RolloutConfig, SamplingConfig
 from common.config.run import (
     ArchiveConfig,
-    DataConfig,
     ExpectConfig,
     ModelConfig,
     RunConfig,
@@ -21,6 +21,7 @@ __all__ = [
     "AlgorithmConfig",
     "ArchiveConfig",
     "Change",
+    "CurriculumConfig",
     "DataConfig",
     "EvaluationConfig",
     "ExpectConfig",
@@ -36,6 +37,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "SandboxConfig",
+    "SourceConfig",
     "StreamsConfig",
     "TrainerConfig",
     "changed_fields",

@@ -160,6 +160,10 @@ class AlgorithmConfig(Section):
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_variance: bool = False
     """Replace groups whose rewards are all equal by fresh tickets for the same step (DAPO)."""
+    max_filter_rounds: int | None = Field(None, ge=1, le=1_000_000)
+    """Most groups that `filter_zero_variance` lets a step generate, in multiples of `groups_per_step`; beyond
+    it the run ends (verl's `max_num_gen_batches`). null ends it after 256 groups, or eight steps' worth, of
+    which none could be trained."""
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss (DAPO's overlong filtering)."""
 
@@ -350,6 +354,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "length_penalty measures completions against the longest of their group, and mask_truncated "
                 "leaves those at the length limit out of the loss; choose one"
+            )
+        if self.max_filter_rounds is not None and not self.filter_zero_variance:
+            raise ValueError(
+                "max_filter_rounds bounds filter_zero_variance, which is off; turn it on, or leave the bound "
+                "out"
             )
         if self.overlong.penalty > 0 and self.mask_truncated:
             raise ValueError(

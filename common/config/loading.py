@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from common.config.data import TRAIN_KINDS
 from common.config.run import RunConfig
 from common.errors import ConfigError
 
@@ -121,6 +122,9 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
         model["path"] = resolve(model["path"])
     if isinstance(data, dict):
         data["train"] = resolve(data.get("train"))
+        for source in data["train"] if isinstance(data["train"], list) else ():
+            if isinstance(source, dict) and "path" in source:
+                source["path"] = resolve(source["path"])
         if isinstance(data.get("eval"), dict):
             data["eval"] = {name: resolve(value) for name, value in data["eval"].items()}
     if isinstance(reward, dict):
@@ -151,7 +155,7 @@ def _resolve_servers(section: dict[str, Any], resolve: Callable[[Any], Any], bas
 
 def _explain(item: Any) -> str:
     """One pydantic error as a line: field, what is allowed, what was given."""
-    field = ".".join(str(part) for part in item["loc"]) or "config"
+    field = ".".join(str(part) for part in item["loc"] if part not in TRAIN_KINDS) or "config"
     if item["type"] == "extra_forbidden":
         return f"{field}: no such field{_similar(item['loc'])}"
     if item["type"] == "missing":

@@ -52,6 +52,7 @@ FIXED = {
     "data.max_prompt_tokens": "which rows are used, and so the order of the prompts, follows from it",
     "data.overlong_prompts": "which rows are used, and so the order of the prompts, follows from it",
     "data.shuffle": "tickets are numbered by the position of their prompt",
+    "data.curriculum": "which prompt a ticket has follows from it",
     "trainer.groups_per_step": "tickets belong to steps by their number",
     "trainer.group_size": "groups that were issued have this many samples",
     "trainer.policy": "the checkpoints are those of this kind of policy",
@@ -93,4 +94,6 @@ def _compare(before: BaseModel, after: BaseModel, prefix: str = "") -> Iterator[
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return value.model_dump() if isinstance(value, BaseModel) else value

@@ -72,6 +72,8 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     """Its factor in the sum; 0 only logs it."""
     applies_to: list[str] = Field(default_factory=list)
     """Data sources it scores; empty means all. Elsewhere it is left out of the sum."""
+    sources: list[str] = Field(default_factory=list)
+    """Sources of `data.train`, and evaluation sets, that it scores; empty means all."""
     lanes: list[Literal["train", "eval"]] = Field(default=["train", "eval"], min_length=1)
     """Where it scores: `train` (training), `eval` (evaluation) or both; elsewhere the sum is without it."""
     max_concurrent: int | None = Field(None, ge=1, le=65536)
@@ -109,9 +111,10 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
         """What it has in common with others that ask servers."""
         return self.judge or self.model
 
-    def scores_source(self, data_source: str) -> bool:
-        """Whether it scores samples of this data source."""
-        return not self.applies_to or data_source in self.applies_to
+    def scores_source(self, data_source: str, source: str = "") -> bool:
+        """Whether it scores samples of this data source, and of this source of `data.train`."""
+        is_of_source = not self.sources or source in self.sources
+        return is_of_source and (not self.applies_to or data_source in self.applies_to)
 
     @property
     def is_cached(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from common.config.data import DataConfig, SourceConfig
 from common.config.reward import RewardConfig
 from common.config.rollout import RolloutConfig
 from common.config.section import Section
@@ -25,29 +26,6 @@ class ModelConfig(Section):
     """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
     """Prompt plus completion, in tokens; at most the model's context."""
-
-
-class DataConfig(Section):
-    """Datasets are JSONL or Parquet, in verl's columns or in GSM8K's `question` and `answer`."""
-
-    train: str | list[str]
-    """File or files with the training prompts."""
-    eval: dict[str, str] = Field(default_factory=dict)
-    """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
-    system_prompt: str = ""
-    """Put before the prompt where the tokenizer has a chat template."""
-    prompt_suffix: str = ""
-    """Appended to every prompt text, for instance the request for an answer format."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """`auto` applies the tokenizer's chat template where it has one."""
-    max_prompt_tokens: int = Field(1024, ge=1, le=1 << 20)
-    """A longer prompt is an error that names its row; see `overlong_prompts`."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """`drop` leaves out prompts above the limit and logs how many."""
-    shuffle: bool = True
-    """Visit the rows in a new seeded order each epoch."""
 
 
 class ArchiveConfig(Section):
@@ -113,17 +91,14 @@ class RunConfig(Section):
                 f"({self.rollout.sampling.max_tokens}) = {total} exceeds model.max_model_len "
                 f"({self.model.max_model_len}); lower one or raise the other"
             )
-        if self.reward.min_group_size > self.trainer.group_size:
-            raise ValueError(
-                f"reward.min_group_size ({self.reward.min_group_size}) exceeds trainer.group_size "
-                f"({self.trainer.group_size}): no group could ever be trained"
-            )
         if self.trainer.groups_per_step % self.trainer.mini_batches:
             raise ValueError(
                 f"trainer.mini_batches ({self.trainer.mini_batches}) must divide trainer.groups_per_step "
                 f"({self.trainer.groups_per_step}): every update takes the same number of groups"
             )
-        self._groups_fit()
+        for field, size in self._group_sizes():
+            self._groups_fit(field, size)
+        self._sources_fit()
         self._rewards_fit()
         self._algorithm_fits()
         self._placement_fits()
@@ -137,12 +112,22 @@ class RunConfig(Section):
             return self.rollout.sampling.max_tokens
         return environment.max_tokens or self.model.max_model_len
 
-    def turn_reward_weight(self, data_source: str) -> float:
+    def group_size(self, source: str) -> int:
+        """Completions of a group of the source that has this name."""
+        own = next((item.group_size for item in self.data.sources if item.name == source), None)
+        return own or self.trainer.group_size
+
+    @property
+    def largest_group_size(self) -> int:
+        """Completions of the largest groups."""
+        return max(size for _, size in self._group_sizes())
+
+    def turn_reward_weight(self, data_source: str, source: str = "") -> float:
         """What the environment's rewards of single turns count in training, by the weights of `reward`."""
         return sum(
             reward.weight
             for reward in self.reward.named.values()
-            if reward.environment and "train" in reward.lanes and reward.scores_source(data_source)
+            if reward.environment and "train" in reward.lanes and reward.scores_source(data_source, source)
         )
 
     @property
@@ -197,6 +182,12 @@ class RunConfig(Section):
                 f"added up, and reward.rewards has {num_rewards} for training; name several there, or take "
                 "grpo_batch"
             )
+        if named := [name for name, reward in self.reward.rewards.items() if reward.sources]:
+            raise ValueError(
+                f"reward.rewards.{named[0]} scores some sources only, and trainer.algorithm.advantage: "
+                f"{advantage} adds up every reward of every group, each normalised; take grpo_batch, or let "
+                "all rewards score all sources"
+            )
         if self.reward.group:
             raise ValueError(
                 f"reward.group: {self.reward.group} changes the sum of a sample's rewards, and "
@@ -204,26 +195,71 @@ class RunConfig(Section):
                 "it; leave one of them out"
             )
 
-    def _groups_fit(self) -> None:
-        size, algorithm = self.trainer.group_size, self.trainer.algorithm
+    def _group_sizes(self) -> list[tuple[str, int]]:
+        """Every size that groups have, with the field that says so."""
+        own = [
+            (f"group_size of source {source.name!r}", source.group_size)
+            for source in self.data.sources
+            if source.group_size is not None
+        ]
+        needs_common = not self.data.sources or len(own) < len(self.data.sources)
+        return [("trainer.group_size", self.trainer.group_size)] * needs_common + own
+
+    def _groups_fit(self, field: str, size: int) -> None:
+        algorithm = self.trainer.algorithm
+        if self.reward.min_group_size > size:
+            raise ValueError(
+                f"reward.min_group_size ({self.reward.min_group_size}) exceeds {field} ({size}): "
+                "no group could ever be trained"
+            )
         if size < 2 and algorithm.filter_zero_variance:
-            raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
+            raise ValueError(f"filter_zero_variance needs {field} of at least 2")
         traits = algorithm.advantage_traits
         if size < 2 and traits is not None and traits.compares_siblings:
             raise ValueError(
                 f"trainer.algorithm.advantage: {algorithm.advantage} compares the completions of a group, "
-                f"and trainer.group_size is {size}: every advantage would be 0. Take at least 2, or "
+                f"and {field} is {size}: every advantage would be 0. Take at least 2, or "
                 "reinforce_plus_plus or gae"
             )
         if algorithm.advantage == "pass_at_k" and algorithm.pass_k > size:
             raise ValueError(
-                f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds trainer.group_size ({size}): a group "
+                f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group "
                 "holds no set of that many completions"
+            )
+
+    def _sources_fit(self) -> None:
+        for source in self.data.sources:
+            self._sampling_fits(source)
+        names = {source.name for source in self.data.sources}
+        for reward, named in self.reward.rewards.items():
+            if unknown := sorted({*named.sources} - names - self.data.eval.keys()):
+                raise ValueError(
+                    f"reward.rewards.{reward}.sources names {unknown[0]!r}; data.train has the sources "
+                    f"{', '.join(sorted(names)) or 'none'}, and data.eval has "
+                    f"{', '.join(self.data.eval) or 'none'}"
+                )
+        for source in self.data.sources:
+            scoring = [r for r in self.reward.named.values() if "train" in r.lanes]
+            if all(r.sources and source.name not in r.sources for r in scoring):
+                raise ValueError(f"no reward scores source {source.name!r}: add it to `sources` of one")
+
+    def _sampling_fits(self, source: SourceConfig) -> None:
+        limit, own = self.rollout.sampling.max_tokens, source.sampling.max_tokens
+        if own is not None and own > limit:
+            raise ValueError(
+                f"sampling.max_tokens of source {source.name!r} ({own}) exceeds rollout.sampling.max_tokens "
+                f"({limit}), which is the run's limit; raise that one, or lower this one"
+            )
+        if own not in (None, limit) and self.trainer.algorithm.overlong.penalty:
+            raise ValueError(
+                f"source {source.name!r} has sampling.max_tokens of its own, and trainer.algorithm.overlong "
+                "punishes what comes near rollout.sampling.max_tokens: choose one"
             )
 
     def _algorithm_fits(self) -> None:
         sampling, trainer = self.rollout.sampling, self.trainer
-        is_filtered = sampling.top_p < 1.0 or sampling.top_k > 0
+        own = [source.sampling for source in self.data.sources]
+        is_filtered = any((one.top_p or 1.0) < 1.0 or (one.top_k or 0) > 0 for one in (sampling, *own))
         if is_filtered and trainer.algorithm.old_logprobs == "rollout":
             raise ValueError(
                 "rollout.sampling.top_p < 1 or top_k > 0 needs trainer.algorithm.old_logprobs: recompute. "

@@ -38,6 +38,8 @@ class RecordedGroup:
     ticket: int
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
+    size: int = 0
+    """Samples of the group, as its trajectories say; 0 before the first."""
 
 
 class GroupCursor:
@@ -51,7 +53,8 @@ class GroupCursor:
         positions: Mapping[StreamName, str] | None = None,
         is_wanted: Callable[[int], bool] = lambda _: True,
     ) -> None:
-        """`max_tickets` are outstanding at most; `positions` are the ids after which reading starts."""
+        """No group has more samples than `group_size`; `max_tickets` are outstanding at most; `positions` are
+        the ids after which reading starts."""
         self.group_size, self.is_wanted = group_size, is_wanted
         self.most_open = 2 * max_tickets + SPARE_TICKETS
         self.open: dict[int, RecordedGroup] = {}
@@ -106,7 +109,8 @@ class GroupCursor:
         return missing
 
     def _lacks(self, ticket: int, part: str) -> bool:
-        return len(getattr(self.open[ticket], part)) < self.group_size
+        group = self.open[ticket]
+        return len(getattr(group, part)) < (group.size or self.group_size)
 
     def _take(self, message: Message) -> int:
         """Keep a message if it counts; returns its ticket."""
@@ -115,6 +119,7 @@ class GroupCursor:
         if ticket not in self._closed and self.is_wanted(ticket) and message.index < self.group_size:
             group = self.open.setdefault(ticket, RecordedGroup(ticket))
             if isinstance(message, Trajectory):
+                group.size = group.size or min(message.group_size, self.group_size)
                 group.trajectories.setdefault(message.index, message)
             else:
                 group.scores.setdefault(message.index, message)

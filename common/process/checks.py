@@ -81,7 +81,7 @@ def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
 
 
 def _row_json(row: Row) -> str:
-    names = ("prompt", "data_source", "ground_truth", "extra")
+    names = ("prompt", "data_source", "ground_truth", "extra", "source")
     return json.dumps({name: getattr(row, name) for name in names}, default=str)
 
 

@@ -10,13 +10,16 @@ module is complete, and holds only what a message can carry.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from common.config.data import DataConfig, SourceConfig
 
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
@@ -33,7 +36,8 @@ _MAX_SHOWN_COLUMNS = 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a dataset: `number` counts over all files from 0, `origin` names it to people."""
+    """One row of a dataset: `number` counts over all files from 0, `origin` names it to people, and `source`
+    is the name of the set where the run has several."""
 
     prompt: str | list[ChatMessage]
     data_source: str
@@ -41,6 +45,7 @@ class Row:
     extra: dict[str, Any]
     number: int
     origin: str
+    source: str = ""
 
 
 def read_dataset(
@@ -65,6 +70,31 @@ def read_dataset(
         if len(rows) == num_before:
             raise ConfigError(f"dataset {file} has no rows; give a file with at least one.")
     return rows
+
+
+def read_training_rows(data: "DataConfig") -> dict[str, list[Row]]:
+    """The rows of each source by its name; of the files that `train` names, under the empty name. Raises
+    ConfigError: as `read_dataset`."""
+    if not data.sources:
+        return {"": read_dataset(data.train_files, data.prompt_column)}
+    return {source.name: _read_source(data, source) for source in data.sources}
+
+
+def _read_source(data: "DataConfig", source: "SourceConfig") -> list[Row]:
+    rows = read_dataset(source.path, data.of_source(source).prompt_column)
+    return [
+        replace(row, source=source.name, data_source=row.data_source or source.data_source or source.name)
+        for row in rows
+    ]
+
+
+def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dict[str, list[Row]]:
+    """The rows of each evaluation set by its name, at most the first `max_rows` of each. Where training has
+    sources, rows tell which set they are of. Raises ConfigError: as `read_dataset`."""
+    sets = {name: read_dataset(path, data.prompt_column, max_rows) for name, path in data.eval.items()}
+    if not data.sources:
+        return sets
+    return {name: [replace(row, source=name) for row in rows] for name, rows in sets.items()}
 
 
 def gsm8k_answer(answer: str) -> str | None:

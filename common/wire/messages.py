@@ -51,6 +51,7 @@ class PromptFields(Message):
     own_text: str = Field(
         "", description="the row's own text where `prompt_text` is more, such as a chat template's rendering"
     )
+    source: str = Field("", description="the source of `data.train`, or the evaluation set, it is of")
 
 
 class SamplingParams(BaseModel):
@@ -61,6 +62,10 @@ class SamplingParams(BaseModel):
     temperature: float = Field(1.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
+
+
+Outcome = tuple[str, int, int, int]
+"""What a group says of its prompt: source, row, samples that solved it, and samples that have a reward."""
 
 
 class Ticket(PromptFields):
@@ -74,6 +79,7 @@ class Ticket(PromptFields):
     sampling: SamplingParams
     row: int = Field(-1, description="row of the dataset")
     replaces: int = Field(-1, description="the ticket in whose place this one was issued")
+    outcome: Outcome | None = Field(None, description="of the replaced group, where a curriculum wants it")
     issued_at: float = Field(default_factory=time.time)
 
 
@@ -247,6 +253,10 @@ class Commit(Message):
         (), description="(ticket, index, reason) of trajectories left out; index -1 is the whole group"
     )
     advantages: dict[str, list[float]] = Field(default_factory=dict, description="ticket -> per trajectory")
+    outcomes: tuple[Outcome, ...] = Field((), description="what a curriculum learns from the step's groups")
+    sizes: dict[str, int] = Field(
+        default_factory=dict, description="ticket -> samples of its group, where not `trainer.group_size`"
+    )
     metrics: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
     started_at: float = 0.0

@@ -80,9 +80,9 @@ def _check_columns(
     Raises:
         ConfigError: it lacks one.
     """
-    sample = RewardSample((0, 0), False, row["data_source"], "", row["ground_truth"], row["extra"])
+    sample = _sample_of(row)
     for name, reward in config.named.items():
-        scores = reward.scores_source(sample.data_source)
+        scores = reward.scores_source(sample.data_source, sample.source)
         function = functions[name]
         if function is None or function.how.style is not Style.TRL:
             continue
@@ -97,13 +97,19 @@ def _check_columns(
             ) from None
 
 
+def _sample_of(row: dict[str, Any]) -> RewardSample:
+    """The row with an empty completion."""
+    truth, extra = row["ground_truth"], row["extra"]
+    return RewardSample((0, 0), False, row["data_source"], "", truth, extra, source=row.get("source", ""))
+
+
 async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> None:
     """Call each reward that is a function, once; judges and models cost time and money, and need servers.
 
     Raises:
         ConfigError: one of them gives no score.
     """
-    sample = RewardSample((0, 0), False, row["data_source"], "", row["ground_truth"], row["extra"])
+    sample = _sample_of(row)
     for name, reward in config.named.items():
         if reward.function is None or reward.router:
             print(f"{CALLED}{name} was not called: only functions without a judge are")
@@ -136,12 +142,20 @@ def readings(config: RewardConfig, row: dict[str, Any]) -> dict[str, str]:
     extra = dict(row["extra"]) | ({PROMPT: prompt} if isinstance(prompt, list) else {})
     own = prompt if isinstance(prompt, str) else ""
     sample = RewardSample(
-        (0, 0), False, row["data_source"], COMPLETION, row["ground_truth"], extra, TEMPLATED, own_text=own
+        (0, 0),
+        False,
+        row["data_source"],
+        COMPLETION,
+        row["ground_truth"],
+        extra,
+        TEMPLATED,
+        own_text=own,
+        source=row.get("source", ""),
     )
     asked = {
         name: reward
         for name, reward in config.named.items()
-        if reward.remote is not None and reward.scores_source(sample.data_source)
+        if reward.remote is not None and reward.scores_source(sample.data_source, sample.source)
     }
     texts = {name: _reading(name, reward, sample) for name, reward in asked.items()}
     return {name: text for name, text in texts.items() if text}

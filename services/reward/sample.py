@@ -50,6 +50,8 @@ class RewardSample:
     """None for a single turn."""
     loss_mask: Any = None
     """Which completion tokens are the model's; None means all."""
+    source: str = ""
+    """The source of `data.train`, or the evaluation set, where the run has several sources."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, lane: Lane) -> "RewardSample":
@@ -70,6 +72,7 @@ class RewardSample:
             trajectory.own_text,
             _facts(trajectory),
             last.loss_mask,
+            trajectory.source,
         )
 
     @property

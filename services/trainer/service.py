@@ -13,9 +13,9 @@ from common.process.service import ServiceContext, StoppedError
 from common.run.state import METRICS_FILE, read_records, read_state
 from common.wire.messages import Commit
 from services.trainer.batch.batch_assembler import BatchAssembler
+from services.trainer.batch.prompt_plan import PromptPlan
 from services.trainer.batch.prompts import (
     Prompt,
-    PromptSource,
     load_eval_prompts,
     load_tokenizer,
     load_training_prompts,
@@ -73,7 +73,7 @@ async def _train(context: ServiceContext) -> None:
             await thread.call(policy.close)
 
 
-def _make_streams(context: ServiceContext, prompts: PromptSource) -> RunStreams:
+def _make_streams(context: ServiceContext, prompts: PromptPlan) -> RunStreams:
     broker, keys = context.broker, context.keys
     join = StreamJoin(broker, keys, context.config.trainer.group_size)
     scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
@@ -106,6 +106,7 @@ async def _train_policy(
             await replayer.replay(commits, recorder)
             assembler = BatchAssembler(context, streams, runner.group_filter, runner.precompute)
             assembler.dropped += replayer.pending_drops
+            assembler.limit.restore([reason for _, _, reason in assembler.dropped])
             for ticket in replayer.passed_over:
                 await assembler.drop(ticket, "lost: its ticket", version)
             checkpointer = Checkpointer(context, store, runner, streams, recorder, trimmer, restored)
@@ -168,9 +169,9 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
     beat.counts["complete"] = len(trainer.join.complete)
 
 
-def _load_data(context: ServiceContext) -> tuple[PromptSource, dict[str, list[Prompt]]]:
+def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prompt]]]:
     config = context.config
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_training_prompts(config.data, tokenizer, config.seed)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
-    return prompts, evaluation
+    return PromptPlan(prompts, config), evaluation

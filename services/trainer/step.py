@@ -24,7 +24,7 @@ from common.config import RunConfig
 from common.errors import TidemillError
 from common.process.activity import Activity
 from common.process.service import StoppedError
-from common.wire.messages import Commit
+from common.wire.messages import Commit, Outcome
 from services.trainer.algorithm.advantages import Advantages
 from services.trainer.algorithm.coefficients import coefficient_metrics
 from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
@@ -114,6 +114,8 @@ def make_commit(
     metrics: dict[str, float],
     digest: str,
     started_at: float,
+    outcomes: tuple[Outcome, ...] = (),
+    sizes: dict[str, int] | None = None,
 ) -> Commit:
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
@@ -125,6 +127,8 @@ def make_commit(
         groups=tuple(group.ticket for group in result.groups),
         dropped=(*dropped, *left_out),
         advantages={str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups},
+        outcomes=outcomes,
+        sizes=sizes or {},
         metrics=metrics,
         digest=digest,
         started_at=started_at,

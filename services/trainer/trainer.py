@@ -142,8 +142,10 @@ class Trainer:
         self._trained_version = step + 1
         manifest = await self._write_weights(step + 1)
         dropped = self.assembler.drain_dropped()
-        numbers = self._metrics(step, result, len(dropped))
-        commit = make_commit(step, result, dropped, numbers, manifest.digest, started_at)
+        numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
+        tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
+        told = prompts.outcomes(result.groups), prompts.sizes(tickets)
+        commit = make_commit(step, result, dropped, numbers, manifest.digest, started_at, *told)
         await self._commit(commit, result)
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
@@ -168,6 +170,7 @@ class Trainer:
         await on_disk(self.context, self.durability.journal.append, commit)
         self.version = self.join.version = commit.version
         self.assembler.settle(result.groups)
+        self.scheduler.prompts.take_commit(commit)
         mark = await self.reconciler.mark()
         if await self.reconciler.may_lack_records():
             await self._save()
@@ -200,7 +203,9 @@ class Trainer:
     def _metrics(self, step: int, result: StepResult, num_dropped: int) -> dict[str, float]:
         now = time.monotonic()
         step_time_s, self._committed_at = now - self._committed_at, now
-        numbers = step_metrics(step, result, num_dropped, step_time_s)
+        threshold = self.config.evaluation.success_threshold
+        numbers = step_metrics(step, result, num_dropped, step_time_s, threshold)
+        numbers |= self.scheduler.prompts.metrics()
         numbers["trainer_idle_share"] = self.context.activity.idle_share()
         numbers |= self._stage_times()
         if step == 0:

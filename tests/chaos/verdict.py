@@ -83,7 +83,8 @@ def _settled(commit: Commit) -> list[int]:
 def _left_unsaid(commit: Commit, group_size: int) -> int:
     """Trajectories of the commit's groups that it says nothing about."""
     accounted = set(commit.trained_keys) | {(ticket, index) for ticket, index, _ in commit.dropped}
-    return sum((ticket, index) not in accounted for ticket in commit.groups for index in range(group_size))
+    sizes = {ticket: commit.sizes.get(str(ticket), group_size) for ticket in commit.groups}
+    return sum((ticket, i) not in accounted for ticket, size in sizes.items() for i in range(size))
 
 
 def _staleness(sample: Trajectory, step: int) -> int:

@@ -28,6 +28,7 @@ plain = st.recursive(
 )
 extras = st.dictionaries(texts, plain, max_size=3)
 keys = st.tuples(small, st.integers(0, 4095))
+outcomes = st.tuples(texts, small, small, small)
 hex_digest = st.text("0123456789abcdef", min_size=32, max_size=32)
 
 
@@ -56,6 +57,8 @@ tickets = st.builds(
     sampling=st.builds(SamplingParams, max_tokens=st.integers(1, 9), temperature=st.floats(0, 2)),
     row=st.integers(-1, 99),
     replaces=st.integers(-1, 99),
+    source=texts,
+    outcome=st.none() | outcomes,
 )
 
 
@@ -148,6 +151,8 @@ commits = st.builds(
     groups=st.lists(small, max_size=3).map(tuple),
     dropped=st.lists(st.tuples(small, st.integers(-1, 9), texts), max_size=2).map(tuple),
     advantages=st.dictionaries(texts, st.lists(floats, max_size=3), max_size=2),
+    outcomes=st.lists(outcomes, max_size=2).map(tuple),
+    sizes=st.dictionaries(texts, small, max_size=2),
     metrics=st.dictionaries(texts, floats, max_size=3),
 )
 letters = st.builds(

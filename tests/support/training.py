@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from common.redis.broker import Broker
 from common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from services.trainer.batch.prompt_plan import PromptPlan
 from services.trainer.batch.prompts import Prompt, PromptSource
 from services.trainer.batch.scheduler import Outstanding, Scheduler
 from services.trainer.batch.stream_join import STREAMS, StreamJoin
@@ -43,6 +44,11 @@ def make_prompts(count: int = 7) -> PromptSource:
     return PromptSource(rows, seed=0, shuffle=True)
 
 
+def make_plan(config: RunConfig, prompts: PromptSource | None = None) -> PromptPlan:
+    """The plan of a run on one source without a name."""
+    return PromptPlan([prompts or make_prompts()], config)
+
+
 def make_context(broker: Broker, keys: Keys, config: RunConfig, folder: Path = Path()) -> ServiceContext:
     return ServiceContext("trainer", "t1", keys, config, broker, folder, Activity("trainer"))
 
@@ -55,7 +61,7 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
 
 def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:
     join = StreamJoin(broker, keys, config.trainer.group_size)
-    return Scheduler(broker, keys, config, make_prompts(), join.expect), join
+    return Scheduler(broker, keys, config, make_plan(config), join.expect), join
 
 
 def outstanding(*tickets: int, step: int = 0, min_version: int = 0) -> list[Outstanding]:
@@ -103,14 +109,21 @@ async def reading(join: StreamJoin) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def answering(
-    broker: Broker, keys: Keys, value: Any = None, lanes: Iterable[Lane] = tuple(Lane), plays: bool = False
+    broker: Broker,
+    keys: Keys,
+    value: Any = None,
+    lanes: Iterable[Lane] = tuple(Lane),
+    plays: bool = False,
+    value_of: Callable[[Trajectory], float] | None = None,
 ) -> AsyncIterator[None]:
     """Workers that answer every ticket at once, with the version of its `min_version`; those that play, by
     sessions of several turns and segments.
 
-    `value(ticket, index)` is the reward of training samples, or several by name; index % 2 by default.
+    `value(ticket, index)` is the reward of training samples, or several by name; index % 2 by default; or
+    `value_of(sample)`.
     """
-    reward = value or (lambda _, index: float(index % 2))
+    by_key = value or (lambda _, index: float(index % 2))
+    reward = value_of or (lambda sample: by_key(*sample.key))
     tasks = [asyncio.ensure_future(_answer(broker, keys, lane, reward, plays)) for lane in lanes]
     try:
         yield
@@ -134,7 +147,7 @@ async def _answer(broker: Broker, keys: Keys, lane: Lane, value: Any, plays: boo
             for held in await samples.fetch(256, 0.01):
                 if isinstance(held, Delivery):
                     key = held.message.key
-                    given = value(*key) if lane is Lane.TRAIN else 1.0
+                    given = value(held.message) if lane is Lane.TRAIN else 1.0
                     is_split = isinstance(given, dict)
                     score = make_score(
                         *key, sum(given.values()) if is_split else given, components=given if is_split else {}
@@ -153,6 +166,8 @@ async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any, plays: 
             spans=((ticket.min_version, 0),),
             completion_ids=np.array([3 + ticket.ticket % 20, 4 + index], np.int32),
             logprobs=np.full(2, -1.0, np.float32),
+            ground_truth=ticket.ground_truth,
+            source=ticket.source,
         )
         if plays:
             sample = played(sample)

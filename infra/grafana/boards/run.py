@@ -103,6 +103,14 @@ LEARNING = Row(
             (Query(steps("rewards/.*/mean"), "{{metric}}"),),
         ),
         Panel(
+            "Reward and pass rate by source",
+            "short",
+            "Mean reward of each source of data.train, and the share of its rewards that are a success.",
+            "One that is near 0 or 1 teaches little: give it less weight, or use data.curriculum.",
+            HEADING,
+            (Query(steps("source/.*/(reward|pass_rate)"), "{{metric}}"),),
+        ),
+        Panel(
             "Evaluation",
             "short",
             "Score of each dataset, by the last evaluated version.",

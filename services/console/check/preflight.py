@@ -18,7 +18,7 @@ from common.process.programs import Program, run_main, run_own
 from common.process.vllm_machine import check_machine
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
-from common.run.dataset import Row, read_dataset
+from common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 
 SANDBOX_TIMEOUT_S = 120.0
@@ -36,7 +36,7 @@ class Findings:
 
     config: RunConfig
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows of each dataset; the training set is called `train`."""
+    """Rows of each dataset; the training set is called `train`, a source of it `train <name>`."""
     model: ModelFacts | None = None
     redis: str = ""
     """Version of the server at TIDEMILL_REDIS_URL, empty where a private one will be started."""
@@ -92,9 +92,10 @@ def _problem_of(check: Callable[[], None]) -> str:
 
 def _read_rows(findings: Findings, rows: dict[str, list[Row]]) -> None:
     data, evaluation = findings.config.data, findings.config.trainer.evaluation
-    rows["train"] = read_dataset(data.train, data.prompt_column)
-    for name, path in data.eval.items():
-        rows[f"eval {name}"] = read_dataset(path, data.prompt_column, evaluation.max_prompts)
+    for name, found in read_training_rows(data).items():
+        rows[f"train {name}".strip()] = found
+    for name, found in read_evaluation_rows(data, evaluation.max_prompts).items():
+        rows[f"eval {name}"] = found
     findings.rows = {name: len(found) for name, found in rows.items()}
 
 
@@ -109,15 +110,20 @@ def _look_at_model(findings: Findings) -> None:
 
 
 def _check_rewards(findings: Findings, rows: dict[str, list[Row]], calls_reward: bool) -> None:
-    row = rows["train"][0] if rows.get("train") else None
+    row = _first_row(rows)
     found = check_reward(findings.config.reward, row, calls_reward and row is not None)
     findings.rewards, findings.reads = found.called, found.reads
+
+
+def _first_row(rows: dict[str, list[Row]]) -> Row | None:
+    """Of the training set, or of the first source."""
+    return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
 
 
 def _check_environment(findings: Findings, rows: dict[str, list[Row]]) -> None:
     """A session needs the model's tokenizer: one that is on the hub is not fetched for it."""
     is_here = findings.model is not None and not findings.model.is_remote
-    row = rows["train"][0] if is_here and rows.get("train") else None
+    row = _first_row(rows) if is_here else None
     findings.session = check_environment(findings.config, row)
 
 

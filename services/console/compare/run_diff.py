@@ -77,7 +77,7 @@ class StepReader:
     def __init__(self, run: DiffedRun) -> None:
         self.history, trainer = run.history, run.config.trainer
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
-        self.groups = GroupCursor(run.history, trainer.group_size, most)
+        self.groups = GroupCursor(run.history, run.config.largest_group_size, most)
         self.tickets = TicketCursor(run.history)
         self._stack = AsyncExitStack()
 

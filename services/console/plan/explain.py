@@ -33,14 +33,16 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
     """Lines of the summary: what, and in which words."""
     config = findings.config
     trainer, rollout, reward = config.trainer, config.rollout, config.reward
-    samples = trainer.groups_per_step * trainer.group_size
+    sizes = {config.group_size(source.name) for source in config.data.sources} or {trainer.group_size}
+    size = f"{'at most ' * (len(sizes) > 1)}{max(sizes):,}"
+    samples = trainer.groups_per_step * max(sizes)
     plural = "" if rollout.workers == 1 else "s"
     lines = [
         ("model", _model(findings)),
         ("data", ", ".join(f"{name} {count:,} rows" for name, count in findings.rows.items())),
         (
             "step",
-            f"{trainer.groups_per_step:,} groups of {trainer.group_size:,} = {samples:,} trajectories, "
+            f"{trainer.groups_per_step:,} groups of {size} = {samples:,} trajectories, "
             f"at most {samples * rollout.sampling.max_tokens:,} completion tokens",
         ),
         ("run", _length(findings)),
@@ -74,8 +76,15 @@ def _model(findings: Findings) -> str:
 
 def _length(findings: Findings) -> str:
     trainer = findings.config.trainer
-    rows = findings.rows.get("train", 0)
-    epochs = trainer.steps * trainer.groups_per_step / rows if rows else 0.0
+    groups = trainer.steps * trainer.groups_per_step
+    sources = findings.config.data.sources
+    total = sum(source.weight for source in sources)
+    shares = {f"train {source.name}": source.weight / total for source in sources} or {"train": 1.0}
+    parts = []
+    for name, share in shares.items():
+        rows, source = findings.rows.get(name, 0), name.removeprefix("train").replace(" ", " of ")
+        parts.append(f"{groups * share / rows if rows else 0.0:.3g} epochs{source}")
+    epochs = ", ".join(parts)
     evaluation = trainer.evaluation
     moments = [
         name
@@ -88,7 +97,7 @@ def _length(findings: Findings) -> str:
     ]
     evaluated = " and ".join(moments) if findings.config.data.eval and moments else "never"
     return (
-        f"{trainer.steps:,} steps = {epochs:.3g} epochs; evaluated {evaluated}; "
+        f"{trainer.steps:,} steps = {epochs}; evaluated {evaluated}; "
         f"checkpoint every {trainer.checkpoint_every} steps"
     )
 

@@ -140,7 +140,7 @@ def records_held(config: RunConfig) -> int:
     trainer = config.trainer
     kept = trainer.checkpoint_every * trainer.keep_checkpoints if config.streams.trim else trainer.steps
     steps = 1 + trainer.max_staleness + min(kept, trainer.steps)
-    return steps * trainer.groups_per_step * trainer.group_size
+    return steps * trainer.groups_per_step * config.largest_group_size
 
 
 def record_bytes(config: RunConfig, prompt_tokens: float, completion_tokens: float) -> float:
@@ -153,7 +153,7 @@ def redis_bytes(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
     """Memory of the run in Redis at its end; where a record's size is not known, that of the longest one."""
     trainer = config.trainer
     records = records_held(config) * (bytes_of_a_record or longest_record(config))
-    a_step = BYTES_OF_A_COMMIT + BYTES_OF_A_SAMPLE * trainer.groups_per_step * trainer.group_size
+    a_step = BYTES_OF_A_COMMIT + BYTES_OF_A_SAMPLE * trainer.groups_per_step * config.largest_group_size
     return int(records + trainer.steps * a_step) + archive_backlog(config, bytes_of_a_record)
 
 
@@ -162,7 +162,9 @@ def archive_backlog(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
     archive, trainer = config.streams.archive, config.trainer
     if not (config.streams.trim and archive.enabled):
         return 0
-    all_records = (1 + trainer.max_staleness + trainer.steps) * trainer.groups_per_step * trainer.group_size
+    all_records = (
+        (1 + trainer.max_staleness + trainer.steps) * trainer.groups_per_step * config.largest_group_size
+    )
     rest = (all_records - records_held(config)) * (bytes_of_a_record or longest_record(config))
     return int(min(BACKLOG * archive.segment_mb * 2**20, rest))
 
@@ -177,7 +179,7 @@ def archive_bytes(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
     archive, trainer = config.streams.archive, config.trainer
     if not archive.enabled:
         return 0
-    records = trainer.steps * trainer.groups_per_step * trainer.group_size
+    records = trainer.steps * trainer.groups_per_step * config.largest_group_size
     everything = records * (bytes_of_a_record or longest_record(config))
     return int(min(everything, (archive.keep_gb or math.inf) * 2**30))
 

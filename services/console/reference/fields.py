@@ -117,8 +117,10 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel], bool] | None:
     """The section that a field holds, and whether it holds any number of them under names of their own."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
-    if get_origin(annotation) is dict:
-        inner = _section_of(get_args(annotation)[1])
+    if get_origin(annotation) is typing.Annotated:
+        return _section_of(get_args(annotation)[0])
+    if get_origin(annotation) in (dict, list):
+        inner = _section_of(get_args(annotation)[-1])
         return (inner[0], True) if inner else None
     if _is_union(annotation):
         parts = [found for part in get_args(annotation) if (found := _section_of(part))]

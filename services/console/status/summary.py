@@ -130,14 +130,18 @@ class CommitTotals:
         self.finished_at = max(self.finished_at, commit.finished_at)
         accounted = set(keys)
         self.outcomes.add(commit)
-        for _, reason in dropped_groups(commit):
-            self.dropped[reason] += self.group_size
+        for ticket, reason in dropped_groups(commit):
+            self.dropped[reason] += self._size_of(commit, ticket)
         for ticket, index, reason in left_out(commit):
             accounted.add((ticket, index))
             self.dropped[reason] += 1
         for ticket in commit.groups:
-            self.lost += sum((ticket, index) not in accounted for index in range(self.group_size))
+            size = self._size_of(commit, ticket)
+            self.lost += sum((ticket, index) not in accounted for index in range(size))
         self._add_metrics(commit.metrics)
+
+    def _size_of(self, commit: Commit, ticket: int) -> int:
+        return commit.sizes.get(str(ticket), self.group_size)
 
     def write_into(self, summary: RunSummary, tickets_issued: int) -> None:
         """The totals, given how many tickets there were."""

@@ -23,6 +23,7 @@ from services.console.web.watched_run import WatchedRun
 
 TOPICS = (
     ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),
+    ("Sources", ("source/", "curriculum/")),
     ("Update", ("loss", "grad_norm", "learning_rate", "update_skipped", "mini_batches", "micro_batches")),
     ("Policy", ("entropy", "kl", "rollout_kl", "clip_ratio/", "sampling/", "logprob_gap/", "value")),
     ("Completions", ("completion", "step_tokens", "groups_dropped")),

@@ -28,7 +28,7 @@ from services.reward.outcome import Part
 from services.reward.sample import RewardSample
 
 _NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
-_NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache"}
+_NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache", "sources"}
 """Fields of a reward that do not change what it returns."""
 
 

@@ -131,7 +131,7 @@ class NamedReward:
         """Whether the sample's lane and data source are ones it scores."""
         if sample.lane not in self.config.lanes:
             return False
-        return self.config.scores_source(sample.data_source)
+        return self.config.scores_source(sample.data_source, sample.source)
 
     @property
     def is_per_group(self) -> bool:

@@ -7,7 +7,7 @@ then the chat of the row is rendered once more, with the same system prompt and 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.config.run import DataConfig
+from common.config.data import DataConfig
 from common.run.dataset import PROMPT
 from common.wire.messages import Ticket
 from services.rollout.environments.environment import Opening

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from common.config.run import DataConfig
+from common.config.data import DataConfig
 from common.errors import EnvironmentFaultError
 from common.telemetry import metrics
 from common.wire.messages import Ticket

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.config.run import DataConfig
+from common.config.data import DataConfig
 from common.telemetry import metrics
 from common.wire.messages import Ticket
 from common.wire.segments import Segment, Session, SessionEnd

@@ -11,12 +11,12 @@ from typing import Literal
 import structlog
 
 from common.config.trainer import TrainerConfig
-from common.errors import ConfigError
 from common.process.service import ServiceContext, StoppedError
 from common.streams import bury, dead_letter, has_entry
 from common.telemetry import metrics
 from common.wire import codec
 from services.trainer.batch.reconciler import RunStreams
+from services.trainer.batch.replacement_limit import ReplacementLimit
 from services.trainer.batch.stream_join import PendingGroup
 from services.trainer.groups.group_filter import (
     STALE,
@@ -85,8 +85,6 @@ class Precompute:
 
 log = structlog.get_logger(__name__)
 
-LEAST_GIVE_UP, STEPS_GIVE_UP = 256, 8
-"""This many groups, or steps' worth of them, replaced in a row end the run: none will ever be trained."""
 QUIET_S = 2.0
 """After this long without news, what Redis holds is compared with what it should hold."""
 
@@ -146,7 +144,7 @@ class BatchAssembler:
         self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
         self.group_filter, self.precompute = group_filter, precompute
         self.dropped: list[Dropped] = []
-        self._dropped_in_a_row = 0
+        self.limit = ReplacementLimit(self.trainer)
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
         """Wait until at least one group is there for `step` (all of them, unless `start_early`). Taken groups
@@ -193,21 +191,20 @@ class BatchAssembler:
     def drain_dropped(self) -> list[Dropped]:
         """What was left out since the last call, for the commit."""
         dropped, self.dropped = self.dropped, []
+        self.limit.begin_step()
         return dropped
 
-    async def drop(self, ticket: int, reason: str, step: int, detail: str = "") -> None:
-        """Replace a whole group while `step` is in progress; the reason goes into the next commit. Raises
-        ConfigError: so many groups in a row could not be trained that none ever will be."""
+    async def drop(
+        self, ticket: int, reason: str, step: int, detail: str = "", rewards: Sequence[float] = ()
+    ) -> None:
+        """Replace a whole group while `step` is in progress; the reason goes into the next commit. `rewards`
+        are those of a group without variance. Raises ConfigError: so many could not be trained that none
+        ever will be."""
         self.dropped.append((ticket, -1, reason))
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row > max(LEAST_GIVE_UP, STEPS_GIVE_UP * self.trainer.groups_per_step):
-            raise ConfigError(
-                f"{self._dropped_in_a_row} groups in a row could not be trained, the last one because of "
-                f"{reason!r} {detail}. Fix its cause, then resume the run."
-            )
+        self.limit.note_replaced(reason, detail, rewards)
         metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
         self.join.close(ticket)
-        await self.scheduler.replace(ticket, step)
+        await self.scheduler.replace(ticket, step, rewards)
 
     async def _select(self, step: int, places: int) -> list[int]:
         trainer = self.trainer
@@ -231,12 +228,12 @@ class BatchAssembler:
             log.info("group replaced", ticket=ticket, reason=group.reason, detail=group.detail)
             if group.reason == STALE:
                 await self._report_stale(pending.complete(), step, group.detail)
-            await self.drop(ticket, group.reason, step, group.detail)
+            await self.drop(ticket, group.reason, step, group.detail, group.rewards)
             return
         self.join.complete.remove(ticket)
         self.join.dead.pop(ticket, None)
         pending.is_taken = True
-        self._dropped_in_a_row = 0
+        self.limit.note_trained()
         taken.append(group)
 
     async def _report_stale(self, group: CompleteGroup, step: int, detail: str) -> None:

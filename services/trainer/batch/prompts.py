@@ -2,7 +2,8 @@
 
 `PromptSource.prompt_at(position)` is a pure function of rows, seed and position: position p lies in epoch p
 // N, and each epoch visits every row once in an order of its own. So a checkpoint needs only the position,
-and `fingerprint`, which tells whether the rows are still the same.
+and `fingerprint`, which tells whether the rows are still the same. `prompt_plan.py` says which position of
+which source a ticket has.
 """
 
 import dataclasses
@@ -22,9 +23,10 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from common.config.run import DataConfig, is_path
+from common.config.data import DataConfig
+from common.config.run import is_path
 from common.errors import ConfigError
-from common.run.dataset import ChatMessage, Row, read_dataset
+from common.run.dataset import ChatMessage, Row, read_evaluation_rows, read_training_rows
 from common.wire.arrays import Int32
 
 log = structlog.get_logger(__name__)
@@ -50,6 +52,7 @@ class Prompt:
     extra: dict[str, Any]
     row: int
     own_text: str = ""
+    source: str = ""
 
     def ticket_fields(self) -> dict[str, Any]:
         """What a `Ticket` says of its prompt."""
@@ -60,9 +63,10 @@ class Prompt:
 class PromptSource:
     """An endless sequence of prompts: epoch after epoch, each in a seeded order of its own."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool, name: str = "") -> None:
         if not prompts:
             raise ValueError("a prompt source needs at least one prompt")
+        self.name = name
         self.prompts = prompts
         self.fingerprint = _fingerprint(prompts, seed, shuffle)
         self._seed = seed
@@ -77,25 +81,21 @@ class PromptSource:
         """The prompt at a position, from 0 on without end."""
         if position < 0:
             raise ValueError(f"a position counts from 0, got {position}")
-        epoch, place = divmod(position, len(self.prompts))
-        return self.prompts[int(self._order(epoch)[place])]
+        return self.prompts[self.index_at(position)]
 
-    def check_fingerprint(self, saved: str) -> None:
-        """Refuse to continue on other prompts than those a checkpoint was made with. Raises ConfigError:
-        rows, tokenizer, template, seed or shuffling changed since."""
-        if saved != self.fingerprint:
-            raise ConfigError(
-                f"the training prompts changed since the checkpoint (fingerprint {self.fingerprint}, the "
-                f"checkpoint has {saved}): files, tokenizer, data section or seed. Positions in the old "
-                "order mean nothing in the new one; restore them, or start a new run."
-            )
+    def index_at(self, position: int) -> int:
+        """The place of that prompt in `prompts`."""
+        epoch, place = divmod(position, len(self.prompts))
+        return int(self._order(epoch)[place])
 
     def _compute_order(self, epoch: int) -> NDArray[np.int64]:
         num_rows = len(self.prompts)
         if not self._shuffle:
             return np.arange(num_rows)
         # Raw bits are the same in every numpy release; `Generator.permutation` is free to change.
-        keys = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(num_rows)
+        # A source with a name has an order of its own, also where two have the same rows.
+        entropy = [self._seed, epoch, *self.name.encode()]
+        keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
         return np.argsort(keys, kind="stable")
 
 
@@ -118,20 +118,24 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_training_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptSource:
-    """Read, tokenise and check the training files."""
-    rows = read_dataset(data.train, data.prompt_column)
-    return PromptSource(encode_rows(rows, tokenizer, data), seed, data.shuffle)
+def load_training_prompts(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> list[PromptSource]:
+    """Read, tokenise and check the training files: each source in order; one without a name where `train`
+    names files."""
+    own = {source.name: data.of_source(source) for source in data.sources}
+    return [
+        PromptSource(encode_rows(rows, tokenizer, data), seed, own.get(name, data).shuffle, name)
+        for name, rows in read_training_rows(data).items()
+    ]
 
 
 def load_eval_prompts(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompts: int | None = None
 ) -> dict[str, list[Prompt]]:
     """Each evaluation set by name: its rows in order, at most the first `max_prompts`."""
-    return {
-        name: encode_rows(read_dataset(path, data.prompt_column, max_prompts), tokenizer, data)
-        for name, path in data.eval.items()
-    }
+    sets = read_evaluation_rows(data, max_prompts)
+    return {name: encode_rows(rows, tokenizer, data) for name, rows in sets.items()}
 
 
 def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[Prompt]:
@@ -151,7 +155,8 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
             overlong.append((len(ids), row.origin))
         else:
             own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
-            prompts.append(Prompt(ids, text, row.data_source, row.ground_truth, row.extra, row.number, own))
+            about = row.data_source, row.ground_truth, row.extra, row.number
+            prompts.append(Prompt(ids, text, *about, own, row.source))
     if overlong:
         _report_overlong(overlong, len(rows), data)
     return prompts

@@ -4,7 +4,7 @@ With v committed versions, B groups per step and staleness bound k, at most (v +
 issued, plus one for each replaced group. A commit frees B slots. That bounds staleness, Redis memory and
 wasted work.
 
-A ticket's number is also its position in the prompt order and (plus one) its entry id. So issuing is
+A ticket's number says which prompt it has (`prompt_plan.py`) and, plus one, is its entry id. So issuing is
 idempotent: after a crash, tickets in the stream are adopted, and the others are issued again unchanged.
 """
 
@@ -21,8 +21,8 @@ from common.streams import START, Entry, append_missing, entry_id_of, id_order, 
 from common.telemetry import metrics
 from common.wire.codec import SCHEMA
 from common.wire.keys import Keys
-from common.wire.messages import SamplingParams, Ticket
-from services.trainer.batch.prompts import PromptSource
+from common.wire.messages import Outcome, Ticket
+from services.trainer.batch.prompt_plan import PromptPlan
 from services.trainer.batch.strays import move_strays_aside
 
 log = structlog.get_logger(__name__)
@@ -38,6 +38,10 @@ class Outstanding:
     step: int
     min_version: int
     replaces: int = -1
+    group_size: int = 0
+    """0 is the run's."""
+    outcome: Outcome | None = None
+    """What the replaced group says of its prompt, where a curriculum wants it."""
 
 
 class Scheduler:
@@ -49,13 +53,11 @@ class Scheduler:
         broker: Broker,
         keys: Keys,
         config: RunConfig,
-        prompts: PromptSource,
+        prompts: PromptPlan,
         expect: Callable[[list[Outstanding]], None],
     ) -> None:
         self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
         self.trainer = config.trainer
-        names = {"max_tokens", "temperature", "top_p", "top_k"}
-        self.sampling = SamplingParams(**config.rollout.sampling.model_dump(include=names))
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Outstanding] = {}
@@ -70,19 +72,23 @@ class Scheduler:
         num_new = self.limit(version) - self.next_ticket
         return await self._issue([self._regular(self.next_ticket + i) for i in range(num_new)])
 
-    async def replace(self, ticket: int, step: int) -> list[Outstanding]:
+    async def replace(self, ticket: int, step: int, rewards: Sequence[float] = ()) -> list[Outstanding]:
         """Issue a fresh ticket in place of one whose group cannot be trained, while `step` is in progress.
+        `rewards` are those of a group without variance.
 
         With `as_ready` the old ticket may have been for an earlier step; a group that starts only now must
         not be older than the step in progress allows.
         """
         old = self.outstanding.pop(ticket)
+        outcome = self.prompts.replaced(ticket, rewards) if rewards else None
+        self.prompts.forget(ticket)
         self.num_replacements += 1
-        return await self._issue([self._ticket(self.next_ticket, max(old.step, step), replaces=ticket)])
+        return await self._issue([self._ticket(self.next_ticket, max(old.step, step), ticket, outcome)])
 
     def settle(self, ticket: int) -> None:
         """The group was trained: its ticket is outstanding no more."""
         self.outstanding.pop(ticket, None)
+        self.prompts.forget(ticket)
 
     async def adopt_issued(self) -> list[Ticket]:
         """Take in tickets that an earlier process issued after the state this one was restored from."""
@@ -143,19 +149,28 @@ class Scheduler:
             "next_ticket": self.next_ticket,
             "num_replacements": self.num_replacements,
             "outstanding": [[item.ticket, item.step, item.replaces] for item in self.outstanding.values()],
+            "outcomes": [
+                [item.ticket, list(item.outcome)] for item in self.outstanding.values() if item.outcome
+            ],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state."""
         self.next_ticket = int(state["next_ticket"])
         self.num_replacements = int(state["num_replacements"])
+        outcomes = {int(ticket): outcome for ticket, outcome in state.get("outcomes", ())}
         for ticket, step, replaces in state["outstanding"]:
-            self.outstanding[ticket] = Outstanding(ticket, step, self._min_version(step), replaces)
+            size, told = self.prompts.group_size(ticket), outcomes.get(ticket)
+            outcome = None if told is None else (str(told[0]), int(told[1]), int(told[2]), int(told[3]))
+            min_version = self._min_version(step)
+            self.outstanding[ticket] = Outstanding(ticket, step, min_version, replaces, size, outcome)
 
     def _adopt(self, ticket: Ticket) -> None:
+        self.prompts.adopt(ticket)
         if ticket.replaces >= 0:
             self.num_replacements += 1
             self.outstanding.pop(ticket.replaces, None)
+            self.prompts.forget(ticket.replaces)
         self.outstanding[ticket.ticket] = _outstanding(ticket)
         self.next_ticket = ticket.ticket + 1
 
@@ -179,7 +194,7 @@ class Scheduler:
 
         def ticket_of(number: int) -> Ticket:
             item = self.outstanding[number]
-            return tickets.get(number) or self._ticket(number, item.step, item.replaces)
+            return tickets.get(number) or self._ticket(number, item.step, item.replaces, item.outcome)
 
         key = self.keys.prompts()
         appended = await append_missing(self.broker, key, sorted(self.outstanding), ticket_of)
@@ -204,15 +219,15 @@ class Scheduler:
     def _regular(self, number: int) -> Ticket:
         return self._ticket(number, (number - self.num_replacements) // self.trainer.groups_per_step)
 
-    def _ticket(self, number: int, step: int, replaces: int = -1) -> Ticket:
+    def _ticket(self, number: int, step: int, replaces: int = -1, outcome: Outcome | None = None) -> Ticket:
+        min_version = self._min_version(step)
         return Ticket(
             ticket=number,
             step=step,
-            min_version=self._min_version(step),
-            group_size=self.trainer.group_size,
-            sampling=self.sampling,
+            min_version=min_version,
             replaces=replaces,
-            **self.prompts.prompt_at(number).ticket_fields(),
+            outcome=outcome,
+            **self.prompts.fields(number, min_version),
         )
 
     def _min_version(self, step: int) -> int:
@@ -220,4 +235,6 @@ class Scheduler:
 
 
 def _outstanding(ticket: Ticket) -> Outstanding:
-    return Outstanding(ticket.ticket, ticket.step, ticket.min_version, ticket.replaces)
+    return Outstanding(
+        ticket.ticket, ticket.step, ticket.min_version, ticket.replaces, ticket.group_size, ticket.outcome
+    )

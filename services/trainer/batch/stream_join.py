@@ -127,7 +127,8 @@ class StreamJoin:
     def expect(self, tickets: list[Outstanding]) -> None:
         """Open groups for tickets that have been issued."""
         for item in tickets:
-            group = PendingGroup(item.ticket, item.step, item.min_version, self.group_size)
+            size = item.group_size or self.group_size
+            group = PendingGroup(item.ticket, item.step, item.min_version, size)
             self.groups.setdefault(item.ticket, group)
 
     def observe(self) -> None:

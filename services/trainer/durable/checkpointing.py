@@ -196,7 +196,7 @@ class Checkpointer:
                 "trails": trails,
                 "dropped": [list(item) for item in dropped],
             },
-            data={"fingerprint": scheduler.prompts.fingerprint},
+            data=scheduler.prompts.state(scheduler.next_ticket),
             counters={"trajectories": join.num_trajectories},
         )
         self._histories[version] = join.history

@@ -74,7 +74,7 @@ def restore_checkpoint(
     if checkpoint is None:
         return 0, []
     state, scheduler, join = checkpoint.state, streams.scheduler, streams.join
-    scheduler.prompts.check_fingerprint(state.data["fingerprint"])
+    scheduler.prompts.restore(state.data)
     scheduler.restore(state.scheduler)
     join.restore(state.positions, state.intake["high_water"], state.intake.get("trails", {}))
     join.num_trajectories = int(state.counters["trajectories"])
@@ -108,12 +108,15 @@ class Replayer:
         await self.reconciler.mark()
         await self.reconciler.move_strays_aside()
         await self._restore_commits(version)
-        adopted = await self.scheduler.adopt_issued()
-        self.join.expect(list(self.scheduler.outstanding.values()))
         commits = await read_commits(self.context.broker, self.context.keys, version)
         for commit in commits:
             await on_disk(self.context, self.journal.append, commit)
+            # A curriculum has drawn the tickets that are adopted now from what these steps came to.
+            self.scheduler.prompts.take_commit(commit)
+        adopted = await self.scheduler.adopt_issued()
+        self.join.expect(list(self.scheduler.outstanding.values()))
         told = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
+        self.scheduler.prompts.forget_told(told)
         replaced = [ticket.replaces for ticket in adopted if ticket.replaces >= 0]
         for ticket in replaced:
             self.join.close(ticket)

@@ -81,6 +81,8 @@ class Refusal:
     ticket: int
     reason: str
     detail: str = ""
+    rewards: tuple[float, ...] = ()
+    """Of a group without variance: they say how hard its prompt is."""
 
 
 class GroupFilter:
@@ -109,7 +111,8 @@ class GroupFilter:
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
             return Refusal(group.ticket, FEW_SCORES, detail)
         if self.algorithm.filter_zero_variance and len(set(rewards.values())) == 1:
-            return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {next(iter(rewards.values()))}")
+            values = tuple(rewards.values())
+            return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}", values)
         try:
             samples = [self._sample(group.trajectories[index], reward) for index, reward in rewards.items()]
         except ValueError as error:
@@ -132,7 +135,9 @@ class GroupFilter:
 
     def _sample(self, trajectory: Trajectory, reward: float) -> Sample:
         """Raises ValueError where a logprob is not finite, a reward is out of range, or a prompt is empty."""
-        weight = self.config.turn_reward_weight(trajectory.data_source) if trajectory.session else 0.0
+        weight = 0.0
+        if trajectory.session:
+            weight = self.config.turn_reward_weight(trajectory.data_source, trajectory.source)
         sample = make_sample(trajectory, weight)
         for one in (reward, *(turn.reward for turn in sample.turns)):
             if not abs(one) <= MAX_REWARD:

@@ -15,6 +15,7 @@ from services.trainer.algorithm.losses.totals import loss_metrics
 from services.trainer.groups.group_filter import TrainableGroup
 from services.trainer.groups.samples import num_sampled, sampled_versions
 from services.trainer.metrics.session_metrics import session_metrics
+from services.trainer.metrics.source_metrics import source_metrics
 from services.trainer.step import StepResult
 
 BYTES_OF_A_TOKEN = 4
@@ -72,11 +73,19 @@ def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
     return float(total_s)
 
 
+SUCCESS_THRESHOLD = 0.5
+"""The default of `trainer.evaluation.success_threshold`."""
 OLDEST_BUCKET = 8
 """The last bucket of the staleness histogram: so many steps or more."""
 
 
-def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: float) -> dict[str, float]:
+def step_metrics(
+    step: int,
+    result: StepResult,
+    num_dropped: int,
+    step_time_s: float,
+    success_threshold: float = SUCCESS_THRESHOLD,
+) -> dict[str, float]:
     """All metrics of a step; every value is a finite number except where the policy's own is not."""
     trajectories = [t for group in result.groups for t in group.source.trajectories.values()]
     scores = [s for group in result.groups for s in group.source.scores.values()]
@@ -100,6 +109,7 @@ def step_metrics(step: int, result: StepResult, num_dropped: int, step_time_s: f
         "step_time_s": step_time_s,
         **stage_metrics(trajectories, scores, queued),
         **session_metrics(trajectories),
+        **source_metrics(step, result.groups, success_threshold),
     }
     return metrics | _policy_metrics(result)
 

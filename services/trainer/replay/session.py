@@ -118,7 +118,7 @@ class Session:
         trainer = self.config.trainer
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
         if checkpoint is None:
-            return GroupCursor(self.history, trainer.group_size, most)
+            return GroupCursor(self.history, self.config.largest_group_size, most)
         state = checkpoint.state
         positions = {
             StreamName.TRAJECTORIES: state.positions[TRAJECTORIES],
@@ -128,7 +128,7 @@ class Session:
         first_new = int(state.scheduler["next_ticket"])
         return GroupCursor(
             self.history,
-            trainer.group_size,
+            self.config.largest_group_size,
             most,
             positions,
             lambda ticket: ticket >= first_new or ticket in outstanding,
@@ -160,7 +160,7 @@ class Session:
             self.first_difference = commit.step
         seconds = time.monotonic() - started_at
         self.say({"kind": "step", "step": commit.step, "seconds": seconds, "equal": digest == commit.digest})
-        return ReplayedStep(commit, recorded, result, metrics_of(commit, result), digest)
+        return ReplayedStep(commit, recorded, result, metrics_of(commit, result, self.config), digest)
 
     async def _groups_of(self, commit: Commit) -> dict[int, RecordedGroup]:
         assert self._cursor is not None, "`_restore` comes first"
@@ -185,8 +185,9 @@ def complete_groups(recorded: Mapping[int, RecordedGroup], commit: Commit) -> di
     }
 
 
-def metrics_of(commit: Commit, result: StepResult) -> dict[str, float]:
+def metrics_of(commit: Commit, result: StepResult, config: RunConfig) -> dict[str, float]:
     """A step's metrics, but for those that are times."""
     num_dropped = sum(index < 0 for _, index, _ in commit.dropped)
-    numbers = step_metrics(commit.step, result, num_dropped, 0.0)
+    threshold = config.trainer.evaluation.success_threshold
+    numbers = step_metrics(commit.step, result, num_dropped, 0.0, threshold)
     return {name: value for name, value in numbers.items() if name != "step_time_s"}

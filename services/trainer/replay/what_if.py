@@ -124,7 +124,7 @@ class WhatIf:
         torch.set_rng_state(random_state)
         return {
             "changes": self.changes,
-            "metrics": metrics_of(commit, result),
+            "metrics": metrics_of(commit, result, self.config),
             "digest": await self.thread.call(self.policy.digest),
             "refused": [
                 {"ticket": item.ticket, "reason": item.reason, "detail": item.detail} for item in refusals

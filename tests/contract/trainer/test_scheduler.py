@@ -10,7 +10,7 @@ from common.streams import append, append_missing, append_numbered, entry_id_of,
 from common.wire.keys import Keys
 from common.wire.messages import Ticket
 from services.trainer.batch.scheduler import Outstanding, Scheduler
-from tests.support.training import lose_tail, make_prompts, messages, trainer_config
+from tests.support.training import lose_tail, make_plan, make_prompts, messages, trainer_config
 
 
 @pytest.fixture
@@ -19,7 +19,8 @@ def make(broker: Broker, keys: Keys) -> Any:
 
     def make(state: dict[str, Any] | None = None, **trainer: Any) -> Scheduler:
         expected: list[Outstanding] = []
-        scheduler = Scheduler(broker, keys, trainer_config(**trainer), make_prompts(), expected.extend)
+        config = trainer_config(**trainer)
+        scheduler = Scheduler(broker, keys, config, make_plan(config), expected.extend)
         scheduler.expected = expected  # type: ignore[attr-defined]
         if state is not None:
             scheduler.restore(state)

@@ -17,7 +17,7 @@ from services.trainer.policy.transformers_policy import load_policy
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import (
     assert_nothing_lost,
-    make_prompts,
+    make_plan,
     messages,
     num_commits,
     replayed_digests,
@@ -127,7 +127,7 @@ async def test_a_run_survives_the_death_of_redis(tmp_path: Path) -> None:
 async def _issue_tickets(run: ServiceRun) -> None:
     from services.trainer.batch.scheduler import Scheduler
 
-    scheduler = Scheduler(run.broker, run.keys, run.config, make_prompts(), lambda _: None)
+    scheduler = Scheduler(run.broker, run.keys, run.config, make_plan(run.config), lambda _: None)
     await scheduler.admit(0)
 
 

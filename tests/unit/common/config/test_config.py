@@ -128,6 +128,57 @@ def test_checks_across_sections_say_how_to_resolve_them() -> None:
     assert "belong together" in refused({"reward": {"failure_value": 0.0}})
 
 
+SOURCES = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": ["b.jsonl"], "group_size": 4}]
+
+
+def with_sources(*changes: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """A tree with two sources, the first ones changed."""
+    changed = [source | change for source, change in zip(SOURCES, [*changes, {}, {}], strict=False)]
+    return {"data": {"train": changed}} | sections
+
+
+def test_sources_are_read_with_what_is_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(MINIMAL | with_sources({"shuffle": False})))
+    config = load_config(tmp_path / "run.yaml")
+    first, second = config.data.sources
+    assert first.path == str(tmp_path / "a.jsonl")
+    assert [config.data.of_source(source).shuffle for source in (first, second)] == [False, True]
+    assert [config.group_size(name) for name in ("a", "b", "")] == [8, 4, 8]
+    assert config.largest_group_size == 8
+    assert parse_config(config.model_dump(mode="json"), "the same once more") == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "said"),
+    [
+        ([{"weight": 0}], {}, "data.train.0.weight: input should be greater than 0, got 0"),
+        ([{"name": "b"}], {}, "two sources are called 'b'"),
+        ([{"sampling": {"temperature": 0.5}}], {}, "a source has no temperature of its own"),
+        ([{"sampling": {"max_tokens": 513}}], {}, "exceeds rollout.sampling.max_tokens (512)"),
+        (
+            [{"sampling": {"top_p": 0.9}}],
+            {"trainer": {"algorithm": {"old_logprobs": "rollout"}}},
+            "top_p < 1",
+        ),
+        ([{"group_size": 1}], {"reward": {"min_group_size": 1}}, "group_size of source 'a' is 1"),
+        ([{"group_size": 1}], {}, "reward.min_group_size (2) exceeds group_size of source 'a' (1)"),
+        ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["c"]}}}}, "names 'c'"),
+        ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["a"]}}}}, "scores source 'b'"),
+        ([{"unknown": 1}], {}, "data.train.0.unknown: no such field"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused(
+    changes: list[dict[str, Any]], sections: dict[str, Any], said: str
+) -> None:
+    assert said in refused(with_sources(*changes, **sections))
+
+
+def test_a_curriculum_that_leaves_nothing_is_refused() -> None:
+    data = MINIMAL["data"] | {"curriculum": {"easy": 0.5, "hard": 0.5}}
+    assert "hard (0.5) must be below easy (0.5)" in refused({"data": data})
+
+
 @pytest.mark.parametrize("run_id", ["a b", "-x", "x/y", "a" * 101, "x\n"])
 def test_a_run_id_that_could_leave_its_place_is_refused(run_id: str) -> None:
     assert "run_id" in refused({"run_id": run_id})

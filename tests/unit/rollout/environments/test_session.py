@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.config.data import DataConfig
 from common.config.environment import EnvironmentConfig
-from common.config.run import DataConfig
 from common.errors import ConfigError, EnvironmentFaultError
 from common.wire.messages import SamplingParams, Ticket, Trajectory
 from services.rollout.engines.engine import Generation

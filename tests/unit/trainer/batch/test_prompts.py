@@ -9,10 +9,11 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common.config.run import DataConfig
+from common.config.data import DataConfig
 from common.errors import ConfigError
 from common.run.dataset import Row
 from services.trainer.batch import prompts as module
+from services.trainer.batch.prompt_plan import PromptPlan
 from services.trainer.batch.prompts import (
     Prompt,
     PromptSource,
@@ -21,6 +22,7 @@ from services.trainer.batch.prompts import (
     load_tokenizer,
     load_training_prompts,
 )
+from tests.support.training import trainer_config
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
@@ -111,15 +113,16 @@ def test_a_position_before_the_first_is_refused() -> None:
 
 
 def test_a_resume_on_other_prompts_is_refused() -> None:
-    saved = make_source().fingerprint
-    make_source().check_fingerprint(saved)
-    for other in (make_source(9), make_source(seed=1), make_source(shuffle=False)):
-        with pytest.raises(ConfigError, match="changed since the checkpoint"):
-            other.check_fingerprint(saved)
+    config = trainer_config()
+    saved = PromptPlan([make_source()], config).state(3)
+    assert saved == {"fingerprint": make_source().fingerprint}
+    PromptPlan([make_source()], config).restore(saved)
     prompt = make_source().prompts[0]
     changed = Prompt(prompt.ids, "", "", "another truth", {}, 0)
-    with pytest.raises(ConfigError, match="changed since"):
-        PromptSource([changed, *make_source().prompts[1:]], 0, True).check_fingerprint(saved)
+    others = [make_source(9), make_source(seed=1), make_source(shuffle=False)]
+    for other in [*others, PromptSource([changed, *make_source().prompts[1:]], 0, True)]:
+        with pytest.raises(ConfigError, match="changed since the checkpoint"):
+            PromptPlan([other], config).restore(saved)
 
 
 def test_plain_text_gets_the_suffix_and_the_tokenizers_own_special_tokens() -> None:
@@ -222,7 +225,7 @@ def test_batches_of_any_size_give_the_same_prompts(monkeypatch: pytest.MonkeyPat
 def test_training_and_evaluation_files_are_read_as_configured() -> None:
     sample = str(Path(__file__).parents[3] / "data" / "gsm8k_sample.jsonl")
     config = DataConfig(train=[sample, sample], eval={"first": sample}, shuffle=False)
-    source = load_training_prompts(config, make_tokenizer(), seed=0)
+    (source,) = load_training_prompts(config, make_tokenizer(), seed=0)
     assert len(source) == 80 and source.prompt_at(45).ground_truth == source.prompt_at(5).ground_truth
     sets = load_eval_prompts(config, make_tokenizer(), max_prompts=3)
     assert [prompt.row for prompt in sets["first"]] == [0, 1, 2]

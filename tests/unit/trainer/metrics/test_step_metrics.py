@@ -9,6 +9,7 @@ import pytest
 from common.wire.messages import Trajectory
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from services.trainer.metrics.source_metrics import source_metrics
 from services.trainer.metrics.step_metrics import staleness_shares, step_metrics
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.step import MiniBatch, StepResult
@@ -217,3 +218,33 @@ def test_every_number_is_a_plain_float():
     result = step_of_two_groups()
     result.mini_batches[0].update = UpdateResult(grad_norm=math.nan, lr=1e-3)
     assert math.isnan(step_metrics(4, result, 0, 1.0)["grad_norm"])
+
+
+def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> None:
+    """Source a: rewards 0, 1, 1 and 0; three of them of 2 tokens, one of 4, at step 4 of versions 3 and 2."""
+    groups = []
+    for ticket, (name, rewards) in enumerate([("a", [0.0, 1.0]), ("b", [0.4, 0.5]), ("a", [1.0, 0.0])]):
+        sizes = [2, 4 if ticket == 2 else 2]
+        trajectories = {
+            i: make_trajectory(
+                ticket, i, source=name, completion_ids=np.arange(n, dtype=np.int32),
+                logprobs=np.full(n, -0.5, np.float32), spans=((2 if n == 4 else 3, 0),),
+            )
+            for i, n in enumerate(sizes)
+        }  # fmt: skip
+        source = CompleteGroup(ticket, 4, trajectories, {})
+        groups.append(TrainableGroup(source, [], rewards))
+    numbers = source_metrics(4, groups, success_threshold=0.5)
+    assert numbers == {
+        "source/a/groups": 2.0,
+        "source/a/reward": 0.5,
+        "source/a/pass_rate": 0.5,
+        "source/a/mean_length": 2.5,
+        "source/a/staleness": 1.4,  # six tokens of 1, four of 2
+        "source/b/groups": 1.0,
+        "source/b/reward": 0.45,
+        "source/b/pass_rate": 0.5,
+        "source/b/mean_length": 2.0,
+        "source/b/staleness": 1.0,
+    }
+    assert not [name for name in step_metrics(4, step_of_two_groups(), 0, 1.0) if name.startswith("source/")]

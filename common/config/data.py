@@ -1,0 +1,149 @@
+"""The `data` section: what is trained on, in which proportions, and which prompts come up again."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from common.config.section import Section
+
+SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+
+
+class SourceSamplingConfig(Section):
+    """What is sampled otherwise than `rollout.sampling` says. Null takes the value from there."""
+
+    max_tokens: int | None = Field(None, ge=1, le=1 << 20)
+    """Longest completion (with an environment, longest turn); at most that of `rollout.sampling`."""
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    """Nucleus sampling."""
+    top_k: int | None = Field(None, ge=0, le=1 << 20)
+    """Sample among the k likeliest tokens; 0 means all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_temperature(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "temperature" in given:
+            raise ValueError(
+                "a source has no temperature of its own: the trainer divides the logits of all samples by "
+                "rollout.sampling.temperature. Set it there"
+            )
+        return given
+
+
+class SourceConfig(Section):
+    """One of several training sets."""
+
+    name: str = Field(pattern=SOURCE_NAME)
+    """Its name in metrics and records, and in `sources` of rewards."""
+    path: str | list[str]
+    """File or files, as `data.train` takes them."""
+    weight: float = Field(1.0, gt=0.0, le=1e6)
+    """Its share of the groups is this, divided by the sum over all sources."""
+    epochs: int | None = Field(None, ge=1, le=1_000_000)
+    """Most passes: after so many times its rows in groups, the others share its place. Null has no end."""
+    shuffle: bool | None = None
+    """As `data.shuffle`, which null takes."""
+    prompt_column: str = ""
+    """As `data.prompt_column`, which the empty text takes."""
+    data_source: str = ""
+    """The `data_source` of rows that have none; empty takes the source's name."""
+    group_size: int | None = Field(None, ge=1, le=4096)
+    """Completions of each of its groups; null takes `trainer.group_size`."""
+    sampling: SourceSamplingConfig = SourceSamplingConfig()
+
+
+class CurriculumConfig(Section):
+    """Chooses prompts by how often they were solved. A sample solves its prompt where its reward is at least
+    `trainer.evaluation.success_threshold`. Steps that are committed decide, and nothing else."""
+
+    easy: float = Field(0.9, gt=0.0, le=1.0)
+    """A prompt solved at least so often is left out (ScaleRL, arXiv 2510.13786)."""
+    hard: float = Field(0.0, ge=0.0, lt=1.0)
+    """A prompt solved at most so often is left out."""
+    revisit: int = Field(10, ge=1, le=1_000_000)
+    """A prompt that is left out comes up again after so many epochs of its source."""
+    focus: float = Field(0.25, ge=0.0, le=0.9)
+    """Share of the groups that goes to prompts between `hard` and `easy` again, ahead of their turn."""
+    memory: float = Field(0.5, ge=0.0, lt=1.0)
+    """Weight of a prompt's rate until now when its next group is in; 0 looks at the last group alone."""
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> "CurriculumConfig":
+        if self.hard >= self.easy:
+            raise ValueError(
+                f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept"
+            )
+        return self
+
+
+TRAIN_KINDS = FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
+"""What `data.train` can be. Pydantic puts them into the paths of its errors, where nobody expects them."""
+
+
+def _kind_of_train(given: Any) -> str:
+    if not isinstance(given, list | tuple):
+        return FILE
+    return SOURCES if any(isinstance(item, dict | SourceConfig) for item in given) else FILES
+
+
+Train = Annotated[
+    Annotated[str, Tag(FILE)]
+    | Annotated[list[str], Tag(FILES)]
+    | Annotated[list[SourceConfig], Tag(SOURCES)],
+    Discriminator(_kind_of_train),
+]
+
+
+class DataConfig(Section):
+    """Datasets are JSONL or Parquet, in verl's columns or in GSM8K's `question` and `answer`."""
+
+    train: Train
+    """File or files with the training prompts, or a list of sources (docs/data.md)."""
+    eval: dict[str, str] = Field(default_factory=dict)
+    """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    system_prompt: str = ""
+    """Put before the prompt where the tokenizer has a chat template."""
+    prompt_suffix: str = ""
+    """Appended to every prompt text, for instance the request for an answer format."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """`auto` applies the tokenizer's chat template where it has one."""
+    max_prompt_tokens: int = Field(1024, ge=1, le=1 << 20)
+    """A longer prompt is an error that names its row; see `overlong_prompts`."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """`drop` leaves out prompts above the limit and logs how many."""
+    shuffle: bool = True
+    """Visit the rows in a new seeded order each epoch."""
+    curriculum: CurriculumConfig | None = None
+    """Choose prompts by how often they were solved; null visits all alike, `{}` takes the defaults."""
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The sources that `train` lists; empty where it names files."""
+        if isinstance(self.train, str):
+            return ()
+        return tuple(item for item in self.train if isinstance(item, SourceConfig))
+
+    @property
+    def train_files(self) -> str | list[str]:
+        """The files that `train` names, where it lists no sources."""
+        if isinstance(self.train, str):
+            return self.train
+        return [item for item in self.train if isinstance(item, str)]
+
+    def of_source(self, source: SourceConfig) -> "DataConfig":
+        """The section as it is for one source: files, column and shuffling are its own."""
+        own: dict[str, Any] = {"train": source.path, "prompt_column": source.prompt_column}
+        own["shuffle"] = source.shuffle
+        return self.model_copy(update={name: value for name, value in own.items() if value not in ("", None)})
+
+    @field_validator("train")
+    @classmethod
+    def _names_differ(
+        cls, train: str | list[str] | list[SourceConfig]
+    ) -> str | list[str] | list[SourceConfig]:
+        names = [item.name for item in train if isinstance(item, SourceConfig)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two sources are called {twice[0]!r}; give each a name of its own")
+        return train

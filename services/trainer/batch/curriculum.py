@@ -1,0 +1,194 @@
+"""A source whose prompts are chosen by how often they were solved: the easy and the hopeless are left out,
+what lies between comes more often, and what was left out is looked at again.
+
+Which outcomes decide does not depend on timing. A ticket is drawn from what the committed steps below its
+`min_version` came to, or that of a ticket before it, whichever is greater: admission has waited for these
+steps, so they are committed whenever the ticket is issued, in a resumed run too. Draws and outcomes come in
+one order, so the same commits give the same prompts. A deck is a state machine of these two.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import numpy as np
+
+from common.config.data import CurriculumConfig
+from common.wire.messages import Commit, Outcome
+from services.trainer.batch.prompts import PromptSource
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one prompt until now."""
+
+    rate: float
+    """Share of the samples that solve it; what is older counts less (`memory`)."""
+    num_solved: int
+    num_scored: int
+    epoch: int
+    """Of the source, when its last outcome came in."""
+
+
+class Deck:
+    """The prompts of one source. Places are those of `prompts.prompts`."""
+
+    def __init__(self, prompts: PromptSource, config: CurriculumConfig) -> None:
+        self.prompts, self.config = prompts, config
+        self.records: dict[int, Record] = {}
+        self._rows = np.array([prompt.row for prompt in prompts.prompts])
+        self._position, self._num_drawn = 0, 0
+        self._focus = Fraction(str(config.focus))
+        self._between: dict[int, None] = {}
+        """Places of prompts that are neither easy nor hard; the one at the front waits for longest."""
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the source that are done, whatever was left out in them."""
+        return self._position // len(self.prompts)
+
+    def draw(self) -> int:
+        """The place of the next prompt.
+
+        Of n draws, floor(n * focus) go to a prompt between easy and hard where one is known: the one that
+        was drawn so longest ago. All others follow the order of the epoch, without what is left out.
+        Where a whole epoch is left out, the next prompt in order comes all the same.
+        """
+        drawn, self._num_drawn = self._num_drawn, self._num_drawn + 1
+        is_focused = floor((drawn + 1) * self._focus) > floor(drawn * self._focus)
+        if is_focused and self._between:
+            place = next(iter(self._between))
+            self._between.pop(place)
+            self._between[place] = None
+            return place
+        first = self._position
+        for position in range(first, first + len(self.prompts)):
+            place = self.prompts.index_at(position)
+            if self._is_due(place, position // len(self.prompts)):
+                self._position = position + 1
+                return place
+        self._position = first + 1
+        return self.prompts.index_at(first)
+
+    def learn(self, row: int, num_solved: int, num_scored: int) -> None:
+        """Take in what a group of the prompt in this row came to; without scores it says nothing."""
+        place = int(np.searchsorted(self._rows, row))
+        if not num_scored or place >= len(self._rows) or self._rows[place] != row:
+            return
+        rate, before = num_solved / num_scored, self.records.get(place)
+        if before is not None:
+            rate = self.config.memory * before.rate + (1.0 - self.config.memory) * rate
+            num_solved, num_scored = before.num_solved + num_solved, before.num_scored + num_scored
+        self.records[place] = Record(rate, num_solved, num_scored, self.epoch)
+        if not self._is_between(rate):
+            self._between.pop(place, None)
+        else:
+            self._between.setdefault(place)
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the source's prompts that are easy, hard, between the two, and not tried yet."""
+        rates = np.array([record.rate for record in self.records.values()])
+        count = len(self.prompts)
+        return {
+            "easy": float((rates >= self.config.easy).sum()) / count,
+            "hard": float((rates <= self.config.hard).sum()) / count,
+            "between": len(self._between) / count,
+            "untried": 1.0 - len(self.records) / count,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        records = self.records.items()
+        return {
+            "position": self._position,
+            "num_drawn": self._num_drawn,
+            "between": list(self._between),
+            "records": [[place, r.rate, r.num_solved, r.num_scored, r.epoch] for place, r in records],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state."""
+        self._position, self._num_drawn = int(state["position"]), int(state["num_drawn"])
+        self._between = dict.fromkeys(int(place) for place in state["between"])
+        self.records = {int(place): _record(values) for place, *values in state["records"]}
+
+    def _is_between(self, rate: float) -> bool:
+        return self.config.hard < rate < self.config.easy
+
+    def _is_due(self, place: int, epoch: int) -> bool:
+        record = self.records.get(place)
+        if record is None or self._is_between(record.rate):
+            return True
+        return epoch - record.epoch >= self.config.revisit
+
+
+def _record(values: Sequence[Any]) -> Record:
+    rate, num_solved, num_scored, epoch = values
+    return Record(float(rate), int(num_solved), int(num_scored), int(epoch))
+
+
+class Curriculum:
+    """The decks of all sources, and the outcomes that wait until a ticket may be drawn from them."""
+
+    def __init__(self, sources: Sequence[PromptSource], config: CurriculumConfig) -> None:
+        self.decks = [Deck(source, config) for source in sources]
+        self._by_name = {source.name: deck for source, deck in zip(sources, self.decks, strict=True)}
+        self.places: dict[int, int] = {}
+        """Ticket -> place of its prompt in its source, for as long as the ticket is outstanding."""
+        self.untold: dict[int, Outcome] = {}
+        """Outcomes of replaced groups that no commit tells of yet, by ticket."""
+        self._num_drawn = 0
+        self._horizon = 0
+        self._waiting: dict[int, list[Outcome]] = {}
+        """Outcomes by the step that told them."""
+
+    def place_of(self, number: int, source: int, min_version: int) -> int:
+        """The place of a ticket's prompt: drawn where it is the next one, else what was drawn."""
+        if number in self.places:
+            return self.places[number]
+        if number != self._num_drawn:
+            raise ValueError(f"ticket {number} cannot be drawn: the next one is {self._num_drawn}")
+        self._num_drawn += 1
+        self._horizon = max(self._horizon, min_version)
+        for step in sorted(step for step in self._waiting if step < self._horizon):
+            for name, row, num_solved, num_scored in self._waiting.pop(step):
+                if name in self._by_name:
+                    self._by_name[name].learn(row, num_solved, num_scored)
+        self.places[number] = self.decks[source].draw()
+        return self.places[number]
+
+    def take_commit(self, commit: Commit) -> None:
+        """Keep what a committed step came to until tickets may be drawn from it."""
+        self._waiting[commit.step] = list(commit.outcomes)
+        self.forget_told({ticket for ticket, index, _ in commit.dropped if index < 0})
+
+    def forget_told(self, tickets: Set[int]) -> None:
+        """A commit has told of these replaced groups."""
+        self.untold = {ticket: told for ticket, told in self.untold.items() if ticket not in tickets}
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {
+            "num_drawn": self._num_drawn,
+            "horizon": self._horizon,
+            "places": [list(item) for item in self.places.items()],
+            "untold": [[ticket, *outcome] for ticket, outcome in self.untold.items()],
+            "waiting": [[step, [list(item) for item in told]] for step, told in self._waiting.items()],
+            "decks": [deck.state() for deck in self.decks],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state."""
+        self._num_drawn, self._horizon = int(state["num_drawn"]), int(state["horizon"])
+        self.places = {int(ticket): int(place) for ticket, place in state["places"]}
+        self.untold = {int(ticket): _outcome(values) for ticket, *values in state["untold"]}
+        self._waiting = {int(step): [_outcome(item) for item in told] for step, told in state["waiting"]}
+        for deck, saved in zip(self.decks, state["decks"], strict=True):
+            deck.restore(saved)
+
+
+def _outcome(values: Sequence[Any]) -> Outcome:
+    name, row, num_solved, num_scored = values
+    return str(name), int(row), int(num_solved), int(num_scored)

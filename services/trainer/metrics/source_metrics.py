@@ -1,0 +1,37 @@
+"""The numbers of a step by source, `source/<name>/*`; a run of one training set without a name has none."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.trainer.groups.group_filter import TrainableGroup
+from services.trainer.groups.samples import num_sampled, sampled_versions
+
+
+def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
+    """Of each source that the step trained on: groups, and means over samples (staleness: over tokens).
+
+    A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
+    """
+    by_source: dict[str, list[TrainableGroup]] = {}
+    for group in groups:
+        if name := next(iter(group.source.trajectories.values())).source:
+            by_source.setdefault(name, []).append(group)
+    return {
+        f"source/{name}/{metric}": value
+        for name in sorted(by_source)
+        for metric, value in _metrics(step, by_source[name], success_threshold).items()
+    }
+
+
+def _metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
+    rewards = np.concatenate([group.rewards for group in groups])
+    trajectories = [t for group in groups for t in group.source.trajectories.values()]
+    staleness = np.concatenate([step - sampled_versions(t) for t in trajectories])
+    return {
+        "groups": float(len(groups)),
+        "reward": float(rewards.mean()),
+        "pass_rate": float((rewards >= success_threshold).mean()),
+        "mean_length": float(np.mean([num_sampled(t) for t in trajectories])),
+        "staleness": float(staleness.mean()) if staleness.size else 0.0,
+    }

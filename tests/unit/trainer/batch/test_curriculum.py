@@ -1,0 +1,198 @@
+"""The curriculum: what is left out, what comes more often, and from which commits."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import CurriculumConfig
+from common.wire.messages import Commit, Outcome
+from services.trainer.batch.curriculum import Curriculum, Deck
+from services.trainer.batch.prompts import Prompt, PromptSource
+
+
+def source(count: int, name: str = "", first_row: int = 0, shuffle: bool = False) -> PromptSource:
+    rows = [first_row + 2 * i for i in range(count)]  # every other row was too long
+    prompts = [Prompt(np.array([row], np.int32), "", "", None, {}, row, "", name) for row in rows]
+    return PromptSource(prompts, 0, shuffle, name)
+
+
+def deck(count: int, **config: Any) -> Deck:
+    return Deck(source(count), CurriculumConfig(**({"focus": 0.0} | config)))
+
+
+def draws(found: Deck, count: int) -> list[int]:
+    return [found.draw() for _ in range(count)]
+
+
+def commit(step: int, *outcomes: Outcome, dropped: tuple[int, ...] = ()) -> Commit:
+    left = tuple((ticket, -1, "zero_variance") for ticket in dropped)
+    return Commit(step=step, version=step + 1, mini_batches=(), groups=(), dropped=left, outcomes=outcomes)
+
+
+class TestDeck:
+    def test_without_outcomes_rows_come_in_the_order_of_the_source(self):
+        assert draws(deck(3, focus=0.5), 7) == [0, 1, 2, 0, 1, 2, 0]
+
+    def test_what_is_always_or_never_solved_is_left_out_until_it_is_revisited(self):
+        """Row 2 (place 1) is solved 9 of 10 times, row 6 (place 3) never, in epoch 1; both are back in 4."""
+        found = deck(4, revisit=3)
+        assert draws(found, 4) == [0, 1, 2, 3]
+        found.learn(2, 9, 10)
+        found.learn(6, 0, 10)
+        assert draws(found, 6) == [0, 2] * 3
+        assert draws(found, 4) == [0, 1, 2, 3]
+
+    def test_bounds_are_the_config_s(self):
+        found = deck(4, easy=0.75, hard=0.25)
+        for row, num_solved in ((0, 3), (2, 2), (4, 1), (6, 4)):
+            found.learn(row, num_solved, 4)
+        assert draws(found, 3) == [1, 1, 1]
+        assert found.shares() == {"easy": 0.5, "hard": 0.25, "between": 0.25, "untried": 0.0}
+
+    def test_a_quarter_of_the_draws_goes_to_what_lies_between_the_one_that_waits_for_longest_first(self):
+        """Draws 4, 8, 12 and 16 are those; the other twelve follow the order."""
+        found = deck(6, focus=0.25)
+        for place in (4, 2):
+            found.learn(2 * place, 1, 2)
+        taken = draws(found, 16)
+        assert taken[3::4] == [4, 2, 4, 2]
+        del taken[3::4]
+        assert taken == [0, 1, 2, 3, 4, 5] * 2
+
+    def test_a_rate_remembers_half_of_what_it_was(self):
+        """1.0, then 0.5 * 1.0 + 0.5 * 0.0, then 0.5 * 0.5 + 0.5 * 0.25."""
+        found = deck(2)
+        for num_solved, rate in ((4, 1.0), (0, 0.5), (1, 0.375)):
+            found.learn(0, num_solved, 4)
+            assert found.records[0].rate == rate
+        assert (found.records[0].num_solved, found.records[0].num_scored) == (5, 12)
+
+    def test_where_all_is_left_out_prompts_come_early_rather_than_not_at_all(self):
+        found = deck(3, revisit=100)
+        for row in (0, 2, 4):
+            found.learn(row, 4, 4)
+        assert draws(found, 4) == [0, 1, 2, 0]
+
+    def test_rows_that_were_too_long_and_groups_without_scores_say_nothing(self):
+        found = deck(3)
+        for row, num_scored in ((1, 4), (99, 4), (0, 0)):
+            found.learn(row, 0, num_scored)
+        assert not found.records
+
+    def test_a_deck_goes_on_from_its_state(self):
+        rng = np.random.default_rng(0)
+        first = Deck(source(20, shuffle=True), CurriculumConfig(focus=0.3, revisit=2))
+        for _ in range(60):
+            first.learn(2 * first.draw(), int(rng.integers(0, 5)), 4)
+        second = Deck(source(20, shuffle=True), CurriculumConfig(focus=0.3, revisit=2))
+        second.restore(json.loads(json.dumps(first.state())))
+        assert second.state() == first.state()
+        assert draws(second, 50) == draws(first, 50)
+
+
+def reference(
+    sources: int, rows: int, drawn: list[tuple[int, int]], commits: list[Commit], focus: int, revisit: int
+) -> list[int]:
+    """The rule once more, from the start for each ticket and as slowly as that is: (source, min_version) of
+    each ticket -> its place. Rows in order, easy 0.9, hard 0, memory 0.5, one draw of `focus` for between."""
+    result = []
+    for number in range(len(drawn)):
+        rates: dict[tuple[int, int], tuple[float, int]] = {}
+        between: dict[int, list[int]] = {s: [] for s in range(sources)}
+        position, count, applied = [0] * sources, [0] * sources, 0
+        for which, min_version in drawn[: number + 1]:
+            while applied < min(min_version, len(commits)):
+                for name, row, solved, scored in commits[applied].outcomes:
+                    s, place, new = int(name), row // 2, solved / scored
+                    new = (rates[s, place][0] + new) / 2 if (s, place) in rates else new
+                    rates[s, place] = new, position[s] // rows
+                    if 0 < new < 0.9 and place not in between[s]:
+                        between[s].append(place)
+                    elif not 0 < new < 0.9 and place in between[s]:
+                        between[s].remove(place)
+                applied += 1
+            count[which] += 1
+            if count[which] % focus == 0 and between[which]:
+                place = between[which].pop(0)
+                between[which].append(place)
+                continue
+            begun = position[which]
+            for tried in range(begun, begun + rows):
+                place = tried % rows
+                rate, epoch = rates.get((which, place), (0.5, 0))
+                if 0 < rate < 0.9 or tried // rows - epoch >= revisit:
+                    position[which] = tried + 1
+                    break
+            else:
+                place, position[which] = begun % rows, begun + 1
+        result.append(place)
+    return result
+
+
+class TestCurriculum:
+    def make(self, sources: int = 2, rows: int = 5, **config: Any) -> Curriculum:
+        named = [source(rows, str(number)) for number in range(sources)]
+        return Curriculum(named, CurriculumConfig(**({"focus": 0.0} | config)))
+
+    def test_an_outcome_counts_from_the_first_ticket_that_may_not_start_before_it_is_committed(self):
+        """Step 0 is committed before ticket 1 is issued, and ticket 1 could have been issued before it."""
+        found = self.make(1, 3)
+        assert found.place_of(0, 0, 0) == 0
+        found.take_commit(commit(0, ("0", 2, 4, 4)))
+        assert found.place_of(1, 0, 0) == 1
+        assert [found.place_of(number, 0, 1) for number in (2, 3, 4)] == [2, 0, 2]
+
+    def test_a_replacement_for_an_earlier_step_sees_what_the_tickets_before_it_saw(self):
+        found = self.make(1, 3)
+        found.take_commit(commit(0, ("0", 0, 4, 4)))
+        assert found.place_of(0, 0, 1) == 1
+        assert found.place_of(1, 0, 0) == 2
+        assert found.place_of(2, 0, 0) == 1
+
+    def test_a_ticket_that_is_asked_for_again_has_the_same_prompt(self):
+        found = self.make()
+        assert found.place_of(0, 1, 0) == found.place_of(0, 1, 0) == 0
+        assert found.place_of(1, 1, 0) == 1
+        with pytest.raises(ValueError, match="ticket 7 cannot be drawn: the next one is 2"):
+            found.place_of(7, 0, 0)
+
+    def test_what_a_replaced_group_said_is_kept_until_a_commit_tells_it(self):
+        found = self.make()
+        found.untold = {3: ("0", 0, 4, 4), 5: ("1", 2, 0, 4)}
+        found.take_commit(commit(0, ("0", 0, 4, 4), dropped=(3,)))
+        assert found.untold == {5: ("1", 2, 0, 4)}
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_it_agrees_with_the_rule_written_down_once_more_also_when_it_is_resumed_anywhere(self, seed):
+        rng = np.random.default_rng(seed)
+        steps, staleness, groups = 25, int(rng.integers(0, 3)), 4
+        commits = [
+            commit(
+                step,
+                *(
+                    (str(rng.integers(0, 2)), 2 * int(rng.integers(0, 5)), int(rng.choice([0, 0, 2, 4])), 4)
+                    for _ in range(groups)
+                ),
+            )
+            for step in range(steps)
+        ]
+        tickets = [
+            (int(rng.integers(0, 2)), max(0, step - staleness))
+            for step in range(steps)
+            for _ in range(groups)
+        ]
+        tickets[10:10] = [(0, 0)]  # in place of one of an early step
+        expected = reference(2, 5, tickets, commits, focus=4, revisit=3)
+        found, taken = self.make(focus=0.25, revisit=3), 0
+        for number, (which, min_version) in enumerate(tickets):
+            while taken < min_version:
+                found.take_commit(commits[taken])
+                taken += 1
+            if rng.random() < 0.2:
+                again = self.make(focus=0.25, revisit=3)
+                again.restore(json.loads(json.dumps(found.state())))
+                assert again.state() == found.state()
+                found = again
+            assert found.place_of(number, which, min_version) == expected[number], number
