@@ -104,6 +104,7 @@ _BY_NAME = {
     "prompt_ids": Column("prompt_ids", pa.list_(pa.int32()), dtype=np.int32, repeats=True),
     "completion_ids": Column("completion_ids", pa.list_(pa.int32()), dtype=np.int32),
     "logprobs": Column("logprobs", pa.list_(pa.float32()), dtype=np.float32),
+    "teacher_logprobs": Column("teacher_logprobs", pa.list_(pa.float32()), dtype=np.float32),
     "loss_mask": Column("loss_mask", pa.list_(pa.bool_()), dtype=np.bool_),
     "spans": Column("spans", pa.list_(_SPAN), *_rows(("version", "first_token"))),
     "sampling": Column("sampling", _SAMPLING, lambda value: value.model_dump()),
@@ -114,6 +115,8 @@ _BY_NAME = {
     "groups": Column("groups", pa.list_(pa.int64()), list, tuple),
     "dropped": Column("dropped", pa.list_(_DROPPED), *_rows(("ticket", "index", "reason"))),
     "files": Column("files", pa.list_(_FILE), lambda files: [file.model_dump() for file in files]),
+    # Tuples again: with lists in their place no score would equal its columns, and each kept its original too.
+    "tries": Column("tries", pa.string(), _json, lambda text: tuple(map(tuple, json.loads(text)))),
     "fields": Column("fields", pa.map_(pa.string(), pa.binary()), take=dict),
     "session": Column("session", pa.binary(), lambda value: codec.pack(value, codec.as_plain), codec.unpack),
 }

@@ -125,6 +125,7 @@ class RunConfig(Section):
             )
         self._groups_fit()
         self._rewards_fit()
+        self._teachers_fit()
         self._algorithm_fits()
         self._placement_fits()
         return self
@@ -186,12 +187,38 @@ class RunConfig(Section):
                 "there is none: set rollout.environment.max_tokens, or leave the punishment out"
             )
 
+    def _teachers_fit(self) -> None:
+        if not self.reward.teachers:
+            return
+        algorithm, sampling = self.trainer.algorithm, self.rollout.sampling
+        name = next(iter(self.reward.teachers))
+        if sampling.temperature != 1.0:
+            raise ValueError(
+                f"rollout.sampling.temperature is {sampling.temperature:g}, and reward.rewards.{name} is a "
+                "teacher, whose logprobs are those of temperature 1: the two distributions would differ where "
+                "the models do not. Sample at temperature 1"
+            )
+        if algorithm.teacher.place == "loss":
+            return
+        if sampling.top_p < 1.0 or sampling.top_k > 0:
+            raise ValueError(
+                "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
+                "distribution, and trainer.algorithm.teacher.place: reward would take their distance from the "
+                f"teacher (reward.rewards.{name}) for KL; sample unfiltered, or take place: loss"
+            )
+        if algorithm.loss_traits.level == "sequence" and any(r.weight for r in self.reward.teachers.values()):
+            raise ValueError(
+                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and a teacher "
+                f"(reward.rewards.{name}) gives one for each token. Take loss ppo or reinforce, or "
+                "trainer.algorithm.teacher.place: loss"
+            )
+
     def _groups_fit(self) -> None:
         size, algorithm = self.trainer.group_size, self.trainer.algorithm
         if size < 2 and algorithm.filter_zero_variance:
             raise ValueError("filter_zero_variance needs trainer.group_size of at least 2")
         traits = algorithm.advantage_traits
-        if size < 2 and traits is not None and traits.compares_siblings:
+        if size < 2 and traits and traits.compares_siblings and not self.reward.distils_alone:
             raise ValueError(
                 f"trainer.algorithm.advantage: {algorithm.advantage} compares the completions of a group, "
                 f"and trainer.group_size is {size}: every advantage would be 0. Take at least 2, or "

@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from common.run.dataset import PROMPT
 from common.wire.messages import Lane, Trajectory, TrajectoryKey
+from common.wire.segments import Segment
 
 ChatMessages = list[dict[str, Any]]
 
@@ -50,6 +51,8 @@ class RewardSample:
     """None for a single turn."""
     loss_mask: Any = None
     """Which completion tokens are the model's; None means all."""
+    segments: tuple[Segment, ...] = ()
+    """All rows to train on, for teachers; functions in other processes do not get them."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, lane: Lane) -> "RewardSample":
@@ -70,6 +73,7 @@ class RewardSample:
             trajectory.own_text,
             _facts(trajectory),
             last.loss_mask,
+            trajectory.segments,
         )
 
     @property

@@ -28,6 +28,7 @@ from services.trainer.algorithm.advantages.estimators import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from services.trainer.algorithm.advantages.teaching import taught
 from services.trainer.algorithm.users_function import contained, load_users_function, taken_by
 from services.trainer.groups.group_filter import TrainableGroup
 from services.trainer.groups.samples import Sample
@@ -225,13 +226,16 @@ class Advantages:
         estimates = iter(self._advantage.estimate(episodes))
         try:
             return [
-                replace(group, samples=[_with(sample, next(estimates)) for sample in group.samples])
+                replace(group, samples=[self._with(sample, next(estimates)) for sample in group.samples])
                 for group in groups
             ]
         except ValueError as error:
             raise TidemillError(
                 f"trainer.algorithm.advantage {self._algorithm.advantage}: {error}"
             ) from error
+
+    def _with(self, sample: Sample, estimate: Estimate) -> Sample:
+        return taught(_with(sample, estimate), self._algorithm.teacher)
 
 
 def _with(sample: Sample, estimate: Estimate) -> Sample:

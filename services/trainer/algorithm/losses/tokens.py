@@ -39,6 +39,9 @@ class Tokens:
     old_values_N: Tensor | None = None
     """The value head's estimates at the step's start."""
     returns_N: Tensor | None = None
+    teacher_logprobs_N: Tensor | None = None
+    teacher_weights_N: Tensor | None = None
+    """How much each token's teacher counts; 0 without one. They come together."""
 
     def floored(self) -> "Tokens":
         """The same with logprobs of at least `LOGPROB_FLOOR`.

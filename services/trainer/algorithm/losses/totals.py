@@ -42,6 +42,9 @@ class MicroBatchMetrics:
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
+    teacher_kl_sum: float = 0.0
+    """Estimate of KL(current || teacher) where that is in the loss, over `teacher_tokens` tokens."""
+    teacher_tokens: float = 0.0
     value_loss_sum: float = 0.0
     value_square_error_sum: float = 0.0
     return_sum: float = 0.0
@@ -86,6 +89,8 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         "logprob_gap/mean": sums.mismatch_sum / tokens,
         "logprob_gap/max": sums.mismatch_max,
     }
+    if sums.teacher_tokens:
+        metrics["teacher_kl"] = sums.teacher_kl_sum / sums.teacher_tokens
     return metrics | _value_metrics(sums, tokens)
 
 
