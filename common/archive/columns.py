@@ -115,7 +115,7 @@ _BY_NAME = {
     "groups": Column("groups", pa.list_(pa.int64()), list, tuple),
     "dropped": Column("dropped", pa.list_(_DROPPED), *_rows(("ticket", "index", "reason"))),
     "files": Column("files", pa.list_(_FILE), lambda files: [file.model_dump() for file in files]),
-    # Tuples again: with lists in their place no score would equal its columns, and each kept its original too.
+    # Tuples again: with lists no score would equal its columns, and each would keep its original beside them.
     "tries": Column("tries", pa.string(), _json, lambda text: tuple(map(tuple, json.loads(text)))),
     "fields": Column("fields", pa.map_(pa.string(), pa.binary()), take=dict),
     "session": Column("session", pa.binary(), lambda value: codec.pack(value, codec.as_plain), codec.unpack),

@@ -68,18 +68,21 @@ class KlConfig(Section):
 
 
 class TeacherTermConfig(Section):
-    """What is made of a teacher's logprobs (`reward.rewards.<name>.teacher`), times the teacher's `weight`."""
+    """What is made of a teacher's logprobs (`reward.rewards.<name>.teacher`), times the teacher's
+    `weight`."""
 
     place: Literal["reward", "loss"] = "reward"
-    """`reward` adds -(rollout logprob - teacher logprob) to the advantage of each sampled token: reverse KL as
-    a reward per token. `loss` adds an estimate of KL(policy || teacher) to each token's loss."""
+    """`reward` adds -(rollout logprob - teacher logprob) to the advantage of each sampled token: reverse KL
+    as a reward per token. `loss` adds an estimate of KL(policy || teacher) to each token's loss."""
     gamma: float = Field(0.0, ge=0.0, le=1.0)
-    """With `place: reward`: discount of what later tokens of the completion get; 0 looks at the token alone."""
+    """With `place: reward`: discount of what later tokens of the completion get; 0 looks at the token
+    alone."""
     clip: float = Field(20.0, gt=0.0, le=20.0)
     """Largest difference of the two logprobs of one token, either way, in nats."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
-    """With `place: loss`, with d = logprob - teacher's: `k2` has the gradient d of the reverse KL, `k3` that of
-    the opposite KL, which grows as exp(-d): lower `clip` for it. `k1` has the value d and `k2`'s gradient."""
+    """With `place: loss`, with d = logprob - teacher's: `k2` has the gradient d of the reverse KL, `k3` that
+    of the opposite KL, which grows as exp(-d): lower `clip` for it. `k1` has the value d and `k2`'s
+    gradient."""
 
 
 class ReferenceConfig(Section):

@@ -209,7 +209,8 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
     @property
     def distils_alone(self) -> bool:
-        """Whether nothing but teachers scores training: all rewards are 0, and all that is learned is theirs."""
+        """Whether nothing but teachers scores training: all rewards are 0, and all that is learned is
+        theirs."""
         return all(r.teacher for r in self.rewards.values() if "train" in r.lanes) and bool(self.teachers)
 
     def teacher_of(self, data_source: str) -> tuple[str, NamedRewardConfig] | None:

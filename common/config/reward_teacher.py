@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from common.config.reward_kinds import RemoteConfig
 
@@ -19,8 +19,9 @@ class TeacherConfig(RemoteConfig):
     served_name: str = ""
     """Name of the model in requests; empty leaves it out, which suits servers with one model."""
     prompt_column: str = ""
-    """Column of the row with the prompt that the teacher reads in place of the policy's, text or chat messages:
-    what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own prompt."""
+    """Column of the row with the prompt that the teacher reads in place of the policy's, text or chat
+    messages: what only the teacher knows (self-distillation, arXiv 2601.19897). Empty: the policy's own
+    prompt."""
     template: str = ""
     """Or a Jinja template of it, from the same as a judge's: prompt, messages, ground_truth, extra, ..."""
     template_file: str = ""

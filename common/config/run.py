@@ -194,8 +194,8 @@ class RunConfig(Section):
         name = next(iter(self.reward.teachers))
         if sampling.temperature != 1.0:
             raise ValueError(
-                f"rollout.sampling.temperature is {sampling.temperature:g}, and reward.rewards.{name} is a "
-                "teacher, whose logprobs are those of temperature 1: the two distributions would differ where "
+                f"rollout.sampling.temperature is {sampling.temperature:g}, and the logprobs of the teacher "
+                f"reward.rewards.{name} are those of temperature 1: the two distributions would differ where "
                 "the models do not. Sample at temperature 1"
             )
         if algorithm.teacher.place == "loss":
@@ -203,10 +203,11 @@ class RunConfig(Section):
         if sampling.top_p < 1.0 or sampling.top_k > 0:
             raise ValueError(
                 "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
-                "distribution, and trainer.algorithm.teacher.place: reward would take their distance from the "
-                f"teacher (reward.rewards.{name}) for KL; sample unfiltered, or take place: loss"
+                "distribution, and trainer.algorithm.teacher.place: reward would take their distance from "
+                f"the teacher (reward.rewards.{name}) for KL; sample unfiltered, or take place: loss"
             )
-        if algorithm.loss_traits.level == "sequence" and any(r.weight for r in self.reward.teachers.values()):
+        has_weight = any(teacher.weight for teacher in self.reward.teachers.values())
+        if algorithm.loss_traits.level == "sequence" and has_weight:
             raise ValueError(
                 f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and a teacher "
                 f"(reward.rewards.{name}) gives one for each token. Take loss ppo or reinforce, or "

@@ -1,5 +1,5 @@
-"""A language model's logprobs of given tokens: as much of OpenAI's completions API, and of vLLM's `/tokenize`,
-as a teacher needs.
+"""A language model's logprobs of given tokens: as much of OpenAI's completions API, and of vLLM's
+`/tokenize`, as a teacher needs.
 
 Nothing is generated: the text of an answer is empty. A request that wants more than that is refused.
 """
@@ -72,7 +72,8 @@ class TokenizeRequest(BaseModel):
 
 
 def completion(model: str, rows: Sequence[Sequence[int]], logprobs: Sequence[list[float]]) -> dict[str, Any]:
-    """The answer of /v1/completions: for each prompt a choice with the logprob of every token but the first."""
+    """The answer of /v1/completions: for each prompt a choice, with the logprob of every token but the
+    first."""
     choices = [
         {
             "index": index,

@@ -92,8 +92,8 @@ class ScoringModel:
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """In the order of `rows`: raw scores without activation, [N] of a sequence, [T, N] of its tokens; of a
-        language model the logprob of each token, [T], 0 for the first, which nothing predicts."""
+        """In the order of `rows`: raw scores without activation, [N] of a sequence, [T, N] of its tokens; of
+        a language model the logprob of each token, [T], 0 for the first, which nothing predicts."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         ids_BT = torch.full((len(rows), longest), self._pad_id, dtype=torch.long)

@@ -1,8 +1,8 @@
 """A teacher's logprobs of what the policy sampled: exact for every token, or an error, never a guess.
 
-One attempt is one request for one sample: all its segments as prompts of OpenAI's completions API, with vLLM's
-`prompt_logprobs`; ids are sent as they were sampled. Logprobs are those of temperature 1. Where the teacher
-reads a prompt of its own, the server's `/tokenize` makes ids of it, so that the teacher's chat template counts.
+One attempt is one request for one sample: all its segments as prompts of OpenAI's completions API, with
+vLLM's `prompt_logprobs`; ids are sent as they were sampled. Logprobs are those of temperature 1. Where the
+teacher reads a prompt of its own, the server's `/tokenize` makes ids of it, by the teacher's chat template.
 """
 
 import json

@@ -1,8 +1,8 @@
 """What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
 
-Functions, judges, reward models, sandboxes, environments and teachers are its kinds; each implements `Reward`, and
-`make_reward` chooses. Attempts, backoff, concurrency, cache and failure policy stand around all of them
-alike, in `named.py`: a kind makes one attempt and says what came of it.
+Functions, judges, reward models, sandboxes, environments and teachers are its kinds; each implements
+`Reward`, and `make_reward` chooses. Attempts, backoff, concurrency, cache and failure policy stand around
+all of them alike, in `named.py`: a kind makes one attempt and says what came of it.
 """
 
 from collections.abc import Awaitable, Callable

@@ -1,8 +1,8 @@
 """The reward of a sample as the weighted sum of its parts, and what a failed part means.
 
-What does not apply is left out of the sum, as in TRL. A teacher adds nothing to it: its logprobs travel beside it. A part that failed is replaced by its own
-`failure_value` where its policy is `value`; otherwise it fails the score, and the score says whether only
-the sample or its whole group is given up.
+What does not apply is left out of the sum, as in TRL. A teacher adds nothing to it: its logprobs travel
+beside it. A part that failed is replaced by its own `failure_value` where its policy is `value`; otherwise it
+fails the score, and the score says whether only the sample or its whole group is given up.
 """
 
 import asyncio

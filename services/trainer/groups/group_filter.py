@@ -132,8 +132,8 @@ class GroupFilter:
     def _rewards(
         self, scores: Mapping[int, Score], is_taught: bool
     ) -> tuple[dict[int, float], list[tuple[int, str]]]:
-        """Reward of each usable sample by index, and the indices left out, with the reason. A value that stands
-        for a failed score (a group function's, or the run's) does not stand for a teacher's logprobs."""
+        """Reward of each usable sample by index, and the indices left out, with the reason. A value in place
+        of a failed score (a group function's, or the run's) is none in place of a teacher's logprobs."""
         rewards: dict[int, float] = {}
         left_out: list[tuple[int, str]] = []
         for index in sorted(scores):

@@ -240,8 +240,8 @@ def tile_tokens(
 
 
 def _teaching(samples: Sequence[Sample], places: Sequence[Int32]) -> dict[str, NDArray[np.floating]]:
-    """Logprobs and weights of the teachers at the rows' tokens; tokens without a teacher have weight 0, so that
-    what stands for its logprobs adds exactly 0. Shapes [N]."""
+    """Logprobs and weights of the teachers at the rows' tokens. Tokens without a teacher have weight 0, so
+    that what stands for its logprobs adds exactly 0. Shapes [N]."""
     logprobs, weights = [], []
     for sample, own in zip(samples, places, strict=True):
         teaching = sample.teaching

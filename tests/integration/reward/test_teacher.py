@@ -222,11 +222,11 @@ async def test_two_replicas_of_a_run_one_dies_and_no_sample_is_lost(path: Path, 
         await wait_until(lambda: _num_replicas(run, 2))
         sent = [_sent(ticket) for ticket in range(COUNT)]
         await append(run.broker, run.keys.trajectories(), *sent[: COUNT // 2])
-        await wait_until(lambda: _num_scores(run, 4))
+        await wait_until(lambda: num_scores(run, 4))
         await append(run.broker, run.keys.trajectories(), *sent[COUNT // 2 :])
         psutil.Process(run.processes["replica-0"].pid).children()[0].kill()  # the server, not its keeper
-        await wait_until(lambda: _num_scores(run, COUNT))
-        scores = {score.ticket: score for score in await _scores(run)}
+        await wait_until(lambda: num_scores(run, COUNT))
+        scores = {score.ticket: score for score in await scores_of(run)}
         assert await run.stop("reward") == 0
     assert {score.status for score in scores.values()} == {ScoreStatus.OK}
     for trajectory in sent:
@@ -254,10 +254,10 @@ async def _num_replicas(run: ServiceRun, count: int) -> bool:
     return int(await run.broker.execute("ZCARD", run.keys.replicas("wise"))) == count
 
 
-async def _scores(run: ServiceRun) -> list[Score]:
+async def scores_of(run: ServiceRun) -> list[Score]:
     found = await read_range(run.broker, run.keys.scores(), Score)
     return [entry.message for entry in found if isinstance(entry, Entry)]
 
 
-async def _num_scores(run: ServiceRun, count: int) -> bool:
-    return len(await _scores(run)) >= count
+async def num_scores(run: ServiceRun, count: int) -> bool:
+    return len(await scores_of(run)) >= count

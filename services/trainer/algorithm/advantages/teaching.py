@@ -24,11 +24,11 @@ def taught(sample: Sample, config: TeacherTermConfig) -> Sample:
 
     r_t = -clip(log p_rollout(x_t) - log p_teacher(x_t), -clip, clip) and R_t = r_t + gamma R_{t+1} over the
     trained tokens; gamma 0 looks at the token alone. The gradient of the expected r_t is that of the negative
-    reverse KL of this token's distribution (GKD, arXiv 2306.13649, with the divergence reversed and the
-    policy's own samples; "On-policy distillation", Thinking Machines, 2025). It stands beside what rewards
-    say: no group's mean is taken off it, and nothing is divided by a deviation.
+    reverse KL of this token's distribution (GKD, arXiv 2306.13649, with the reverse KL and the policy's own
+    samples alone; "On-policy distillation", Thinking Machines, 2025). It stands beside what rewards say: no
+    group's mean is taken off it, and nothing is divided by a deviation.
 
-    Rollout probabilities 0.5, 0.2, teacher's 0.25, 0.4, weight 2: gaps log 2, -log 2; added are -1.386, 1.386;
+    Rollout probabilities 0.5, 0.2, teacher's 0.25, 0.4, weight 2: gaps log 2, -log 2; -1.386, 1.386 is added;
     with gamma 0.5 -0.693, 1.386.
     """
     teaching = sample.teaching

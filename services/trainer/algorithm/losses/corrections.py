@@ -93,13 +93,13 @@ def kl_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor, kl: KlConfig) -
 def teacher_kl(logprobs_N: Tensor, teacher_logprobs_N: Tensor, term: TeacherTermConfig) -> Tensor:
     """An estimate of KL(policy || teacher) at each token of the policy's own. Shape [N].
 
-    With d = logprob - teacher's, brought into [-clip, clip]: the value is d^2 / 2 and the gradient d times that
-    of the logprob, in expectation that of the reverse KL (`k2`); or exp(-d) - 1 + d and 1 - exp(-d) times, in
-    expectation that of KL(teacher || policy) (`k3`); `k1` has the value d and the gradient of `k2`. A token at
-    the bound keeps the gradient of the bound, for it is the one that has most to learn.
+    With d = logprob - teacher's, brought into [-clip, clip]: `k2` has the value d^2 / 2 and the gradient d
+    times that of the logprob, in expectation that of the reverse KL; `k3` exp(-d) - 1 + d and 1 - exp(-d)
+    times, in expectation that of KL(teacher || policy); `k1` the value d and the gradient of `k2`. A token at
+    the bound keeps the gradient of the bound, for it has most to learn.
 
-    p = 0.5, teacher's 0.25, k2: d = log 2, value 0.2402, gradient 0.6931; k3: value 0.5 - 1 + 0.6931 = 0.1931,
-    gradient 0.5. Of p = 0.25 against 0.5: 0.2402, -0.6931; 2 - 1 - 0.6931 = 0.3069, -1.
+    p = 0.5, teacher's 0.25: d = log 2; k2 has value 0.2402, gradient 0.6931, k3 0.5 - 1 + 0.6931 = 0.1931
+    and 0.5. Of p = 0.25 against 0.5: 0.2402, -0.6931; 2 - 1 - 0.6931 = 0.3069, -1.
     """
     gap_N = (logprobs_N.detach() - teacher_logprobs_N).clamp(-term.clip, term.clip)
     slope_N = value_N = gap_N
