@@ -111,6 +111,7 @@ _BY_NAME = {
     "prompt_ids": Column("prompt_ids", pa.list_(pa.int32()), dtype=np.int32, repeats=True),
     "completion_ids": Column("completion_ids", pa.list_(pa.int32()), dtype=np.int32),
     "logprobs": Column("logprobs", pa.list_(pa.float32()), dtype=np.float32),
+    "teacher_logprobs": Column("teacher_logprobs", pa.list_(pa.float32()), dtype=np.float32),
     "loss_mask": Column("loss_mask", pa.list_(pa.bool_()), dtype=np.bool_),
     "spans": Column("spans", pa.list_(_SPAN), *_rows(("version", "first_token"))),
     "sampling": Column("sampling", _SAMPLING, lambda value: value.model_dump()),
@@ -124,6 +125,8 @@ _BY_NAME = {
     "outcomes": Column("outcomes", pa.list_(_OUTCOME), *_rows(OUTCOME)),
     "sizes": Column("sizes", pa.map_(pa.string(), pa.int64()), take=dict),
     "files": Column("files", pa.list_(_FILE), lambda files: [file.model_dump() for file in files]),
+    # Tuples again: with lists no score would equal its columns, and each would keep its original beside them.
+    "tries": Column("tries", pa.string(), _json, lambda text: tuple(map(tuple, json.loads(text)))),
     "fields": Column("fields", pa.map_(pa.string(), pa.binary()), take=dict),
     "session": Column("session", pa.binary(), lambda value: codec.pack(value, codec.as_plain), codec.unpack),
 }

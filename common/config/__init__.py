@@ -6,6 +6,7 @@ from common.config.loading import load_config, override_config, parse_config
 from common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
 from common.config.reward import NamedRewardConfig, RewardCacheConfig, RewardConfig, RewardLimits
 from common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig
+from common.config.reward_teacher import TeacherConfig
 from common.config.rollout import RolloutConfig, SamplingConfig
 from common.config.run import (
     ArchiveConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "SandboxConfig",
     "SourceConfig",
     "StreamsConfig",
+    "TeacherConfig",
     "TrainerConfig",
     "changed_fields",
     "is_path",

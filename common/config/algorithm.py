@@ -59,6 +59,24 @@ class KlConfig(Section):
     token 10 nats below the reference weighs as much as ten thousand others."""
 
 
+class TeacherTermConfig(Section):
+    """What is made of a teacher's logprobs (`reward.rewards.<name>.teacher`), times the teacher's
+    `weight`."""
+
+    place: Literal["reward", "loss"] = "reward"
+    """`reward` adds -(rollout logprob - teacher logprob) to the advantage of each sampled token: reverse KL
+    as a reward per token. `loss` adds an estimate of KL(policy || teacher) to each token's loss."""
+    gamma: float = Field(0.0, ge=0.0, le=1.0)
+    """With `place: reward`: discount of what later tokens of the completion get; 0 looks at the token
+    alone."""
+    clip: float = Field(20.0, gt=0.0, le=20.0)
+    """Largest difference of the two logprobs of one token, either way, in nats."""
+    estimator: Literal["k1", "k2", "k3"] = "k2"
+    """With `place: loss`, with d = logprob - teacher's: `k2` has the gradient d of the reverse KL, `k3` that
+    of the opposite KL, which grows as exp(-d): lower `clip` for it. `k1` has the value d and `k2`'s
+    gradient."""
+
+
 class ReferenceConfig(Section):
     """The model that `kl` compares with. Without `kl` it is only measured, as the metric `kl`."""
 
@@ -145,6 +163,7 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     kl_control: KlControlConfig = KlControlConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherTermConfig = TeacherTermConfig()
     value: ValueConfig = ValueConfig()
     gamma: float = Field(1.0, gt=0.0, le=1.0)
     """Discount of later rewards, of `gae` and `reinforce_plus_plus`."""
@@ -305,6 +324,11 @@ class AlgorithmConfig(Section):
 
     def _check_parts(self) -> None:
         """KL, reference, value head and advantage belong together."""
+        if self.teacher.gamma and self.teacher.place == "loss":
+            raise ValueError(
+                f"teacher.gamma ({self.teacher.gamma}) discounts rewards, and teacher.place is loss: take "
+                "place: reward, or leave gamma out"
+            )
         if self.kl.place != "off" and not self.needs_reference:
             raise ValueError(
                 f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "

@@ -138,8 +138,8 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
 
 
 def _resolve_servers(section: dict[str, Any], resolve: Callable[[Any], Any], base: Path) -> None:
-    """The paths of a judge or a reward model; a judge's template is read here, for workers elsewhere."""
-    for kind in ("judge", "model"):
+    """The paths of rewards with servers; a template is read here, for workers elsewhere."""
+    for kind in ("judge", "model", "teacher"):
         servers = section.get(kind)
         if not isinstance(servers, dict):
             continue

@@ -4,6 +4,7 @@
 all, complete.
 """
 
+from itertools import combinations
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -16,9 +17,10 @@ from common.config.reward_kinds import (
     RoutingConfig,
     SandboxConfig,
 )
+from common.config.reward_teacher import TeacherConfig
 from common.config.section import Section
 
-KINDS = ("function", "judge", "model", "sandbox", "environment")
+KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 
 
 class RewardLimits(Section):
@@ -62,14 +64,14 @@ class FunctionConfig(Section):
 
 
 class NamedRewardConfig(RewardLimits, FunctionConfig):
-    """One of several rewards; exactly one of `function`, `judge`, `model`, `sandbox` and `environment`
-    is given.
+    """One of several rewards; exactly one of `function`, `judge`, `model`, `sandbox`, `environment` and
+    `teacher` is given.
 
     Limits and failure policy that are not given are those of the `reward` section.
     """
 
     weight: float = Field(1.0, ge=-1e6, le=1e6)
-    """Its factor in the sum; 0 only logs it."""
+    """Its factor in the sum; 0 only logs it. Of a teacher: the coefficient of its reverse KL."""
     applies_to: list[str] = Field(default_factory=list)
     """Data sources it scores; empty means all. Elsewhere it is left out of the sum."""
     sources: list[str] = Field(default_factory=list)
@@ -79,7 +81,8 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     max_concurrent: int | None = Field(None, ge=1, le=65536)
     """Most calls at once, in each worker and each lane: evaluation has as many of its own."""
     cache: bool | None = None
-    """Keep results in Redis, so that nothing is paid for twice; null: for judges and models."""
+    """Keep results in Redis, so that nothing is paid for twice; null: for judges, models and
+    teachers."""
     function: str | None = None
     """A built-in, `path.py:name`, or `package.module:name`."""
     judge: JudgeConfig | None = None
@@ -90,10 +93,12 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     """Code that is run apart from everything else."""
     environment: Literal[True] | None = None
     """The environment's own reward of the session; else the sum of what it gave for single turns."""
+    teacher: TeacherConfig | None = None
+    """A model whose logprobs of the sampled tokens are learned from; it adds nothing to the sum."""
 
     @property
     def kind(self) -> str:
-        """`function`, `judge`, `model`, `sandbox` or `environment`."""
+        """`function`, `judge`, `model`, `sandbox`, `environment` or `teacher`."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
@@ -109,7 +114,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     @property
     def remote(self) -> RemoteConfig | None:
         """What it has in common with others that ask servers."""
-        return self.judge or self.model
+        return self.judge or self.model or self.teacher
 
     def scores_source(self, data_source: str, source: str = "") -> bool:
         """Whether it scores samples of this data source, and of this source of `data.train`."""
@@ -119,7 +124,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     @property
     def is_cached(self) -> bool:
         """Whether its results are kept in Redis."""
-        return self.kind in ("judge", "model") if self.cache is None else self.cache
+        return self.kind in ("judge", "model", "teacher") if self.cache is None else self.cache
 
     @model_validator(mode="after")
     def _has_one_kind(self) -> Self:
@@ -128,7 +133,19 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
             raise ValueError(
                 f"a reward needs exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
             )
+        if self.teacher is not None:
+            self._check_teacher()
         return self
+
+    def _check_teacher(self) -> None:
+        if self.failure_value is not None:
+            raise ValueError(
+                "on_failure: value cannot stand for a teacher's logprobs; take drop_sample or drop_group"
+            )
+        if self.weight < 0:
+            raise ValueError(
+                f"the weight of a teacher is at least 0, got {self.weight:g}; 0 only measures it"
+            )
 
 
 class RewardCacheConfig(Section):
@@ -188,6 +205,22 @@ class RewardConfig(RewardLimits, FunctionConfig):
         assert self.function is not None  # `_fill` sees to it
         return {self.function.rpartition(":")[2]: NamedRewardConfig(**shared)}
 
+    @property
+    def teachers(self) -> dict[str, NamedRewardConfig]:
+        """The rewards that are teachers of training, by name."""
+        return {name: r for name, r in self.rewards.items() if r.teacher and "train" in r.lanes}
+
+    @property
+    def distils_alone(self) -> bool:
+        """Whether nothing but teachers scores training: all rewards are 0, and all that is learned is
+        theirs."""
+        return all(r.teacher for r in self.rewards.values() if "train" in r.lanes) and bool(self.teachers)
+
+    def teacher_of(self, data_source: str, source: str = "") -> tuple[str, NamedRewardConfig] | None:
+        """Name and config of the teacher of a data source in training; None where it has none."""
+        found = (item for item in self.teachers.items() if item[1].scores_source(data_source, source))
+        return next(found, None)
+
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, tree: Any) -> Any:
@@ -225,9 +258,21 @@ class RewardConfig(RewardLimits, FunctionConfig):
         for lane, what in (("train", "training"), ("eval", "evaluation")):
             if not any(lane in reward.lanes for reward in self.rewards.values()) and self.rewards:
                 raise ValueError(f"no reward is for {what}: give one of them lanes with {lane} in it")
+        self._check_teachers()
         if self.group_kwargs and not self.group:
             raise ValueError("group_kwargs are given, but no group function")
         return self
+
+    def _check_teachers(self) -> None:
+        """No data source has two teachers: a sample carries the logprobs of one."""
+        for (name, one), (other, two) in combinations(self.teachers.items(), 2):
+            shared = set(one.applies_to) & set(two.applies_to)
+            if shared or not one.applies_to or not two.applies_to:
+                raise ValueError(
+                    f"rewards.{name} and rewards.{other} are both teachers of "
+                    f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give "
+                    "each data sources of its own in applies_to"
+                )
 
     @field_validator("delay_s")
     @classmethod

@@ -100,6 +100,7 @@ class RunConfig(Section):
             self._groups_fit(field, size)
         self._sources_fit()
         self._rewards_fit()
+        self._teachers_fit()
         self._algorithm_fits()
         self._placement_fits()
         return self
@@ -195,6 +196,36 @@ class RunConfig(Section):
                 "it; leave one of them out"
             )
 
+    def _teachers_fit(self) -> None:
+        if not self.reward.teachers:
+            return
+        algorithm, sampling = self.trainer.algorithm, self.rollout.sampling
+        name = next(iter(self.reward.teachers))
+        if sampling.temperature != 1.0:
+            raise ValueError(
+                f"rollout.sampling.temperature is {sampling.temperature:g}, and the logprobs of the teacher "
+                f"reward.rewards.{name} are those of temperature 1: the two distributions would differ where "
+                "the models do not. Sample at temperature 1"
+            )
+        if algorithm.teacher.place == "loss":
+            return
+        own = [source.sampling for source in self.data.sources]
+        top_p = min([sampling.top_p, *(one.top_p for one in own if one.top_p is not None)])
+        top_k = max([sampling.top_k, *(one.top_k for one in own if one.top_k is not None)])
+        if top_p < 1.0 or top_k > 0:
+            raise ValueError(
+                "rollout.sampling.top_p < 1 or top_k > 0 makes the rollout logprobs those of a filtered "
+                "distribution, and trainer.algorithm.teacher.place: reward would take their distance from "
+                f"the teacher (reward.rewards.{name}) for KL; sample unfiltered, or take place: loss"
+            )
+        has_weight = any(teacher.weight for teacher in self.reward.teachers.values())
+        if algorithm.loss_traits.level == "sequence" and has_weight:
+            raise ValueError(
+                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and a teacher "
+                f"(reward.rewards.{name}) gives one for each token. Take loss ppo or reinforce, or "
+                "trainer.algorithm.teacher.place: loss"
+            )
+
     def _group_sizes(self) -> list[tuple[str, int]]:
         """Every size that groups have, with the field that says so."""
         own = [
@@ -215,7 +246,7 @@ class RunConfig(Section):
         if size < 2 and algorithm.filter_zero_variance:
             raise ValueError(f"filter_zero_variance needs {field} of at least 2")
         traits = algorithm.advantage_traits
-        if size < 2 and traits is not None and traits.compares_siblings:
+        if size < 2 and traits and traits.compares_siblings and not self.reward.distils_alone:
             raise ValueError(
                 f"trainer.algorithm.advantage: {algorithm.advantage} compares the completions of a group, "
                 f"and {field} is {size}: every advantage would be 0. Take at least 2, or "

@@ -200,6 +200,9 @@ class Score(Message):
     worker: str = ""
     latency_s: float = Field(0.0, ge=0.0)
     scored_at: float = Field(default_factory=time.time)
+    teacher_logprobs: Float32Array | None = Field(
+        None, description="of the tokens that the model sampled, over all segments; absent without a teacher"
+    )
 
     @property
     def key(self) -> TrajectoryKey:
@@ -212,6 +215,8 @@ class Score(Message):
             raise ValueError(f"a score with status {self.status} cannot have value {self.value}")
         if self.value is not None and not np.isfinite(self.value):
             raise ValueError(f"a score must be finite, got {self.value}")
+        if self.teacher_logprobs is not None and not np.isfinite(self.teacher_logprobs).all():
+            raise ValueError("a teacher's logprobs must be finite")
         return self
 
 

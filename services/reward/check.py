@@ -25,6 +25,7 @@ from services.reward.functions.signature import Style
 from services.reward.outcome import AttemptError
 from services.reward.remote.judge import JudgePrompt
 from services.reward.remote.serving import template_file
+from services.reward.remote.teacher import TeacherPrompt
 from services.reward.rewards.reward import FunctionReward, check_reward
 from services.reward.sample import ChatMessages, RewardSample
 
@@ -172,12 +173,28 @@ def _reading(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
                 return str(error)  # the rows of an evaluation may have other columns
             raise ConfigError(f"reward {name}: for the first training row, {error}") from None
         return _lines(messages) if reward.judge.api == "chat" else messages[-1]["content"]
+    if reward.teacher is not None:
+        return _taught(name, reward, sample)
     assert reward.model is not None
     if reward.model.input == "ids":
         return "the token ids that the policy read and wrote"
     if reward.model.input == "text":
         return sample.prompt_text + sample.solution_str
     return _rendered(reward, sample.conversation)
+
+
+def _taught(name: str, reward: NamedRewardConfig, sample: RewardSample) -> str:
+    """The prompt of a teacher's own, where it has one."""
+    assert reward.teacher is not None
+    if not reward.teacher.has_own_prompt:
+        return "the token ids that the policy read and wrote"
+    try:
+        prompt = TeacherPrompt(name, reward.teacher).of(sample)
+    except AttemptError as error:
+        if "train" not in reward.lanes:
+            return str(error)
+        raise ConfigError(f"reward {name}: for the first training row, {error}") from None
+    return (prompt if isinstance(prompt, str) else _lines(prompt) + "\n") + COMPLETION
 
 
 def _rendered(reward: NamedRewardConfig, messages: ChatMessages) -> str:

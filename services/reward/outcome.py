@@ -71,6 +71,8 @@ class RewardOutcome:
     value: float | None
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
+    teacher_logprobs: bytes | None = None
+    """A teacher's, float32 little-endian, of the tokens that the model sampled; its value is None."""
 
 
 @contextmanager
@@ -273,6 +275,8 @@ class Part:
     """All attempts, where there were several."""
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
+    teacher_logprobs: bytes | None = None
+    """A teacher's, as in `RewardOutcome`."""
 
     def __post_init__(self) -> None:
         self.status = ScoreStatus(self.status)  # a plain text where it comes out of Redis
@@ -290,7 +294,13 @@ class Part:
     @classmethod
     def of(cls, outcome: RewardOutcome, tries: list[NamelessTry]) -> "Part":
         """The part that an attempt which succeeded makes."""
-        return cls(value=outcome.value, tries=tries, components=outcome.components, detail=outcome.detail)
+        return cls(
+            value=outcome.value,
+            tries=tries,
+            components=outcome.components,
+            detail=outcome.detail,
+            teacher_logprobs=outcome.teacher_logprobs,
+        )
 
     @classmethod
     def failed(cls, error: AttemptError) -> "Part":

@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from common.run.dataset import PROMPT
 from common.wire.messages import Lane, Trajectory, TrajectoryKey
+from common.wire.segments import Segment
 
 ChatMessages = list[dict[str, Any]]
 
@@ -52,6 +53,8 @@ class RewardSample:
     """Which completion tokens are the model's; None means all."""
     source: str = ""
     """The source of `data.train`, or the evaluation set, where the run has several sources."""
+    segments: tuple[Segment, ...] = ()
+    """All rows to train on, for teachers; functions in other processes do not get them."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, lane: Lane) -> "RewardSample":
@@ -73,6 +76,7 @@ class RewardSample:
             _facts(trajectory),
             last.loss_mask,
             trajectory.source,
+            trajectory.segments,
         )
 
     @property

@@ -133,6 +133,8 @@ def _check_gpus(config: RunConfig) -> None:
     for name, reward in config.reward.named.items():
         if reward.model is not None:
             named[f"reward.rewards.{name}.model.gpus"] = reward.model.gpus
+        if reward.teacher is not None:
+            named[f"reward.rewards.{name}.teacher.gpus"] = reward.teacher.gpus
     if not any(named.values()) or (count := count_gpus()) is None:
         return
     there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"

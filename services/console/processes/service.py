@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common.config import RunConfig
 from common.config.reward_kinds import RewardModelConfig
+from common.config.reward_teacher import TeacherConfig
 from common.process.programs import Program, run_own
 from common.redis.broker import WAIT_VARIABLE
 from common.redis.client import URL_VARIABLE
@@ -35,11 +36,13 @@ def rollout_gpus(config: RunConfig, index: int) -> dict[str, str]:
     return _visible(config.rollout.gpus[index * size : (index + 1) * size])
 
 
-def replica_gpus(config: RunConfig, model: RewardModelConfig | None, index: int) -> dict[str, str]:
+def replica_gpus(
+    config: RunConfig, model: RewardModelConfig | TeacherConfig | None, index: int
+) -> dict[str, str]:
     """The environment of a local replica: its own GPUs, or those of the rollout worker it shares with."""
     if model is None:
         return {}
-    if model.shares_rollout_gpus:
+    if isinstance(model, RewardModelConfig) and model.shares_rollout_gpus:
         return rollout_gpus(config, index % max(1, config.rollout.workers))
     if not model.gpus or model.local_replicas is None:
         return {}
@@ -136,10 +139,11 @@ def _jobs_spec(config: RunConfig) -> ServiceSpec:
 
 
 def _replica_spec(config: RunConfig, reward: str, index: int) -> ServiceSpec:
-    """A server of a judge or a reward model, in the care of a process that knows the run."""
+    """A server of a judge, reward model or teacher, in the care of a process that knows the run."""
     name = f"replica-{reward}-{index}"
     command = run_own(Program.REPLICA, "--run", config.run_id, "--name", name)
-    env = replica_gpus(config, config.reward.named[reward].model, index)
+    named = config.reward.named[reward]
+    env = replica_gpus(config, named.model or named.teacher, index)
     return ServiceSpec(name, "replica", (*command, "--reward", reward, "--index", str(index)), env)
 
 

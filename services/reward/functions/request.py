@@ -15,7 +15,7 @@ from services.reward.outcome import AttemptError, RewardOutcome
 from services.reward.sample import RewardSample
 
 FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
-SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample))
+SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name != "segments")
 
 
 @dataclass(frozen=True, slots=True)

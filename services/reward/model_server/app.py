@@ -1,4 +1,5 @@
-"""The HTTP side: vLLM's /classify, /pooling, /health, /v1/models, /sleep and /wake_up, and /metrics.
+"""The HTTP side: vLLM's /classify, /pooling, /health, /v1/models, /sleep and /wake_up, and /metrics; of a
+language model /v1/completions and /tokenize (`language_model.py`).
 
 A request is answered in full or refused with a reason; what passes (full queue, asleep, ending) is 429 or 503
 with Retry-After, what can never work is 400.
@@ -7,7 +8,7 @@ with Retry-After, what can never work is 400.
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from common.process.gpu_sharing import GpuGate, GpuSharingError
 from common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
 from common.telemetry import metrics
 from services.reward.model_server.batcher import Batcher, BusyError, ComputeError
+from services.reward.model_server.language_model import (
+    LogprobsRequest,
+    TokenizeRequest,
+    completion,
+    tokens,
+)
 from services.reward.model_server.requests import (
     InputError,
     Inputs,
@@ -39,6 +46,11 @@ from services.reward.model_server.scoring_model import ScoringModel
 log = structlog.get_logger(__name__)
 
 SHORT_RETRY_S = 1
+DOES = {
+    "sequence": "scores sequences; ask /classify for them",
+    "token": "scores tokens; ask /pooling for them",
+    "lm": "gives logprobs of tokens; ask /v1/completions for them",
+}
 MAX_PROBLEMS = 5
 MAX_NOTED = 100
 MAX_BODY_BYTES = 256 << 20
@@ -62,6 +74,8 @@ class ScoringApp:
         return [
             Route("/classify", self.classify, methods=["POST"]),
             Route("/pooling", self.pool, methods=["POST"]),
+            Route("/v1/completions", self.logprobs, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/health", self.health),
             Route("/healthz", self.health),
             Route("/v1/models", self.models),
@@ -73,13 +87,25 @@ class ScoringApp:
 
     async def classify(self, http: Request) -> Response:
         """Scores of whole sequences."""
-        if self.model.kind == "token":
-            return _refusal(400, "this model scores tokens; ask /pooling for them")
-        return await self._answer(http, classify=True)
+        if self.model.kind != "sequence":
+            return _refusal(400, f"this model {DOES[self.model.kind]}")
+        return await self._answer(http, self._scored(http, classify=True))
 
     async def pool(self, http: Request) -> Response:
         """Scores of sequences, or of every token, whichever the model has."""
-        return await self._answer(http, classify=False)
+        if self.model.kind == "lm":
+            return _refusal(400, f"this model {DOES[self.model.kind]}")
+        return await self._answer(http, self._scored(http, classify=False))
+
+    async def logprobs(self, http: Request) -> Response:
+        """A language model's logprobs of the prompts' tokens."""
+        if self.model.kind != "lm":
+            return _refusal(400, f"this model {DOES[self.model.kind]}; start the server with --head lm")
+        return await self._answer(http, self._prompt_logprobs(http))
+
+    async def tokenize(self, http: Request) -> Response:
+        """The ids of a text or a chat."""
+        return await self._answer(http, self._tokenized(http))
 
     async def health(self, _: Request) -> Response:
         """200 while requests would be worked on."""
@@ -127,27 +153,41 @@ class ScoringApp:
                 self.is_asleep = asleep
         return JSONResponse({"status": "sleeping" if asleep else "awake"})
 
-    async def _answer(self, http: Request, classify: bool) -> Response:
-        response = await self._scored(http, classify)
+    async def _answer(self, http: Request, work: Awaitable[Response]) -> Response:
+        try:
+            response = await work
+        except ValidationError as error:
+            response = _refusal(400, _explain(error))
+        except InputError as error:
+            response = _refusal(400, str(error))
+        except BusyError as error:
+            response = _refusal(error.status, str(error), error.retry_after_s)
+        except (ComputeError, GpuSharingError, ConfigError) as error:
+            response = _refusal(500, str(error))
         metrics.REWARD_MODEL_REQUESTS.labels(http.url.path, response.status_code).inc()
         return response
 
+    async def _prompt_logprobs(self, http: Request) -> Response:
+        request = LogprobsRequest.model_validate_json(await _body(http))
+        self._check_name(request.model)
+        rows = self.inputs.checked(request.rows)
+        async with self._device():
+            found = await self.batcher.score(rows, request.priority)
+        return JSONResponse(completion(self.name, rows, [logprobs.tolist() for logprobs in found]))
+
+    async def _tokenized(self, http: Request) -> Response:
+        request = TokenizeRequest.model_validate_json(await _body(http))
+        self._check_name(request.model)
+        rows = await asyncio.to_thread(self.inputs.rows, request.scoring)
+        return JSONResponse(tokens(rows[0], self.inputs.max_len))
+
     async def _scored(self, http: Request, classify: bool) -> Response:
-        try:
-            request = ScoringRequest.model_validate_json(await _body(http))
-            self._check(request)
-            self._note_unknown(request)
-            rows = await self._rows(request)
-            async with self._device():
-                scores = await self.batcher.score(rows, request.priority)
-        except ValidationError as error:
-            return _refusal(400, _explain(error))
-        except InputError as error:
-            return _refusal(400, str(error))
-        except BusyError as error:
-            return _refusal(error.status, str(error), error.retry_after_s)
-        except (ComputeError, GpuSharingError, ConfigError) as error:
-            return _refusal(500, str(error))
+        request = ScoringRequest.model_validate_json(await _body(http))
+        self._check(request)
+        self._note_unknown(request)
+        rows = await self._rows(request)
+        async with self._device():
+            scores = await self.batcher.score(rows, request.priority)
         if request.use_activation is not False:
             scores = [activate(score, self.model.config) for score in scores]
         num_tokens = sum(map(len, rows))
@@ -156,11 +196,14 @@ class ScoringApp:
             return JSONResponse(classification(request, self.name, self.model.labels, lists, num_tokens))
         return JSONResponse(pooling(request, self.name, lists, num_tokens))
 
-    def _check(self, request: ScoringRequest) -> None:
+    def _check_name(self, model: str | None) -> None:
         path = self.model.path
         # Clients of several servers name the model by its folder, whatever this server calls it.
-        if request.model and request.model not in (self.name, path, Path(path).name):
-            raise InputError(f"this server has the model {self.name!r}, not {request.model!r}")
+        if model and model not in (self.name, path, Path(path).name):
+            raise InputError(f"this server has the model {self.name!r}, not {model!r}")
+
+    def _check(self, request: ScoringRequest) -> None:
+        self._check_name(request.model)
         wanted = "token_classify" if self.model.kind == "token" else "classify"
         if request.task not in (None, wanted):
             raise InputError(f"task {request.task!r} is not what this model does; it does {wanted!r}")

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 
 T = TypeVar("T", int, float)
 
-Head = Literal["auto", "sequence", "token"]
+Head = Literal["auto", "sequence", "token", "lm"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -43,7 +43,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     defaults = ServerOptions(model="")
     parser = argparse.ArgumentParser(
         prog="python -m services.reward.model_server",
-        description="Serves a sequence classifier or a token-reward model, as vLLM's pooling API does.",
+        description="Serves a sequence classifier or a token-reward model, as vLLM's pooling API does, or a "
+        "language model's logprobs of given tokens.",
     )
     add = parser.add_argument
     add("--model", required=True, help="folder (or hub name) of the reward model")
@@ -52,9 +53,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     add("--served-model-name", default="", help="name in requests and answers (default: what --model says)")
     add(
         "--head",
-        choices=("auto", "sequence", "token"),
+        choices=("auto", "sequence", "token", "lm"),
         default="auto",
-        help="one score a sequence or a token",
+        help="one score a sequence or a token, or a language model's logprobs (never by auto)",
     )
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the trunk")
     add("--device", default="auto", help="auto takes the first GPU, else the CPU")

@@ -205,7 +205,10 @@ class Inputs:
         Raises:
             InputError: an id is unknown, a row is empty or too long, or text cannot be read.
         """
-        rows = [self._truncated(row, request) for row in self._ids(request)]
+        return self.checked([self._truncated(row, request) for row in self._ids(request)])
+
+    def checked(self, rows: list[list[int]]) -> list[list[int]]:
+        """Rows of ids as they are. Raises InputError: the model cannot take one of them."""
         for index, row in enumerate(rows):
             if not row:
                 raise InputError(f"input {index} is empty: there is no token to score")

@@ -1,4 +1,4 @@
-"""A reward model of transformers: token ids in, scores in float32 out.
+"""A reward model or a teacher of transformers: token ids in, scores or logprobs in float32 out.
 
 Guarantees: the head computes in float32 whatever the trunk's precision; a row's scores do not depend on the
 rows beside it (padding stands behind a row and is masked); a decoder's sequence score is that of its last
@@ -14,7 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from common.errors import ConfigError
 from common.run.chat_template import exact_attention
@@ -23,7 +28,10 @@ from services.reward.model_server.options import Dtype, Head
 HEADS = {
     "sequence": ("ForSequenceClassification", AutoModelForSequenceClassification),
     "token": ("ForTokenClassification", AutoModelForTokenClassification),
+    "lm": ("ForCausalLM", AutoModelForCausalLM),
 }
+LOGPROB_FLOOR = -9999.0
+"""Logprob of a token that the model rules out, as vLLM writes it: JSON knows no infinity."""
 NO_LIMIT_TOKENS = 1 << 24
 
 
@@ -64,11 +72,12 @@ class ScoringModel:
                 f"{self.kind} reward model. Give a model saved with its head, or another --head."
             )
         self.config = self._model.config
-        self.num_labels: int = self.config.num_labels
-        self.labels: dict[int, str] = dict(self.config.id2label or {})
+        self.num_labels: int = 0 if self.kind == "lm" else self.config.num_labels
+        self.labels: dict[int, str] = {} if self.kind == "lm" else dict(self.config.id2label or {})
         self.vocab_size: int = self.config.get_text_config().vocab_size
         self._pad_id = _pad_id(self.config)
-        self._compute_head_in_float32()
+        if self.kind != "lm":  # whose logits would cost twice the memory; they become float32 below
+            self._compute_head_in_float32()
         if not is_offloaded:
             self.restore()
 
@@ -83,7 +92,8 @@ class ScoringModel:
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Raw scores without activation, in the order of `rows`: [N] of a sequence, [T, N] of its tokens."""
+        """In the order of `rows`: raw scores without activation, [N] of a sequence, [T, N] of its tokens; of
+        a language model the logprob of each token, [T], 0 for the first, which nothing predicts."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         ids_BT = torch.full((len(rows), longest), self._pad_id, dtype=torch.long)
@@ -93,6 +103,8 @@ class ScoringModel:
         if min(lengths) < longest:  # without padding, attention is faster without a mask
             mask_BT = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long().to(self.device)
         ids_BT = ids_BT.to(self.device, non_blocking=True)
+        if self.kind == "lm":
+            return self._logprobs(ids_BT, mask_BT, lengths)
         if self.kind == "token":
             scores_BTN = self._model(input_ids=ids_BT, attention_mask=mask_BT).logits.float().cpu()
             return [scores_TN[:length] for scores_TN, length in zip(scores_BTN, lengths, strict=True)]
@@ -111,6 +123,17 @@ class ScoringModel:
             self._model.to(self.device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError(f"cannot move the reward model to {self.device}: {error}") from None
+
+    def _logprobs(self, ids_BT: Tensor, mask_BT: Tensor | None, lengths: list[int]) -> list[Tensor]:
+        """log_softmax of the model's own logits, so that whatever it scales or caps is in them; row by row in
+        float32, because a vocabulary is wide."""
+        logits_BTV = self._model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
+        found = []
+        for logits_TV, ids_T, length in zip(logits_BTV, ids_BT, lengths, strict=True):
+            logprobs_TV = torch.log_softmax(logits_TV[: length - 1].float(), dim=-1)
+            own_T = logprobs_TV.gather(-1, ids_T[1:length, None]).squeeze(-1).clamp(min=LOGPROB_FLOOR)
+            found.append(torch.cat([own_T.new_zeros(1), own_T]).cpu())
+        return found
 
     def _score_sequences(self, ids_BT: Tensor, mask_BT: Tensor | None, lengths: list[int]) -> Tensor:
         if not self._pools_last:
@@ -139,7 +162,7 @@ def _to_float32(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.float() if isinstance(value, Tensor) else value for value in inputs)
 
 
-def _kind_of(config: Any, head: Head, path: str) -> Literal["sequence", "token"]:
+def _kind_of(config: Any, head: Head, path: str) -> Literal["sequence", "token", "lm"]:
     if head != "auto":
         return head
     named = " ".join(config.architectures or ["none"])
@@ -149,7 +172,8 @@ def _kind_of(config: Any, head: Head, path: str) -> Literal["sequence", "token"]
         return "sequence"
     raise ConfigError(
         f"{path} is a {named}; expected ...ForSequenceClassification or ...ForTokenClassification. "
-        "Say --head sequence or --head token if transformers can load it as such."
+        "Say --head sequence or --head token if transformers can load it as such, --head lm for the logprobs "
+        "of a language model."
     )
 
 

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -22,7 +21,7 @@ from common.run.replicas import key_for
 from common.wire.codec import sendable
 from services.reward.functions.processes.pool import execution_of
 from services.reward.functions.request import Request
-from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome, describe
+from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.dependencies import RewardDependencies
 from services.reward.remote.faults import (
@@ -37,12 +36,14 @@ from services.reward.remote.faults import (
 from services.reward.remote.limiter import Permit
 from services.reward.remote.router import Replica
 from services.reward.remote.serving import check_local_replicas
+from services.reward.remote.templates import compiled, rendered
 from services.reward.remote.verdict import NONCE, Reading, make_verdict, unread
 from services.reward.sample import RewardSample
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+WHOSE = "the judge's"
 NONCE_BYTES = 4
 NO_KEY = "none"
 REGEX_PROCESSES = 2
@@ -56,8 +57,8 @@ class JudgePrompt:
 
     def __init__(self, name: str, config: JudgeConfig) -> None:
         where = f"reward.rewards.{name}.judge"
-        self._user = _compiled(config.template, f"{where}.template")
-        self._system = _compiled(config.system, f"{where}.system") if config.system else None
+        self._user = compiled(config.template, f"{where}.template")
+        self._system = compiled(config.system, f"{where}.system") if config.system else None
 
     def text(self, sample: RewardSample, nonce: str = "") -> str:
         """What the judge reads about a sample. `nonce` is a word that no completion can know.
@@ -65,46 +66,14 @@ class JudgePrompt:
         Raises:
             AttemptError: the template asks for something that the sample does not have.
         """
-        return _rendered(self._user, sample, nonce)
+        return rendered(self._user, sample, WHOSE, nonce)
 
     def messages(self, sample: RewardSample, nonce: str = "") -> list[ChatMessage]:
         """The same as a chat."""
         user = {"role": "user", "content": self.text(sample, nonce)}
         if self._system is None:
             return [user]
-        return [{"role": "system", "content": _rendered(self._system, sample, nonce)}, user]
-
-
-def _compiled(source: str, where: str) -> Template:
-    try:
-        return ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True).from_string(source)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        raise ConfigError(
-            f"{where} is no Jinja template: {error}{f' (line {line})' if line else ''}"
-        ) from None
-
-
-def _rendered(template: Template, sample: RewardSample, nonce: str) -> str:
-    fields: dict[str, Any] = {
-        "prompt": sample.prompt,
-        "messages": sample.chat,
-        "prompt_text": sample.prompt_text,
-        "completion": sample.solution_str,
-        "conversation": sample.conversation,
-        "ground_truth": sample.ground_truth,
-        "extra": sample.extra_info,
-        "data_source": sample.data_source,
-        "nonce": nonce,
-    }
-    try:
-        return template.render(fields)
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise AttemptError(
-            f"the judge's template cannot be filled in: {describe(error)}; it sees {', '.join(fields)}",
-            is_final=True,
-            kind="template",
-        ) from error
+        return [{"role": "system", "content": rendered(self._system, sample, WHOSE, nonce)}, user]
 
 
 @dataclass(frozen=True, slots=True)

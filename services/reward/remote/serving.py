@@ -20,6 +20,7 @@ import structlog
 
 from common.config import NamedRewardConfig, is_path
 from common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
+from common.config.reward_teacher import TeacherConfig
 from common.errors import ConfigError, EngineError, TidemillError
 from common.process.children import PRIVATE
 from common.process.heartbeats import reachable_host
@@ -225,6 +226,8 @@ def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int
         return [_FILLED.sub(lambda found: filled[found[0]], part) for part in local.command] + further
     if reward.model is not None:
         command = model_server_command(reward.model, model, options.host, port)
+    elif reward.teacher is not None:
+        command = teacher_command(reward.teacher, model, options.host, port)
     else:
         command = [*VLLM_SERVER, "--host", options.host, "--port", str(port), "--model", model]
         if reward.judge is not None:
@@ -239,7 +242,8 @@ def server_command(context: ServiceContext, reward: NamedRewardConfig, port: int
 def needs_vllm(reward: NamedRewardConfig) -> bool:
     """Whether its servers are vLLM's, as far as the config says which they are."""
     is_other = reward.local_replicas is not None and bool(reward.local_replicas.command)
-    return not is_other and (reward.model is None or reward.model.server == "vllm")
+    server = reward.model or reward.teacher
+    return not is_other and (server is None or server.server == "vllm")
 
 
 def model_server_command(config: RewardModelConfig, model: str, host: str, port: int) -> list[str]:
@@ -252,6 +256,15 @@ def model_server_command(config: RewardModelConfig, model: str, host: str, port:
     if config.shares_rollout_gpus:
         command += ["--share-device", "--turn-s", str(config.turn_s)]
     return command
+
+
+def teacher_command(config: TeacherConfig, model: str, host: str, port: int) -> list[str]:
+    """The command line of a teacher's server: vLLM's OpenAI server, or this project's."""
+    where = ["--host", host, "--port", str(port), "--model", model]
+    name = ["--served-model-name", config.served_name] if config.served_name else []
+    if config.server == "vllm":
+        return [*VLLM_SERVER, *where, *name]
+    return run_own(Program.MODEL_SERVER, "--head", "lm", *where, *name)
 
 
 def server_environment(context: ServiceContext, reward: NamedRewardConfig) -> dict[str, str]:
@@ -303,10 +316,11 @@ def check_local_replicas(name: str, reward: NamedRewardConfig) -> None:
             "paths in a config start at the config's folder."
         )
     if folder.is_dir() and needs_template(reward) and ChatTemplate.of(folder, template_file(reward)) is None:
-        what = "input: chat" if reward.model else "api: chat"
-        other = (
-            "input: text, or ids where the tokenizer is the policy's" if reward.model else "api: completions"
-        )
+        what, other = "api: chat", "api: completions"
+        if reward.model is not None:
+            what, other = "input: chat", "input: text, or ids where the tokenizer is the policy's"
+        elif reward.teacher is not None:
+            what, other = "chat: true", "chat: false"
         raise ConfigError(
             f"reward {name}: {what} needs a chat template, and the tokenizer of {folder} has none. Give the "
             f"servers one with local_replicas.args: [--chat-template, FILE], or take {other}."
@@ -317,6 +331,8 @@ def needs_template(reward: NamedRewardConfig) -> bool:
     """Whether its servers are sent chats."""
     if reward.judge is not None:
         return reward.judge.api == "chat" and not reward.judge.router_only
+    if reward.teacher is not None:
+        return reward.teacher.chat
     return reward.model is not None and reward.model.input == "chat"
 
 

@@ -35,7 +35,7 @@ _NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache", "sources"}
 def version_of(name: str, config: NamedRewardConfig) -> str:
     """A digest of all that decides what a reward returns, the source file of its function included."""
     tree = config.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
-    for server in ("judge", "model"):
+    for server in ("judge", "model", "teacher"):
         (tree.get(server) or {}).pop("prices", None)
     digest = hashlib.blake2b(json.dumps([name, tree]).encode(), digest_size=16)
     for text in _texts(tree):
@@ -134,4 +134,6 @@ def _digest(version: str, sample: RewardSample) -> str:
     ]
     if sample.session is not None:
         parts += [sample.session, None if sample.loss_mask is None else sample.loss_mask.tobytes()]
+    for segment in sample.segments[:-1]:  # of a session whose history was rewritten
+        parts += [segment.prompt_ids.tobytes(), segment.completion_ids.tobytes(), segment.mask.tobytes()]
     return hashlib.blake2b(pack(parts, str), digest_size=16).hexdigest()

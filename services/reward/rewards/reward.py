@@ -1,8 +1,8 @@
 """What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
 
-Functions, judges, reward models, sandboxes and environments are its kinds; each implements `Reward`, and
-`make_reward` chooses. Attempts, backoff, concurrency, cache and failure policy stand around all of them
-alike, in `named.py`: a kind makes one attempt and says what came of it.
+Functions, judges, reward models, sandboxes, environments and teachers are its kinds; each implements
+`Reward`, and `make_reward` chooses. Attempts, backoff, concurrency, cache and failure policy stand around
+all of them alike, in `named.py`: a kind makes one attempt and says what came of it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -21,6 +21,7 @@ from services.reward.remote.dependencies import RewardDependencies
 from services.reward.remote.judge import check_judge, make_judge
 from services.reward.remote.reward_model import check_model_reward, make_model_reward
 from services.reward.remote.serving import check_local_replicas
+from services.reward.remote.teacher import check_teacher, make_teacher
 from services.reward.rewards.environment import EnvironmentReward
 from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
 from services.reward.sample import RewardSample
@@ -99,6 +100,8 @@ def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDepend
         return make_model_reward(name, config, dependencies)
     if config.environment:
         return EnvironmentReward()
+    if config.teacher is not None:
+        return make_teacher(name, config, dependencies)
     return make_judge(name, config, dependencies)
 
 
@@ -114,6 +117,8 @@ def check_reward(name: str, config: NamedRewardConfig) -> RewardFunction | None:
         return _function(name, config)
     if config.judge is not None:
         check_judge(name, config)
+    if config.teacher is not None:
+        check_teacher(name, config)
     if config.model is not None:
         check_model_reward(name, config.model)
         check_local_replicas(name, config)

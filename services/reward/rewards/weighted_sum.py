@@ -1,8 +1,8 @@
 """The reward of a sample as the weighted sum of its parts, and what a failed part means.
 
-What does not apply is left out of the sum, as in TRL. A part that failed is replaced by its own
-`failure_value` where its policy is `value`; otherwise it fails the score, and the score says whether only
-the sample or its whole group is given up.
+What does not apply is left out of the sum, as in TRL. A teacher adds nothing to it: its logprobs travel
+beside it. A part that failed is replaced by its own `failure_value` where its policy is `value`; otherwise it
+fails the score, and the score says whether only the sample or its whole group is given up.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ class Total:
     tries: tuple[Try, ...] = ()
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
+    teacher_logprobs: bytes | None = None
 
     def score(self, key: TrajectoryKey, worker: str, latency_s: float) -> Score:
         """The score to publish."""
@@ -85,6 +86,7 @@ class WeightedSum:
         components, detail = self._notes(parts)
         total, num_values, failed, is_group_lost = 0.0, 0, list[str](), False
         policy: OnFailure = ""
+        teacher_logprobs: bytes | None = None
         for named in self.rewards:
             part, config = parts[named.name], named.config
             value = part.value
@@ -98,6 +100,9 @@ class WeightedSum:
                 detail.setdefault("failures", {})[named.name] = part.error
             if value is not None:
                 total += config.weight * value
+                num_values += 1
+            elif part.teacher_logprobs is not None:
+                teacher_logprobs = part.teacher_logprobs
                 num_values += 1
         status, error = ScoreStatus.OK, ""
         if failed:
@@ -116,6 +121,7 @@ class WeightedSum:
             tries=tuple((name, *one) for name, part in parts.items() for one in part.tries),
             components=components,
             detail=detail,
+            teacher_logprobs=None if failed else teacher_logprobs,
         )
 
     def failures(self) -> dict[str, int]:

@@ -10,12 +10,18 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from common.config import RunConfig
+from common.config import NamedRewardConfig, RunConfig
 from common.wire.messages import Score, ScoreStatus, Trajectory
-from services.trainer.groups.samples import Precomputed, PrecomputedTokens, Sample, make_sample
+from services.trainer.groups.samples import (
+    Precomputed,
+    PrecomputedTokens,
+    Sample,
+    make_sample,
+    with_teaching,
+)
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
-BAD_NUMBERS = "bad_numbers"
+BAD_NUMBERS, UNTAUGHT = "bad_numbers", "no_teacher_logprobs"
 
 MAX_REWARD = 1e30
 """Beyond this, sums and squares of rewards could overflow; no reward means such a number."""
@@ -101,7 +107,8 @@ class GroupFilter:
         if group.is_ahead or group.max_version > step:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(group.ticket, STALE, detail)
-        rewards, left_out = self._rewards(group.scores)
+        teacher = self._teacher(group)
+        rewards, left_out = self._rewards(group.scores, teacher is not None)
         for index, _ in left_out:
             # A reward of its own policy says so in the score; the others leave it to the run's.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
@@ -110,35 +117,53 @@ class GroupFilter:
             reasons = {score.error for score in group.scores.values() if score.error}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
             return Refusal(group.ticket, FEW_SCORES, detail)
-        if self.algorithm.filter_zero_variance and len(set(rewards.values())) == 1:
+        is_constant = len(set(rewards.values())) == 1
+        # Where a teacher counts, samples of one reward teach as well.
+        if self.algorithm.filter_zero_variance and is_constant and not (teacher and teacher[1].weight):
             values = tuple(rewards.values())
             return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}", values)
         try:
-            samples = [self._sample(group.trajectories[index], reward) for index, reward in rewards.items()]
+            samples = [self._sample(group, index, reward, teacher) for index, reward in rewards.items()]
         except ValueError as error:
             return Refusal(group.ticket, BAD_NUMBERS, str(error))
         return TrainableGroup(group, samples, list(rewards.values()), left_out).with_precomputed()
 
-    def _rewards(self, scores: Mapping[int, Score]) -> tuple[dict[int, float], list[tuple[int, str]]]:
-        """Reward of each usable sample by index, and the indices left out, with the reason."""
+    def _teacher(self, group: CompleteGroup) -> tuple[str, NamedRewardConfig] | None:
+        """The teacher of the group's data source, which is that of all its trajectories."""
+        trajectory = next(iter(group.trajectories.values()))
+        return self.reward.teacher_of(trajectory.data_source, trajectory.source)
+
+    def _rewards(
+        self, scores: Mapping[int, Score], is_taught: bool
+    ) -> tuple[dict[int, float], list[tuple[int, str]]]:
+        """Reward of each usable sample by index, and the indices left out, with the reason. A value in place
+        of a failed score (a group function's, or the run's) is none in place of a teacher's logprobs."""
         rewards: dict[int, float] = {}
         left_out: list[tuple[int, str]] = []
         for index in sorted(scores):
             score = scores[index]
-            if score.status is ScoreStatus.OK and score.value is not None:
+            if is_taught and score.status is ScoreStatus.OK and score.teacher_logprobs is None:
+                left_out.append((index, UNTAUGHT))
+            elif score.status is ScoreStatus.OK and score.value is not None:
                 rewards[index] = score.value
-            elif not score.on_failure and self.reward.failure_value is not None:
+            elif not is_taught and not score.on_failure and self.reward.failure_value is not None:
                 rewards[index] = self.reward.failure_value
             else:
                 left_out.append((index, FAILED_SCORE))
         return rewards, left_out
 
-    def _sample(self, trajectory: Trajectory, reward: float) -> Sample:
+    def _sample(
+        self, group: CompleteGroup, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
+    ) -> Sample:
         """Raises ValueError where a logprob is not finite, a reward is out of range, or a prompt is empty."""
-        weight = 0.0
+        trajectory, weight = group.trajectories[index], 0.0
         if trajectory.session:
             weight = self.config.turn_reward_weight(trajectory.data_source, trajectory.source)
         sample = make_sample(trajectory, weight)
+        if teacher is not None:
+            logprobs_A = group.scores[index].teacher_logprobs
+            assert logprobs_A is not None, "`_rewards` leaves out what has none"
+            sample = with_teaching(sample, teacher[0], logprobs_A, teacher[1].weight)
         for one in (reward, *(turn.reward for turn in sample.turns)):
             if not abs(one) <= MAX_REWARD:
                 raise ValueError(f"trajectory {trajectory.key}: reward {one} is beyond {MAX_REWARD:g}")

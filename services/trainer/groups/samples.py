@@ -52,6 +52,16 @@ class TurnEnd(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Teaching:
+    """What a teacher says of a sample: its logprobs [T], 0 at tokens that the model did not sample."""
+
+    teacher: str
+    logprobs: Float32
+    weight: float
+    """How much it counts; 0 only measures it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """T completion tokens, of which those with `mask` are trained: never those of an environment.
 
@@ -89,6 +99,8 @@ class Sample:
     """All segments in order, where there are several; empty for one, whose prompt is `prompt_ids`."""
     turns: tuple[TurnEnd, ...] = ()
     """Of a session, in order; empty for a single turn."""
+    teaching: Teaching | None = None
+    """Where the sample's data source has a teacher."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -170,6 +182,22 @@ def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
         ),
         turns=tuple(_turn_ends(segments, turn_weight)),
     )
+
+
+def with_teaching(sample: Sample, teacher: str, logprobs_A: Float32, weight: float) -> Sample:
+    """The sample with a teacher's logprobs of its A sampled tokens; before `mask` leaves any of them out.
+
+    Raises:
+        ValueError: there are not A of them: they are of other tokens.
+    """
+    if len(logprobs_A) != sample.num_trained:
+        raise ValueError(
+            f"trajectory {sample.key}: teacher {teacher} has {len(logprobs_A)} logprobs for "
+            f"{sample.num_trained} sampled tokens"
+        )
+    logprobs_T = np.zeros(len(sample.completion_ids), dtype=np.float32)
+    logprobs_T[sample.mask] = logprobs_A
+    return replace(sample, teaching=Teaching(teacher, logprobs_T, weight))
 
 
 def num_sampled(trajectory: Trajectory) -> int:

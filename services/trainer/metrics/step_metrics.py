@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from common.telemetry import metrics
 from common.wire.messages import Commit, Score, Trajectory
+from services.trainer.algorithm.advantages.teaching import log_ratios
 from services.trainer.algorithm.losses.totals import loss_metrics
 from services.trainer.groups.group_filter import TrainableGroup
-from services.trainer.groups.samples import num_sampled, sampled_versions
+from services.trainer.groups.samples import Sample, num_sampled, sampled_versions
 from services.trainer.metrics.session_metrics import session_metrics
 from services.trainer.metrics.source_metrics import source_metrics
 from services.trainer.step import StepResult
@@ -110,6 +111,7 @@ def step_metrics(
         **stage_metrics(trajectories, scores, queued),
         **session_metrics(trajectories),
         **source_metrics(step, result.groups, success_threshold),
+        **_teacher_metrics(result.samples),
     }
     return metrics | _policy_metrics(result)
 
@@ -146,6 +148,21 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
                 values.setdefault(name, []).append(value)
     means = {f"rewards/{name}/mean": float(np.mean(items)) for name, items in values.items()}
     return means | {f"rewards/{name}/std": _std(items) for name, items in values.items()}
+
+
+def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """`teacher/<name>/reverse_kl` of each teacher: the mean of log p_rollout - log p_teacher over the trained
+    tokens of its samples, an estimate of KL(rollout || teacher) a token; and how many tokens that were."""
+    gaps: dict[str, list[NDArray[np.float64]]] = {}
+    for sample in samples:
+        if sample.teaching is not None:
+            gaps.setdefault(sample.teaching.teacher, []).append(log_ratios(sample, sample.teaching))
+    found: dict[str, float] = {}
+    for name, parts in sorted(gaps.items()):
+        gap_N = np.concatenate(parts)
+        found[f"teacher/{name}/reverse_kl"] = float(gap_N.mean()) if len(gap_N) else 0.0
+        found[f"teacher/{name}/tokens"] = float(len(gap_N))
+    return found
 
 
 def _policy_metrics(result: StepResult) -> dict[str, float]:

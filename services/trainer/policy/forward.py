@@ -243,6 +243,8 @@ def tile_tokens(
     for field, name in _OPTIONAL.items():
         if (values := _joined(chosen, places, field)) is not None:
             columns[name] = values
+    if any(sample.teaching for sample in chosen):
+        columns |= _teaching(chosen, places)
     stacked = torch.from_numpy(np.stack([np.asarray(column, np.float64) for column in columns.values()]))
     tensors = stacked.to(scores.logprobs_N.device, scores.logprobs_N.dtype)
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(tile.samples))}
@@ -255,6 +257,17 @@ def tile_tokens(
         num_sequences=len(numbers),
         **dict(zip(columns, tensors, strict=True)),
     )
+
+
+def _teaching(samples: Sequence[Sample], places: Sequence[Int32]) -> dict[str, NDArray[np.floating]]:
+    """Logprobs and weights of the teachers at the rows' tokens. Tokens without a teacher have weight 0, so
+    that what stands for its logprobs adds exactly 0. Shapes [N]."""
+    logprobs, weights = [], []
+    for sample, own in zip(samples, places, strict=True):
+        teaching = sample.teaching
+        logprobs.append(np.zeros(len(own)) if teaching is None else teaching.logprobs[own])
+        weights.append(np.full(len(own), 0.0 if teaching is None else teaching.weight))
+    return {"teacher_logprobs_N": np.concatenate(logprobs), "teacher_weights_N": np.concatenate(weights)}
 
 
 def _joined(samples: Sequence[Sample], places: Sequence[Int32], field: str) -> NDArray[np.floating] | None:

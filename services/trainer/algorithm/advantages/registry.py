@@ -39,6 +39,7 @@ from services.trainer.algorithm.advantages.estimators import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from services.trainer.algorithm.advantages.teaching import taught
 from services.trainer.algorithm.users_function import contained, load_users_function, taken_by
 from services.trainer.groups.group_filter import TrainableGroup
 from services.trainer.groups.samples import Sample
@@ -268,7 +269,7 @@ class Advantages:
         estimates = iter(self._advantage.estimate(episodes))
         try:
             return [
-                replace(group, samples=[_with(sample, next(estimates)) for sample in group.samples])
+                replace(group, samples=[self._with(sample, next(estimates)) for sample in group.samples])
                 for group in groups
             ]
         except ValueError as error:
@@ -287,6 +288,9 @@ class Advantages:
         score = group.source.scores.get(sample.key[1])
         components = score.components if score else {}
         return tuple(Part(weight, components.get(name)) for name, weight in self._weights.items())
+
+    def _with(self, sample: Sample, estimate: Estimate) -> Sample:
+        return taught(_with(sample, estimate), self._algorithm.teacher)
 
 
 def _with(sample: Sample, estimate: Estimate) -> Sample:

@@ -1,7 +1,7 @@
 """The loss of a forward pass: surrogate, importance weights, KL, entropy bonus and value loss in one sum.
 
-    sum over tokens of weight * (-importance * objective + beta * KL + c_R * log(p / q)^2 - c_H * entropy
-                                 + c_V * value loss), with p now and q at the rollout
+    sum over tokens of weight * (-importance * objective + beta * KL + c_R * log(p / q)^2 + w * teacher's KL
+                                 - c_H * entropy + c_V * value loss), with p now and q at the rollout
 
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
@@ -19,6 +19,7 @@ from services.trainer.algorithm.losses.corrections import (
     Importance,
     importance_weights,
     kl_penalty,
+    teacher_kl,
     value_loss,
 )
 from services.trainer.algorithm.losses.registry import SurrogateFunction
@@ -80,6 +81,8 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
     if algorithm.rollout_penalty:
         gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
         loss_N = loss_N + algorithm.rollout_penalty * gap_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()
+    if algorithm.teacher.place == "loss":
+        loss_N = loss_N + _teacher_term(tokens, algorithm, sums)
     if algorithm.entropy_coefficient:
         loss_N = loss_N - algorithm.entropy_coefficient * tokens.entropies_N
     if tokens.values_N is not None:
@@ -100,6 +103,20 @@ def _weights(
     is_rejected_N = rejected_tokens(proximal_N - tokens.rollout_logprobs_N, *sequences, rejection)
     sums["rejected"] = is_rejected_N.sum()
     return kept_weights(tokens.weights_N, is_rejected_N, *sequences, algorithm.normalisation, rejection)
+
+
+def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:
+    """weight * KL(policy || teacher) of each token; its sums go into `sums`, also where no token of this
+    forward pass has a teacher."""
+    if tokens.teacher_logprobs_N is None or tokens.teacher_weights_N is None:
+        nothing_N = torch.zeros_like(tokens.weights_N)
+        sums["teacher_kl_sum"] = sums["teacher_tokens"] = nothing_N.sum()
+        return nothing_N
+    kl_N = teacher_kl(tokens.logprobs_N, tokens.teacher_logprobs_N, algorithm.teacher)
+    has_teacher_N = tokens.teacher_weights_N > 0
+    sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()
+    sums["teacher_tokens"] = has_teacher_N.sum()
+    return tokens.teacher_weights_N * kl_N
 
 
 def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:

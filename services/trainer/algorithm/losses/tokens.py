@@ -43,6 +43,9 @@ class Tokens:
     """What the policy's term of each token is multiplied by, from statistics of the mini-batch."""
     penalised_N: Tensor | None = None
     """1 for the tokens that kl-cov penalises."""
+    teacher_logprobs_N: Tensor | None = None
+    teacher_weights_N: Tensor | None = None
+    """How much each token's teacher counts; 0 without one. They come together."""
 
     def floored(self) -> "Tokens":
         """The same with logprobs of at least `LOGPROB_FLOOR`.

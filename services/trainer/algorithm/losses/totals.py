@@ -48,6 +48,9 @@ class MicroBatchMetrics:
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     """|current - rollout| of the logprobs: staleness plus numerical mismatch."""
+    teacher_kl_sum: float = 0.0
+    """Estimate of KL(current || teacher) where that is in the loss, over `teacher_tokens` tokens."""
+    teacher_tokens: float = 0.0
     value_loss_sum: float = 0.0
     value_square_error_sum: float = 0.0
     return_sum: float = 0.0
@@ -95,7 +98,8 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
         "logprob_gap/max": sums.mismatch_max,
     }
     selected = {"selection/left_out_mean": sums.left_out / tokens} if sums.left_out else {}
-    return metrics | selected | _value_metrics(sums, tokens)
+    taught = {"teacher_kl": sums.teacher_kl_sum / sums.teacher_tokens} if sums.teacher_tokens else {}
+    return metrics | selected | taught | _value_metrics(sums, tokens)
 
 
 def effective_share(sums: MicroBatchMetrics) -> float:

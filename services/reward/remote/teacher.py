@@ -1,0 +1,247 @@
+"""A teacher's logprobs of what the policy sampled: exact for every token, or an error, never a guess.
+
+One attempt is one request for one sample: all its segments as prompts of OpenAI's completions API, with
+vLLM's `prompt_logprobs`; ids are sent as they were sampled. Logprobs are those of temperature 1. Where the
+teacher reads a prompt of its own, the server's `/tokenize` makes ids of it, by the teacher's chat template.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import httpx
+import numpy as np
+
+from common.config import NamedRewardConfig, TeacherConfig
+from common.run.replicas import key_for
+from common.wire.arrays import Float32
+from services.reward.outcome import AttemptError, RewardOutcome
+from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.dependencies import RewardDependencies
+from services.reward.remote.faults import (
+    CHARS_PER_TOKEN,
+    SHOWN_CHARS,
+    FaultKind,
+    RemoteFault,
+    check_key,
+    connection_fault,
+    status_fault,
+)
+from services.reward.remote.limiter import Permit
+from services.reward.remote.router import Replica
+from services.reward.remote.serving import check_local_replicas
+from services.reward.remote.templates import compiled, rendered
+from services.reward.sample import ChatMessages, RewardSample
+
+T = TypeVar("T")
+
+LOGPROB = "logprob"
+"""Component: the mean of the teacher's logprobs over the tokens that the model sampled."""
+URGENT, NORMAL = -1, 0
+MAX_PROMPTS = 4096
+"""Prompts of the teacher's own whose ids are kept: all samples of a group have the same."""
+
+
+class TeacherPrompt:
+    """The prompt that a teacher reads in place of the policy's."""
+
+    def __init__(self, name: str, config: TeacherConfig) -> None:
+        self._name, self._config = name, config
+        where = f"reward.rewards.{name}.teacher.template"
+        self._template = compiled(config.template, where) if config.template else None
+
+    def of(self, sample: RewardSample) -> str | ChatMessages:
+        """Text as it is, or chat messages for the teacher's template.
+
+        Raises:
+            AttemptError: the row lacks what the prompt is made of.
+        """
+        if self._template is not None:
+            found: Any = rendered(self._template, sample, "the teacher's")
+        else:
+            found = sample.extra_info.get(self._config.prompt_column)
+        if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
+            return found
+        if not isinstance(found, str) or not found:
+            columns = ", ".join(sorted(sample.extra_info)) or "none"
+            what = "is empty" if found in ("", []) else "is not there" if found is None else "is no prompt"
+            raise AttemptError(
+                f"the prompt of teacher {self._name} {what}: expected text or chat messages in column "
+                f"{self._config.prompt_column or '(template)'}; the row's columns are {columns}",
+                is_final=True,
+                kind="prompt",
+            )
+        return [{"role": "user", "content": found}] if self._config.chat else found
+
+
+class Row:
+    """One segment as the teacher reads it: `ids`, of which those at `places` are what the model sampled."""
+
+    def __init__(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], mask: Any) -> None:
+        chosen = np.flatnonzero(mask)
+        self.ids = [*map(int, prompt_ids), *map(int, completion_ids[: chosen[-1] + 1 if len(chosen) else 0])]
+        self.places = [len(prompt_ids) + int(place) for place in chosen]
+
+
+class TeacherReward:
+    """The logprobs of one teacher behind a router."""
+
+    slots: int | None = None
+
+    def __init__(self, name: str, config: TeacherConfig, calls: RemoteCalls, http: httpx.AsyncClient) -> None:
+        self._config, self._calls, self._http = config, calls, http
+        self._prompt = TeacherPrompt(name, config) if config.has_own_prompt else None
+        self._known: dict[str, list[int]] = {}
+
+    async def score(self, sample: RewardSample) -> RewardOutcome:
+        """Ask the teacher once. Raises AttemptError: no replica gave all logprobs, or they make no sense."""
+        rows = [row for row in await self._rows(sample) if row.places]
+        if not rows:  # the model sampled nothing: there is nothing to be taught
+            return RewardOutcome(None, teacher_logprobs=b"")
+        body: dict[str, Any] = {
+            "prompt": [row.ids for row in rows],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        } | self._model()
+        if self._config.server == "transformers":  # vLLM knows priorities only when started so
+            body["priority"] = URGENT if sample.is_evaluation else NORMAL
+        found = await self._calls.ask(
+            lambda replica, permit: self._post(
+                replica, permit, "/v1/completions", body, lambda answer: read_logprobs(answer, rows)
+            ),
+            sample.lane,
+            sum(len(row.ids) + 1 for row in rows),
+        )
+        mean = float(np.mean(found, dtype=np.float64))
+        return RewardOutcome(None, {LOGPROB: mean}, teacher_logprobs=found.astype("<f4").tobytes())
+
+    async def close(self) -> None:
+        """Stop watching replicas."""
+        await self._calls.close()
+
+    async def _rows(self, sample: RewardSample) -> list[Row]:
+        """All segments. With a prompt of the teacher's own, it stands where the row's prompt stood.
+
+        Raises:
+            AttemptError: a rewritten history does not begin with the row's prompt.
+        """
+        if self._prompt is None:
+            return [Row(s.prompt_ids, s.completion_ids, s.mask) for s in sample.segments]
+        own = await self._ids(self._prompt.of(sample), sample)
+        old, rows = sample.segments[0].prompt_ids, []
+        for number, segment in enumerate(sample.segments):
+            if not np.array_equal(segment.prompt_ids[: len(old)], old):
+                raise AttemptError(
+                    f"segment {number} of the session does not begin with the row's prompt, so there is no "
+                    "place for the teacher's own; leave prompt_column and template out for such sessions",
+                    is_final=True,
+                    kind="prompt",
+                )
+            prompt_ids = [*own, *segment.prompt_ids[len(old) :].tolist()]
+            rows.append(Row(prompt_ids, segment.completion_ids, segment.mask))
+        return rows
+
+    async def _ids(self, prompt: str | ChatMessages, sample: RewardSample) -> list[int]:
+        key = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        if (known := self._known.get(key)) is not None:
+            return known
+        asked: dict[str, Any] = {"prompt": prompt}
+        if not isinstance(prompt, str):
+            asked = {"messages": prompt, "add_generation_prompt": True}
+        body = asked | self._model()
+        ids = await self._calls.ask(
+            lambda replica, permit: self._post(replica, permit, "/tokenize", body, read_ids),
+            sample.lane,
+            len(key) // CHARS_PER_TOKEN,
+        )
+        if len(self._known) >= MAX_PROMPTS:
+            self._known.clear()
+        self._known[key] = ids
+        return ids
+
+    def _model(self) -> dict[str, str]:
+        return {"model": self._config.served_name} if self._config.served_name else {}
+
+    async def _post(
+        self,
+        replica: Replica,
+        permit: Permit,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[dict[str, Any]], T],
+    ) -> T:
+        key = key_for(replica.is_registered, self._config.api_key_env)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            answer = await self._http.post(replica.root + path, json=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise connection_fault(replica.origin, error) from error
+        if answer.status_code != 200:
+            raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
+        try:
+            tree = answer.json()
+            found = read(tree)
+            num_tokens = int((tree.get("usage") or {}).get("prompt_tokens", 0))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            shown = " ".join(answer.text.split())[:SHOWN_CHARS]
+            raise RemoteFault(
+                FaultKind.GARBAGE, f"{replica.origin} answered what are no logprobs ({error}): {shown}"
+            ) from error
+        permit.used_tokens = num_tokens
+        self._calls.count_tokens(num_tokens, 0)
+        return found
+
+
+def read_logprobs(answer: dict[str, Any], rows: Sequence[Row]) -> Float32:
+    """The logprobs at the rows' places, end to end, from an answer of the completions API.
+
+    Raises:
+        ValueError: the answer has not one finite logprob, at most 0, for each of them.
+    """
+    choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    if len(choices) != len(rows):
+        raise ValueError(f"{len(choices)} choices for {len(rows)} prompts")
+    found: list[float] = []
+    for choice, row in zip(choices, rows, strict=True):
+        given = choice.get("prompt_logprobs")
+        if given is None or len(given) != len(row.ids):
+            count = "no" if given is None else str(len(given))
+            raise ValueError(f"{count} prompt_logprobs for {len(row.ids)} tokens")
+        for place in row.places:
+            if given[place] is None:
+                raise ValueError(f"no logprob for token {place}")
+            found.append(float(given[place][str(row.ids[place])]["logprob"]))
+    bad = [value for value in found if not math.isfinite(value) or value > 1e-3]
+    if bad:
+        raise ValueError(f"a logprob of {bad[0]}")
+    return np.asarray(found, dtype=np.float32)
+
+
+def read_ids(answer: dict[str, Any]) -> list[int]:
+    """The token ids in an answer of `/tokenize`. Raises ValueError: there are none."""
+    ids = [int(token) for token in answer["tokens"]]
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    return ids
+
+
+def make_teacher(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> TeacherReward:
+    """The teacher called `name`, ready to be asked; raises as `check_teacher` does."""
+    assert config.teacher is not None
+    check_key(name, config.teacher.api_key_env, "teacher.api_key_env")
+    calls = dependencies.make_calls(name, config.teacher, config.timeout_s)
+    return TeacherReward(name, config.teacher, calls, dependencies.http)
+
+
+def check_teacher(name: str, config: NamedRewardConfig) -> None:
+    """Find what is wrong with a teacher without asking it.
+
+    Raises:
+        ConfigError: its template is none, its key is not there, or its local replicas cannot start.
+    """
+    assert config.teacher is not None
+    check_key(name, config.teacher.api_key_env, "teacher.api_key_env")
+    check_local_replicas(name, config)
+    TeacherPrompt(name, config.teacher)

@@ -1,0 +1,263 @@
+"""A teacher behind real servers: exact logprobs of every sampled token, or an error and never a guess."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.config import TeacherConfig
+from common.streams import Entry, append, read_range
+from common.wire.messages import Lane, Score, ScoreStatus, Trajectory
+from services.reward.outcome import AttemptError
+from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.limiter import Limiter
+from services.reward.remote.router import Router
+from services.reward.remote.teacher import TeacherReward
+from services.reward.sample import RewardSample
+from tests.support.misbehaving import MisbehavingServer, cuts, hangs, says
+from tests.support.models import tiny_model, write_tokenizer
+from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server
+from tests.support.runs import ServiceRun
+from tests.support.sessions import make_segment, make_session
+from tests.support.trajectories import make_config, make_trajectory
+from tests.support.waiting import wait_until
+
+COUNT = 24
+TRAJECTORY = make_trajectory(completion_ids=np.array([5, 6, 7], np.int32))
+
+
+class _NoKeys:
+    """Without limits, no key is used."""
+
+    def limits(self, reward: str) -> str:
+        return reward
+
+    requests = limits
+
+
+def teacher_of(url: str, http: httpx.AsyncClient, timeout_s: float = 30.0, **fields: Any) -> TeacherReward:
+    config = TeacherConfig(base_urls=(url,), **fields)
+    router = Router("wise", config.base_urls, config.routing, http)
+    calls = RemoteCalls("wise", router, Limiter(None, _NoKeys(), "wise", config.limits), timeout_s)  # type: ignore[arg-type]
+    return TeacherReward("wise", config, calls, http)
+
+
+async def logprobs_of(teacher: TeacherReward, trajectory: Trajectory) -> np.ndarray:
+    outcome = await teacher.score(RewardSample.from_trajectory(trajectory, Lane.TRAIN))
+    assert outcome.value is None and outcome.teacher_logprobs is not None
+    return np.frombuffer(outcome.teacher_logprobs, np.float32)
+
+
+def by_hand(path: Path, trajectory: Trajectory, own_prompt: list[int] | None = None) -> np.ndarray:
+    """One row after the other, with whole logits."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    found, old = [], len(trajectory.prompt_ids)
+    for segment in trajectory.segments:
+        prompt = segment.prompt_ids.tolist()
+        prompt = prompt if own_prompt is None else [*own_prompt, *prompt[old:]]
+        ids = [*prompt, *segment.completion_ids.tolist()]
+        with torch.inference_mode():
+            logprobs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        places = len(prompt) + np.flatnonzero(segment.mask)
+        found += [float(logprobs[place - 1, ids[place]]) for place in places]
+    return np.array(found, np.float32)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_model(tmp_path_factory.mktemp("teacher"), seed=5)
+    write_tokenizer(folder, chat_template=CHAT_TEMPLATE)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    server = start_server(path, log, "--head", "lm")
+    try:
+        await wait_until(lambda: server_url(log), 60)
+        yield server_url(log) + "/v1"
+    finally:
+        server.terminate()
+        await asyncio.to_thread(server.wait, 30)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+class TestServer:
+    async def test_logprobs_are_those_of_a_plain_forward_pass(self, url: str, path: Path) -> None:
+        rng = np.random.default_rng(0)
+        sizes = [1, 3, 9, 30, 2, 17]
+        trajectories = [
+            make_trajectory(
+                i,
+                prompt_ids=rng.integers(3, 32, 1 + i).astype(np.int32),
+                completion_ids=rng.integers(0, 32, size).astype(np.int32),
+                logprobs=np.full(size, -1.0, np.float32),
+            )
+            for i, size in enumerate(sizes)
+        ]
+        async with httpx.AsyncClient() as http:
+            teacher = teacher_of(url, http, server="transformers")
+            found = await asyncio.gather(*(logprobs_of(teacher, t) for t in trajectories))
+            await teacher.close()
+        for trajectory, logprobs in zip(trajectories, found, strict=True):
+            np.testing.assert_allclose(logprobs, by_hand(path, trajectory), atol=2e-6)
+
+    async def test_every_segment_of_a_session_is_scored_and_only_the_models_tokens(
+        self, url: str, path: Path
+    ) -> None:
+        session = make_session(
+            0, 1, make_segment((3, 4), (6,), (8, 9), (11, 12)), make_segment((14, 15, 16), (17, 18), (19,))
+        )
+        empty = make_trajectory(
+            completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), spans=((0, 0),)
+        )
+        async with httpx.AsyncClient() as http:
+            teacher = teacher_of(url, http)
+            found, nothing = await logprobs_of(teacher, session), await logprobs_of(teacher, empty)
+            await teacher.close()
+        assert len(found) == sum(int(s.mask.sum()) for s in session.segments) == 5
+        np.testing.assert_allclose(found, by_hand(path, session), atol=2e-6)
+        assert len(nothing) == 0
+
+    async def test_a_prompt_of_its_own_stands_where_the_rows_prompt_stood(self, url: str, path: Path) -> None:
+        """The vocabulary is `w0` = 3, `w1` = 4, ...; the chat template puts `<user>`, unknown, before it."""
+        extra = {"hint": "w4 w5 w6", "chat": [{"role": "user", "content": "w7"}]}
+        plain = make_trajectory(extra=extra, completion_ids=np.array([5, 6, 7], np.int32))
+        first = make_segment((3, 4), (6,), (8, 9), (11, 12))
+        session = make_session(0, 1, first, make_segment((3, 4, 16), (17, 18)), extra=extra)
+        async with httpx.AsyncClient() as http:
+            for fields, own in (
+                ({"prompt_column": "hint"}, [7, 8, 9]),
+                ({"template": "{{ extra.hint }} w0"}, [7, 8, 9, 3]),
+                ({"prompt_column": "chat"}, [2, 10]),
+            ):
+                teacher = teacher_of(url, http, **fields)
+                for trajectory in (plain, session):
+                    found = await logprobs_of(teacher, trajectory)
+                    np.testing.assert_allclose(found, by_hand(path, trajectory, own), atol=2e-6)
+                await teacher.close()
+            teacher = teacher_of(url, http, prompt_column="hint")
+            elsewhere = make_session(0, 1, first, make_segment((14, 15), (17, 18)), extra=extra)
+            with pytest.raises(AttemptError, match="segment 1 of the session does not begin") as caught:
+                await logprobs_of(teacher, elsewhere)
+            await teacher.close()
+        assert caught.value.is_final
+
+    @pytest.mark.parametrize(
+        ("body", "said"),
+        [
+            ({"prompt": [[3, 99]], "prompt_logprobs": 0}, "token id 99"),
+            ({"prompt": [3] * 200, "prompt_logprobs": 0}, "200 tokens"),
+            ({"prompt": [[3, 4]], "prompt_logprobs": 5}, "ask for 0"),
+            ({"prompt": [[3, 4]], "prompt_logprobs": 0, "max_tokens": 9}, "generates nothing"),
+            ({"prompt": "text", "prompt_logprobs": 0}, "prompt"),
+            ({"prompt": [[3, 4]]}, "prompt_logprobs"),
+            ({"prompt": [[3, 4]], "prompt_logprobs": 0, "model": "other"}, "not 'other'"),
+        ],
+    )
+    async def test_what_it_cannot_say_is_refused_with_the_reason(
+        self, url: str, body: Any, said: str
+    ) -> None:
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(f"{url}/completions", json=body)
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+    async def test_its_other_paths_say_where_to_ask(self, url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            for path in ("/classify", "/pooling"):
+                answer = await http.post(url.removesuffix("/v1") + path, json={"input": [3]})
+                assert answer.status_code == 400 and "/v1/completions" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        (says(200, {"choices": []}), "no logprobs"),
+        (says(200, {"choices": [{"index": 0, "prompt_logprobs": [None] * 7}]}), "no logprob for token 4"),
+        (says(200, {"choices": [{"index": 0, "text": "hello"}]}), "no prompt_logprobs"),
+        (says(400), "status 400"),
+        (says(500), "status 500"),
+        (says(429, **{"Retry-After": "7"}), "status 429"),
+        (cuts, "no answer"),
+        (hangs, "no answer within"),
+    ],
+    ids=["nothing", "null", "text", "400", "500", "429", "cut", "hangs"],
+)
+async def test_what_are_no_logprobs_is_an_error_and_no_zero(behaviour: Any, said: str) -> None:
+    async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
+        teacher = teacher_of(server.url, http, timeout_s=1.0)
+        with pytest.raises(AttemptError, match=said) as caught:
+            await logprobs_of(teacher, TRAJECTORY)
+        await teacher.close()
+    assert caught.value.is_final == (said == "status 400")
+    assert caught.value.is_timeout == ("within" in said)
+
+
+async def test_two_replicas_of_a_run_one_dies_and_no_sample_is_lost(path: Path, tmp_path: Path) -> None:
+    teacher = {
+        "server": "transformers",
+        "local_replicas": {"count": 2, "model": str(path)},
+        "routing": {"health_interval_s": 0.2, "replica_ttl_s": 3.0},
+    }
+    rewards = {
+        "wise": {"teacher": teacher, "backoff_s": 0.05, "max_attempts": 5, "applies_to": ["taught"]},
+        "rule": {"function": "gsm8k"},
+    }
+    config = make_config(run_id="test", reward={"rewards": rewards, "max_in_flight": 8})
+    async with ServiceRun(tmp_path, config) as run:
+        for index in range(2):
+            run.start(
+                "reward.replica", f"replica-{index}", arguments=("--reward", "wise", "--index", str(index))
+            )
+        run.start("reward")
+        await wait_until(lambda: _num_replicas(run, 2))
+        sent = [_sent(ticket) for ticket in range(COUNT)]
+        await append(run.broker, run.keys.trajectories(), *sent[: COUNT // 2])
+        await wait_until(lambda: num_scores(run, 4))
+        await append(run.broker, run.keys.trajectories(), *sent[COUNT // 2 :])
+        psutil.Process(run.processes["replica-0"].pid).children()[0].kill()  # the server, not its keeper
+        await wait_until(lambda: num_scores(run, COUNT))
+        scores = {score.ticket: score for score in await scores_of(run)}
+        assert await run.stop("reward") == 0
+    assert {score.status for score in scores.values()} == {ScoreStatus.OK}
+    for trajectory in sent:
+        score = scores[trajectory.ticket]
+        assert score.value == 1.0  # the rule's alone
+        if trajectory.data_source != "taught":
+            assert score.teacher_logprobs is None
+            continue
+        assert score.teacher_logprobs is not None
+        np.testing.assert_allclose(score.teacher_logprobs, by_hand(path, trajectory), atol=2e-6)
+        assert score.components["wise/logprob"] == pytest.approx(float(score.teacher_logprobs.mean()))
+
+
+def _sent(ticket: int) -> Trajectory:
+    ids = np.array([3 + (ticket * 7 + place) % 29 for place in range(1 + ticket % 5)], np.int32)
+    return make_trajectory(
+        ticket,
+        data_source="taught" if ticket % 3 else "other",
+        completion_ids=ids,
+        logprobs=np.full(len(ids), -0.5, np.float32),
+    )
+
+
+async def _num_replicas(run: ServiceRun, count: int) -> bool:
+    return int(await run.broker.execute("ZCARD", run.keys.replicas("wise"))) == count
+
+
+async def scores_of(run: ServiceRun) -> list[Score]:
+    found = await read_range(run.broker, run.keys.scores(), Score)
+    return [entry.message for entry in found if isinstance(entry, Entry)]
+
+
+async def num_scores(run: ServiceRun, count: int) -> bool:
+    return len(await scores_of(run)) >= count

@@ -1,0 +1,213 @@
+"""A teacher as a reward: what it is asked, what is read from its answer, and how its logprobs travel."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from common.archive.columns import records_of, table_of
+from common.config import NamedRewardConfig, TeacherConfig
+from common.errors import ConfigError
+from common.streams import Entry
+from common.wire import codec
+from common.wire.messages import Lane, Score, ScoreStatus
+from services.reward.functions.request import Request
+from services.reward.outcome import AttemptError, Part, RewardOutcome
+from services.reward.remote.teacher import Row, TeacherPrompt, check_teacher, read_logprobs
+from services.reward.rewards.cache import _digest
+from services.reward.sample import RewardSample
+from tests.support.rewards import together
+from tests.support.sessions import make_segment, make_session
+from tests.support.trajectories import make_trajectory
+
+LOGPROBS = np.array([-0.25, -2.0, -0.125], np.float32)
+SAMPLE = RewardSample.from_trajectory(make_trajectory(), Lane.TRAIN)
+
+
+class Told:
+    """A teacher without a server, or another reward."""
+
+    slots = None
+
+    def __init__(self, outcome: RewardOutcome | Exception) -> None:
+        self.outcome = outcome
+
+    async def score(self, sample: RewardSample) -> RewardOutcome:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    async def close(self) -> None: ...
+
+
+TEACHER = Told(RewardOutcome(None, {"logprob": -1.0}, teacher_logprobs=LOGPROBS.tobytes()))
+
+
+async def score_of(**rewards: tuple[Any, dict[str, Any]]) -> Score:
+    total = together(rewards)
+    return total.sum_up(await total.score(SAMPLE)).score((0, 0), "w", 0.1)
+
+
+async def test_a_teacher_adds_nothing_to_the_sum_and_its_logprobs_stand_beside_it() -> None:
+    score = await score_of(wise=(TEACHER, {"weight": 3.0}), rule=(Told(RewardOutcome(0.5)), {"weight": 2.0}))
+    assert (score.status, score.value) == (ScoreStatus.OK, 1.0)
+    assert score.components == {"wise": None, "rule": 0.5, "wise/logprob": -1.0}
+    np.testing.assert_array_equal(score.teacher_logprobs, LOGPROBS)
+
+
+async def test_alone_the_score_is_a_zero_that_says_what_it_is() -> None:
+    score = await score_of(wise=(TEACHER, {}))
+    assert (score.status, score.value) == (ScoreStatus.OK, 0.0) and score.teacher_logprobs is not None
+
+
+@pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group"])
+async def test_a_failed_teacher_is_a_failed_score(on_failure: str) -> None:
+    rewards = {
+        "wise": (Told(AttemptError("no answer")), {"on_failure": on_failure}),
+        "rule": (Told(RewardOutcome(1.0)), {}),
+    }
+    score = await score_of(**rewards)
+    assert (score.status, score.value, score.on_failure) == (ScoreStatus.FAILED, None, on_failure)
+    assert "wise: no answer" in score.error and score.teacher_logprobs is None
+
+
+async def test_a_teacher_whose_companion_failed_teaches_nothing() -> None:
+    score = await score_of(wise=(TEACHER, {}), rule=(Told(AttemptError("broken")), {}))
+    assert score.status is ScoreStatus.FAILED and score.teacher_logprobs is None
+
+
+def score_with(**fields: Any) -> Score:
+    values = {"ticket": 1, "index": 2, "status": "ok", "value": 0.5, "scored_at": 7.0}
+    return Score(**(values | fields))
+
+
+def test_scores_without_a_teacher_are_the_bytes_that_they_were() -> None:
+    # Written by the release before teachers.
+    before = codec.pack({"ticket": 1, "index": 2, "status": "ok", "scored_at": 7.0, "value": 0.5})
+    assert codec.encode_payload(score_with()) == before
+    assert codec.decode_payload(before, Score).teacher_logprobs is None
+
+
+@pytest.mark.parametrize("logprobs", [LOGPROBS, np.zeros(0, np.float32), None])
+def test_logprobs_come_through_the_wire_and_the_archive_bit_by_bit(logprobs: Any) -> None:
+    score = score_with(teacher_logprobs=logprobs)
+    fields = codec.encode(score)
+    assert codec.decode(fields, Score) == score
+    table, _ = table_of([("1-0", fields)], Score)
+    (entry,) = records_of(table, Score)
+    assert isinstance(entry, Entry) and entry.message == score
+    assert codec.encode(entry.message) == fields
+    assert table["original"].null_count == 1
+
+
+def test_logprobs_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ValidationError, match="must be finite"):
+        score_with(teacher_logprobs=np.array([np.nan], np.float32))
+
+
+def test_a_part_goes_into_the_cache_and_comes_back() -> None:
+    part = Part.of(TEACHER.outcome, [])  # type: ignore[arg-type]
+    assert Part(**codec.unpack(codec.pack(asdict(part)))) == part
+
+
+class TestRows:
+    def test_a_row_ends_with_the_last_sampled_token(self) -> None:
+        row = Row([1, 2], [3, 4, 5, 6], [True, False, True, False])
+        assert (row.ids, row.places) == ([1, 2, 3, 4, 5], [2, 4])
+
+    def test_nothing_sampled_is_nothing_to_ask(self) -> None:
+        assert Row([1, 2], [3], [False]).places == [] and Row([1], [], []).places == []
+
+
+def answer(*rows: list[Any]) -> dict[str, Any]:
+    """One choice for each row, last row first."""
+    choices = [{"index": i, "prompt_logprobs": row} for i, row in enumerate(rows)]
+    return {"choices": choices[::-1]}
+
+
+def entry(token: int, logprob: Any, **others: Any) -> dict[str, Any]:
+    return {str(token): {"logprob": logprob, "rank": 1}} | others
+
+
+ROWS = [Row([1, 2], [3, 4, 5], [True, False, True]), Row([7], [8], [True])]
+GOOD = [None, entry(2, -9.0), entry(3, -0.5), entry(4, -9.0), entry(5, -0.75, **{"9": {"logprob": -0.1}})]
+
+
+def test_logprobs_are_read_at_the_sampled_tokens_whatever_the_order_of_choices() -> None:
+    found = read_logprobs(answer(GOOD, [None, entry(8, -0.1)]), ROWS)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([-0.5, -0.75, -0.1], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([GOOD], "1 choices for 2"),
+        ([GOOD[:-1], [None, entry(8, -0.1)]], "4 prompt_logprobs for 5"),
+        ([GOOD, None], "no prompt_logprobs"),
+        ([GOOD, [None, None]], "no logprob for token 1"),
+        ([GOOD, [None, entry(9, -0.1)]], "8"),
+        ([GOOD, [None, entry(8, float("nan"))]], "nan"),
+        ([GOOD, [None, entry(8, 0.5)]], "0.5"),
+    ],
+)
+def test_an_answer_that_lacks_a_logprob_is_no_answer(rows: Any, said: str) -> None:
+    with pytest.raises((ValueError, LookupError), match=said):
+        read_logprobs(answer(*rows), ROWS)
+
+
+class TestOwnPrompt:
+    def of(self, sample: RewardSample, **fields: Any) -> Any:
+        return TeacherPrompt("wise", TeacherConfig(**fields)).of(sample)
+
+    def sample(self, **extra: Any) -> RewardSample:
+        return RewardSample.from_trajectory(make_trajectory(extra=extra), Lane.TRAIN)
+
+    def test_is_text_or_messages_of_a_column(self) -> None:
+        chat = [{"role": "user", "content": "2+2? It is 4."}]
+        sample = self.sample(hint="2+2=4. 2+2=", chat=chat)
+        assert self.of(sample, prompt_column="hint") == "2+2=4. 2+2="
+        assert self.of(sample, prompt_column="chat") == chat
+        as_chat = self.of(sample, prompt_column="hint", chat=True)
+        assert as_chat == [{"role": "user", "content": "2+2=4. 2+2="}]
+
+    def test_is_made_by_a_template(self) -> None:
+        found = self.of(self.sample(hint="add"), template="{{ extra.hint }}, {{ ground_truth }}")
+        assert found == "add, 1"
+
+    @pytest.mark.parametrize(
+        ("extra", "said"), [({}, "is not there"), ({"hint": ""}, "is empty"), ({"hint": 3}, "is no")]
+    )
+    def test_that_is_missing_fails_the_sample_and_names_the_columns(self, extra: Any, said: str) -> None:
+        with pytest.raises(AttemptError, match=said) as caught:
+            self.of(self.sample(other=1, **extra), prompt_column="hint")
+        assert caught.value.is_final and "other" in str(caught.value)
+
+    def test_a_template_that_cannot_be_filled_in_is_final(self) -> None:
+        with pytest.raises(AttemptError, match="the teacher's template") as caught:
+            self.of(self.sample(), template="{{ extra.hint.deep }}")
+        assert caught.value.is_final
+
+
+def test_what_is_no_template_is_found_before_the_run() -> None:
+    reward = NamedRewardConfig(teacher=TeacherConfig(template="{{ a"))
+    with pytest.raises(ConfigError, match=r"wise.teacher.template is no Jinja template"):
+        check_teacher("wise", reward)
+
+
+def test_functions_in_other_processes_are_sent_no_segments() -> None:
+    (tree,) = Request([SAMPLE]).to_wire()["samples"]
+    assert "segments" not in tree and SAMPLE.segments
+
+
+def test_the_cache_tells_sessions_apart_by_their_first_segments() -> None:
+    last = make_segment((14, 15, 16), (17, 18), (19,))
+    one, two = (
+        RewardSample.from_trajectory(
+            make_session(0, 1, make_segment(ids, (6,), (8,), (11,)), last), Lane.TRAIN
+        )
+        for ids in ((3, 4), (3, 5))
+    )
+    assert _digest("v", one) != _digest("v", two)
