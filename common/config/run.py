@@ -46,6 +46,8 @@ class DataConfig(Section):
     """A longer prompt is an error that names its row; see `overlong_prompts`."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """`drop` leaves out prompts above the limit and logs how many."""
+    max_rows: int | None = Field(None, ge=1)
+    """Take only the first rows of the training set; null takes all. Overlong prompts count among them."""
     shuffle: bool = True
     """Visit the rows in a new seeded order each epoch."""
 
@@ -229,7 +231,8 @@ class RunConfig(Section):
                 f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
                 f"{', '.join(self.data.eval) or 'none'}"
             )
-        if trainer.optimizer.warmup_steps >= trainer.steps > 1:
+        is_length_known = trainer.epochs is None or "steps" in trainer.model_fields_set
+        if is_length_known and trainer.optimizer.warmup_steps >= trainer.steps > 1:
             raise ValueError(
                 f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below "
                 f"trainer.steps ({trainer.steps}), or the learning rate never reaches its peak"

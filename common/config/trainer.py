@@ -179,6 +179,9 @@ class TrainerConfig(Section):
 
     steps: int = Field(100, ge=1)
     """Steps of the run."""
+    epochs: float | None = Field(None, gt=0.0, le=1e6)
+    """Passes over the training rows in place of `steps`, which become `rows // groups_per_step * epochs` when
+    the run starts; rows that `data` leaves out do not count."""
     groups_per_step: int = Field(32, ge=1, le=65536)
     """B: groups in one step."""
     mini_batches: int = Field(1, ge=1, le=1024)

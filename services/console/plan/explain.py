@@ -75,7 +75,7 @@ def _model(findings: Findings) -> str:
 def _length(findings: Findings) -> str:
     trainer = findings.config.trainer
     rows = findings.rows.get("train", 0)
-    epochs = trainer.steps * trainer.groups_per_step / rows if rows else 0.0
+    epochs = trainer.epochs or (trainer.steps * trainer.groups_per_step / rows if rows else 0.0)
     evaluation = trainer.evaluation
     moments = [
         name

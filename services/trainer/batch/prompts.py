@@ -120,7 +120,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def load_training_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptSource:
     """Read, tokenise and check the training files."""
-    rows = read_dataset(data.train, data.prompt_column)
+    rows = read_dataset(data.train, data.prompt_column, data.max_rows)
     return PromptSource(encode_rows(rows, tokenizer, data), seed, data.shuffle)
 
 
