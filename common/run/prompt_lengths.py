@@ -83,7 +83,8 @@ def with_steps(config: RunConfig, rows: Sequence[Row] | None = None) -> RunConfi
         rows = read_dataset(config.data.train, config.data.prompt_column, config.data.max_rows)
     num_rows = _count_used(config, rows)
     steps = int(num_rows // trainer.groups_per_step * trainer.epochs)
-    what = f"trainer.epochs: {trainer.epochs:g} over {num_rows:,} rows, {trainer.groups_per_step:,} groups a step,"
+    groups = f"{trainer.groups_per_step:,} groups a step"
+    what = f"trainer.epochs: {trainer.epochs:g} over {num_rows:,} rows, {groups},"
     if steps < 1:
         raise ConfigError(
             f"{what} is not one whole step; lower trainer.groups_per_step, or give trainer.steps"
