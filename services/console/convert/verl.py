@@ -226,9 +226,11 @@ def _convert_evaluation(draft: Draft) -> None:
         draft.lose(VAL + "n", "greedy samples are all alike: one is enough")
     elif samples > 1:
         draft.put(field + "samples", samples, VAL + "n")
-    for option, neutral in ((VAL + "top_p", 1), (VAL + "top_k", -1)):
-        if draft.take(option) != neutral:
-            draft.lose(option, "evaluation samples from the whole distribution")
+    top_p, top_k = draft.take(VAL + "top_p"), draft.take(VAL + "top_k")
+    if temperature and top_p < 1:
+        draft.put(field + "top_p", top_p, VAL + "top_p")
+    if temperature and top_k > 0:
+        draft.put(field + "top_k", top_k, VAL + "top_k")
 
 
 def _convert_machine(draft: Draft, mode: str) -> None:

@@ -58,7 +58,11 @@ ROWS = (
         "trainer.evaluation.temperature, trainer.evaluation.samples",
         "do_sample: false is temperature 0",
     ),
-    missing(f"{VAL}top_p, {VAL}top_k", "evaluation samples from the whole distribution"),
+    computed(
+        f"{VAL}top_p, {VAL}top_k",
+        "trainer.evaluation.top_p, trainer.evaluation.top_k",
+        "top_k -1 is 0; not for greedy samples",
+    ),
     computed(
         "algorithm.adv_estimator",
         "trainer.algorithm.advantage, trainer.algorithm.value.head",

@@ -161,7 +161,7 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
     "verl-recipe DAPO": (
         "run.sh", DAPO, [], DAPO_ROWS,
         {"": (33, 512, 16, 16, 0), "optimizer.warmup_steps": 10, "optimizer.weight_decay": 0.1,
-         "evaluation.temperature": 1.0},
+         "evaluation.temperature": 1.0, "evaluation.top_p": 0.7},
         {"preset": "dapo", "dual_clip": 10.0, **NONE},
     ),
     "verl one step off": (
@@ -172,7 +172,7 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
     "verl fully async": (
         "run.sh", FULLY_ASYNC, [], DAPO_ROWS,
         {"": (100, 512, 16, 16, 1), "batch_order": "as_ready", "optimizer.warmup_steps": 10,
-         "optimizer.weight_decay": 0.1, "evaluation.temperature": 1.0},
+         "optimizer.weight_decay": 0.1, "evaluation.temperature": 1.0, "evaluation.top_p": 0.7},
         {"dual_clip": 10.0, "old_logprobs": "rollout", "overlong": {"penalty": 1.0, "buffer_share": 0.5}},
     ),
     "TRL quick start": (
