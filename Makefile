@@ -67,6 +67,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/lint-imports
 	$(BIN)/python -m services.console.reference.fields --check docs/config.md
 	$(BIN)/python -m services.console.reference.metric_table --check docs/metrics.md
+	$(BIN)/python -m services.console.reference.option_tables --check docs/coming-from.md
 	$(BIN)/python -m infra.grafana --check
 	$(BIN)/python -m infra.docs --check
 	$(BIN)/python -m infra.docs.architecture --check

@@ -113,6 +113,9 @@ class DataConfig(Section):
     """A longer prompt is an error that names its row; see `overlong_prompts`."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """`drop` leaves out prompts above the limit and logs how many."""
+    max_rows: int | None = Field(None, ge=1)
+    """Take only the first rows of the training set, or of each source; null takes all. Overlong prompts count
+    among them."""
     shuffle: bool = True
     """Visit the rows in a new seeded order each epoch."""
     curriculum: CurriculumConfig | None = None

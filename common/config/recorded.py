@@ -51,6 +51,7 @@ FIXED = {
     "data.chat_template": "the prompts of later steps would be others than those of earlier ones",
     "data.max_prompt_tokens": "which rows are used, and so the order of the prompts, follows from it",
     "data.overlong_prompts": "which rows are used, and so the order of the prompts, follows from it",
+    "data.max_rows": "which rows are used, and so the order of the prompts, follows from it",
     "data.shuffle": "tickets are numbered by the position of their prompt",
     "data.curriculum": "which prompt a ticket has follows from it",
     "trainer.groups_per_step": "tickets belong to steps by their number",

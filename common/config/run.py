@@ -259,6 +259,11 @@ class RunConfig(Section):
             )
 
     def _sources_fit(self) -> None:
+        if self.data.sources and self.trainer.epochs is not None:
+            raise ValueError(
+                "trainer.epochs counts passes over one training set, and data.train lists sources, which have "
+                "`epochs` of their own; give trainer.steps in its place"
+            )
         for source in self.data.sources:
             self._sampling_fits(source)
         names = {source.name for source in self.data.sources}
@@ -320,7 +325,8 @@ class RunConfig(Section):
                 f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
                 f"{', '.join(self.data.eval) or 'none'}"
             )
-        if trainer.optimizer.warmup_steps >= trainer.steps > 1:
+        is_length_known = trainer.epochs is None or "steps" in trainer.model_fields_set
+        if is_length_known and trainer.optimizer.warmup_steps >= trainer.steps > 1:
             raise ValueError(
                 f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below "
                 f"trainer.steps ({trainer.steps}), or the learning rate never reaches its peak"

@@ -136,6 +136,12 @@ class EvaluationConfig(Section):
     """Completions for each prompt; results are averaged (avg@k)."""
     temperature: float = Field(0.0, ge=0.0, le=10.0)
     """0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling, of evaluation alone; 1 is off. Training has its own in `rollout.sampling`."""
+    top_k: int = Field(0, ge=0, le=1 << 20)
+    """Sample among the k likeliest tokens, in evaluation alone; 0 means all."""
+    min_p: float = Field(0.0, ge=0.0, lt=1.0)
+    """Leave out tokens less likely than this share of the likeliest, in evaluation alone; 0 is off."""
     max_prompts: int | None = Field(None, ge=1)
     """Take only the first rows of each set."""
     success_threshold: float = 0.5
@@ -150,6 +156,20 @@ class EvaluationConfig(Section):
     max_failed_share: float = Field(0.02, ge=0.0, le=1.0)
     """An evaluation in which a larger share of a set's samples has no score is recorded, and is no candidate
     for `keep_best`: its mean is over other samples than those it would be compared with."""
+
+    @model_validator(mode="after")
+    def _filters_have_a_use(self) -> "EvaluationConfig":
+        given = [
+            name
+            for name, is_on in (("top_p", self.top_p < 1.0), ("top_k", self.top_k), ("min_p", self.min_p))
+            if is_on
+        ]
+        if given and self.temperature == 0.0:
+            raise ValueError(
+                f"{' and '.join(given)} would do nothing at temperature 0, which takes the likeliest token; "
+                "raise temperature, or leave them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _k_has_samples(self) -> "EvaluationConfig":
@@ -179,6 +199,9 @@ class TrainerConfig(Section):
 
     steps: int = Field(100, ge=1)
     """Steps of the run."""
+    epochs: float | None = Field(None, gt=0.0, le=1e6)
+    """Passes over the training rows in place of `steps`, which become `rows // groups_per_step * epochs` when
+    the run starts; rows that `data` leaves out do not count."""
     groups_per_step: int = Field(32, ge=1, le=65536)
     """B: groups in one step."""
     mini_batches: int = Field(1, ge=1, le=1024)

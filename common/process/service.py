@@ -38,6 +38,7 @@ from common.process.programs import Program, run_main
 from common.process.stand_in import StandIn
 from common.redis.broker import Broker, redis_url
 from common.redis.client import make_client
+from common.run.prompt_lengths import with_steps
 from common.run.state import (
     CONFIG_FILE,
     UnknownRunError,
@@ -237,7 +238,7 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
         ConfigError: the run is there with another config, or it has not appeared in time.
     """
     if file := getattr(options, "config", None):  # only a trainer has that
-        return await register_config(broker, keys, load_config(file))
+        return await register_config(broker, keys, with_steps(load_config(file)))
     wait_s = float(os.environ.get(RUN_WAIT_VARIABLE, 0 if role == TRAINER else RUN_WAIT_S))
     deadline = time.monotonic() + wait_s
     pause_s = FIRST_RUN_PAUSE_S

@@ -76,12 +76,12 @@ def read_training_rows(data: "DataConfig") -> dict[str, list[Row]]:
     """The rows of each source by its name; of the files that `train` names, under the empty name. Raises
     ConfigError: as `read_dataset`."""
     if not data.sources:
-        return {"": read_dataset(data.train_files, data.prompt_column)}
+        return {"": read_dataset(data.train_files, data.prompt_column, data.max_rows)}
     return {source.name: _read_source(data, source) for source in data.sources}
 
 
 def _read_source(data: "DataConfig", source: "SourceConfig") -> list[Row]:
-    rows = read_dataset(source.path, data.of_source(source).prompt_column)
+    rows = read_dataset(source.path, data.of_source(source).prompt_column, data.max_rows)
     return [
         replace(row, source=source.name, data_source=row.data_source or source.data_source or source.name)
         for row in rows

@@ -62,6 +62,8 @@ class SamplingParams(BaseModel):
     temperature: float = Field(1.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
+    # Left out where it is off: tickets stay as they were, and older workers know none.
+    min_p: float = Field(0.0, ge=0.0, lt=1.0, exclude_if=lambda share: share == 0.0)
 
 
 Outcome = tuple[str, int, int, int]

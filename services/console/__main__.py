@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 EXAMPLES: dict[Callable[..., None], str] = {
     runs.check: "Example: tidemill check examples/arith/config.yaml --set trainer.max_staleness=0",
+    runs.convert: "Example: tidemill convert run_grpo.sh data.train_batch_size=256 -o config.yaml",
     runs.up: "Example: tidemill up examples/arith/config.yaml --set trainer.steps=20 --run-id try-1",
     runs.status: "Example: tidemill status --json",
     runs.report: "Example: tidemill report arith-1 --json",

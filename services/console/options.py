@@ -121,6 +121,24 @@ class UpOptions:
         return shlex.join([*words, "--resume"] if resume else words)
 
 
+_OPTIONS_TEXT = "Further options, which win: key=value; for a script also NAME=value of its variables."
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """`tidemill convert`."""
+
+    file: Annotated[Path, argument("A YAML, JSON, TOML or Python file, or a shell script.")]
+    options: Annotated[list[str], argument(_OPTIONS_TEXT, metavar="KEY=VALUE")] = field(default_factory=list)
+    project: Annotated[
+        str | None, option("--from", "Whose it is. Without it: what it looks like.", "verl|trl|prime-rl")
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the config here.", show_default=False),
+    ] = None
+
+
 _TIMES_TEXT = "Take these: reward=5s,rollout=2000tok/s,trainer=30s."
 
 

@@ -142,7 +142,8 @@ class Evaluator:
         self.context, self.config = context, context.config.trainer.evaluation
         self.prompts = [(name, prompt) for name, rows in datasets.items() for prompt in rows]
         limit = context.config.rollout.sampling.max_tokens
-        self.sampling = SamplingParams(max_tokens=limit, temperature=self.config.temperature)
+        own = self.config.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        self.sampling = SamplingParams(max_tokens=limit, **own)
         self.trimmer = trimmer
 
     def is_due(self, version: int, num_steps: int) -> bool:

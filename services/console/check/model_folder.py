@@ -4,19 +4,16 @@ Reads the small JSON files only. The services load the model with their own libr
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.config import DataConfig, ModelConfig, is_path
 from common.errors import ConfigError
-from common.run.chat_template import ChatTemplate, RenderError
+from common.run.chat_template import RenderError
 from common.run.dataset import Row
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+from common.run.prompt_lengths import TOKENIZER_FILE, Ruler
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -110,7 +107,6 @@ def _context_of(tree: dict[str, Any]) -> int | None:
     return None
 
 
-BATCH_ROWS = 1024
 CHECKED_AT_START = "prompt lengths are checked when the trainer starts"
 
 
@@ -124,7 +120,7 @@ def check_lengths(
     """
     if model is None or model.is_remote or not rows:
         return
-    if not (model.path / "tokenizer.json").is_file():
+    if not (model.path / TOKENIZER_FILE).is_file():
         notes.append(f"{model.path} has no tokenizer.json: {CHECKED_AT_START}")
         return
     ruler = Ruler(model.path, data)
@@ -139,54 +135,6 @@ def check_lengths(
         if data.overlong_prompts == "error" or len(overlong) == len(found):
             raise ConfigError(_complaint(overlong, len(found), data))
         notes.append(f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be left out")
-
-
-class Ruler:
-    """Measures prompts as the model will read them: chat template, suffix and special tokens included."""
-
-    def __init__(self, folder: Path, data: DataConfig) -> None:
-        self.data = data
-        self._tokenizer = _open_tokenizer(folder / "tokenizer.json")
-        self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
-
-    def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
-        """Length in tokens, and origin, of each prompt above the limit."""
-        limit = self.data.max_prompt_tokens
-        for start in range(0, len(rows), BATCH_ROWS):
-            texts = [(row.origin, self._text(row)) for row in rows[start : start + BATCH_ROWS]]
-            long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
-            # A template writes the special tokens itself.
-            encoded = self._tokenizer.encode_batch(
-                [text for _, text in long], add_special_tokens=self._template is None
-            )
-            for (origin, _), encoding in zip(long, encoded, strict=True):
-                if len(encoding.ids) > limit:
-                    yield len(encoding.ids), origin
-
-    def _text(self, row: Row) -> str:
-        if self._template is None:
-            content = row.prompt if isinstance(row.prompt, str) else row.prompt[0]["content"]
-            return str(content) + self.data.prompt_suffix
-        messages = (
-            [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
-        )
-        if self.data.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
-        last = messages[-1]
-        messages[-1] = {**last, "content": last["content"] + self.data.prompt_suffix}
-        return self._template.render(messages, add_generation_prompt=True)
-
-
-def _open_tokenizer(file: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}.") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _complaint(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:

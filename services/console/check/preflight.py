@@ -19,6 +19,7 @@ from common.process.vllm_machine import check_machine
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
 from common.run.dataset import Row, read_evaluation_rows, read_training_rows
+from common.run.prompt_lengths import with_steps
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 
 SANDBOX_TIMEOUT_S = 120.0
@@ -63,6 +64,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
         for check in (
             lambda: _read_rows(findings, rows),
             lambda: _look_at_model(findings),
+            lambda: _count_steps(findings, rows),
             lambda: _check_engine(findings.config),
             lambda: _check_lora(findings.config),
             lambda: _check_gpus(findings.config),
@@ -97,6 +99,12 @@ def _read_rows(findings: Findings, rows: dict[str, list[Row]]) -> None:
     for name, found in read_evaluation_rows(data, evaluation.max_prompts).items():
         rows[f"eval {name}"] = found
     findings.rows = {name: len(found) for name, found in rows.items()}
+
+
+def _count_steps(findings: Findings, rows: dict[str, list[Row]]) -> None:
+    """The steps of `trainer.epochs`: what is shown, recorded and run."""
+    if train := rows.get("train"):
+        findings.config = with_steps(findings.config, train)
 
 
 def _look_at_model(findings: Findings) -> None:

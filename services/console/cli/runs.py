@@ -8,6 +8,7 @@ import typer
 from common.errors import ConfigError
 from services.console.options import (
     CheckOptions,
+    ConvertOptions,
     DiffOptions,
     Json,
     PlanOptions,
@@ -41,6 +42,19 @@ def check(options: CheckOptions) -> None:
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
     explain(examine(options.config, options.overrides, options.calls_reward))
+
+
+@grouped
+def convert(options: ConvertOptions) -> None:
+    """Make a config from one of verl, TRL or prime-rl, with a list of what does not carry over.
+
+    Reads verl's YAML or a shell script that starts it; TRL's GRPOConfig as YAML, JSON, arguments in a script
+    or a call in a Python file; prime-rl's TOML. Runs nothing of it. Exits with 1 where what came out is
+    refused.
+    """
+    from services.console.convert.command import run_convert
+
+    raise typer.Exit(run_convert(options))
 
 
 @grouped

@@ -84,7 +84,7 @@ def _length(findings: Findings) -> str:
     for name, share in shares.items():
         rows, source = findings.rows.get(name, 0), name.removeprefix("train").replace(" ", " of ")
         parts.append(f"{groups * share / rows if rows else 0.0:.3g} epochs{source}")
-    epochs = ", ".join(parts)
+    epochs = f"{trainer.epochs:g} epochs" if trainer.epochs else ", ".join(parts)
     evaluation = trainer.evaluation
     moments = [
         name

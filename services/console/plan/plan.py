@@ -16,6 +16,7 @@ from common.config import RunConfig, load_config
 from common.errors import ConfigError, TidemillError
 from common.process.programs import run_main
 from common.redis.client import URL_VARIABLE
+from common.run.prompt_lengths import with_steps
 from common.run.state import CONFIG_FILE
 from services.console.check.model_folder import inspect_model
 from services.console.launch.up import run_up
@@ -177,7 +178,7 @@ def plan(options: PlanOptions) -> None:
     log_nothing()
     if sum((options.run is not None, bool(options.assume), options.measure)) > 1:
         raise ConfigError("give one of --run, --measure and --assume: each says where the times come from.")
-    config = load_config(options.config, options.overrides)
+    config = with_steps(load_config(options.config, options.overrides))
     found = make_plan(config, options)
     if options.as_json:
         print(json.dumps(found.as_dict(), indent=2))
@@ -283,6 +284,7 @@ def measure(options: PlanOptions, folder: Path) -> RunFolder:
         ConfigError: the run failed; its own output has said why.
     """
     short = (
+        "trainer.epochs=null",
         f"trainer.steps={MEASURED_STEPS}",
         "trainer.evaluation.at_start=false",
         "trainer.evaluation.at_end=false",

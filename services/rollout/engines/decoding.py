@@ -28,6 +28,7 @@ class SamplingBatch:
     is_greedy_B: Tensor | None
     top_k_B: Tensor | None
     top_p_B: Tensor | None
+    min_p_B: Tensor | None = None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingBatch":
@@ -37,11 +38,13 @@ class SamplingBatch:
         # A greedy row is not filtered, so that its logprob is that of the whole distribution.
         top_k = [row.top_k if 0 < row.top_k < vocab_size and row.temperature else vocab_size for row in rows]
         top_p = [row.top_p if row.temperature else 1.0 for row in rows]
+        min_p = [row.min_p if row.temperature else 0.0 for row in rows]
         return cls(
             torch.tensor(temperatures, device=device),
             torch.tensor(greedy, device=device) if any(greedy) else None,
             torch.tensor(top_k, device=device) if min(top_k) < vocab_size else None,
             torch.tensor(top_p, device=device) if min(top_p) < 1.0 else None,
+            torch.tensor(min_p, device=device) if max(min_p) > 0.0 else None,
         )
 
     def select(self, rows: Tensor) -> "SamplingBatch":
@@ -51,12 +54,16 @@ class SamplingBatch:
             None if self.is_greedy_B is None else self.is_greedy_B[rows],
             None if self.top_k_B is None else self.top_k_B[rows],
             None if self.top_p_B is None else self.top_p_B[rows],
+            None if self.min_p_B is None else self.min_p_B[rows],
         )
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingBatch) -> Tensor:
     """Logprobs of the distribution that is sampled from. Shape [B, V], float32; filtered tokens are -inf."""
     logits_BV = logits_BV.float() / sampling.temperature_B[:, None]
+    if sampling.min_p_B is not None:  # first, as in vLLM: top-p then counts what it leaves
+        floor_B1 = logits_BV.amax(dim=-1, keepdim=True) + sampling.min_p_B.log()[:, None]
+        logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, -torch.inf)
     if sampling.top_k_B is not None or sampling.top_p_B is not None:
         logits_BV = _filter(logits_BV, sampling.top_k_B, sampling.top_p_B)
     return torch.log_softmax(logits_BV, dim=-1)

@@ -1,9 +1,9 @@
 """What a generation engine must do, whichever library stands behind it.
 
 Guarantees that every engine gives: the logprob of a token is that of the distribution it was sampled
-from, after temperature, top-p and top-k (a greedy token has its logprob at temperature 1); `spans` come
-from the engine itself and name, for every token, the version of the weights that produced it; `load`
-returns only when the new weights are what the engine computes with.
+from, after temperature, min-p, top-p and top-k (a greedy token has its logprob at temperature 1);
+`spans` come from the engine itself and name, for every token, the version of the weights that produced
+it; `load` returns only when the new weights are what the engine computes with.
 """
 
 import hashlib

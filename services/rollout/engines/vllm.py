@@ -216,6 +216,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=list(self._running_folder().eos_ids),
             logprobs=0,
             flat_logprobs=True,

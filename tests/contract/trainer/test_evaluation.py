@@ -258,3 +258,9 @@ async def _num_tickets(broker: Broker, keys: Keys) -> int:
 
 async def _has_tickets(broker: Broker, keys: Keys, count: int) -> bool:
     return await _num_tickets(broker, keys) == count
+
+
+def test_it_samples_as_its_own_section_says(make: Callable[..., Evaluator]) -> None:
+    plain, own = make().sampling, make(top_p=0.7, top_k=20, min_p=0.05).sampling
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (0.7, 1.0, 0, 0.0)
+    assert (own.top_p, own.top_k, own.min_p, own.max_tokens) == (0.7, 20, 0.05, plain.max_tokens)

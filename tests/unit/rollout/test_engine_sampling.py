@@ -38,6 +38,14 @@ def processed(*rows: SamplingParams, order: list[int] | None = None) -> list[lis
         ({"top_p": 0.4}, [1, 0, 0, 0]),
         ({"top_p": 0.001}, [1, 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.8}, [2 / 3, 1 / 3, 0, 0]),
+        ({"min_p": 0.4}, [2 / 3, 1 / 3, 0, 0]),  # below 0.4 * 0.5
+        ({"min_p": 0.25}, [p / 0.9 for p in PROBS[:3]] + [0]),
+        ({"min_p": 0.25, "top_p": 0.54}, [1, 0, 0, 0]),  # 0.5 / 0.9 reaches 0.54: min-p comes first
+        (
+            {"temperature": 0.5, "min_p": 0.2},
+            [0.8, 0.2, 0, 0],
+        ),  # 0.25, 0.0625: of probabilities after temperature
+        ({"temperature": 0.0, "min_p": 0.9}, PROBS),
         ({"temperature": 0.0}, PROBS),
         ({"temperature": 0.0, "top_k": 1, "top_p": 0.1}, PROBS),
     ],
@@ -53,7 +61,7 @@ def test_filters_follow_the_likelihood_and_not_the_position() -> None:
 
 
 def test_rows_of_a_batch_do_not_share_their_parameters() -> None:
-    rows = [params(top_k=1), params(), params(temperature=0.5), params(top_p=0.6), params(temperature=0.0)]
+    rows = [params(top_k=1), params(), params(min_p=0.4), params(top_p=0.6), params(temperature=0.0)]
     together = processed(*rows)
     assert together == [processed(row)[0] for row in rows]
 

@@ -124,6 +124,9 @@ def test_checks_across_sections_say_how_to_resolve_them() -> None:
             "reward": {"min_group_size": 1},
         }
     )
+    assert "top_p and min_p would do nothing at temperature 0" in refused(
+        {"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1}}}
+    )
     assert "belong together" in refused({"reward": {"on_failure": "value"}})
     assert "belong together" in refused({"reward": {"failure_value": 0.0}})
 

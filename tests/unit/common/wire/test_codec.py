@@ -21,6 +21,7 @@ from common.wire.messages import (
     Commit,
     DeadLetter,
     Message,
+    SamplingParams,
     Score,
     ScoreStatus,
     Ticket,
@@ -53,6 +54,19 @@ def test_empty_and_false_values_that_are_not_the_default_are_kept() -> None:
         assert codec.decode(codec.encode(sent), Trajectory).ground_truth == ground_truth
     bare = Commit(step=0, version=1, mini_batches=(), groups=())
     assert codec.decode(codec.encode(bare), Commit) == bare
+
+
+def test_a_ticket_says_of_min_p_only_where_it_is_on() -> None:
+    for share in (0.0, 0.5):
+        sampling = SamplingParams(max_tokens=4, min_p=share)
+        ticket = Ticket(
+            prompt_ids=np.ones(1, np.int32), ticket=0, step=0, min_version=0, group_size=1, sampling=sampling
+        )
+        written = msgpack.unpackb(codec.encode_payload(ticket))["sampling"]
+        assert set(written) == {"max_tokens", "temperature", "top_p", "top_k"} | (
+            {"min_p"} if share else set()
+        )
+        assert codec.decode(codec.encode(ticket), Ticket) == ticket
 
 
 def test_fields_at_their_default_are_left_out() -> None:

@@ -1,0 +1,119 @@
+"""Prompts measured as the model will read them, without its libraries; and the steps of some epochs.
+
+Needs a model folder with a tokenizer.json.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.config import DataConfig, RunConfig, parse_config
+from common.errors import ConfigError
+from common.run.chat_template import ChatTemplate, RenderError
+from common.run.dataset import Row, read_training_rows
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BATCH_ROWS = 1024
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Ruler:
+    """Measures prompts as the model will read them: chat template, suffix and special tokens included."""
+
+    def __init__(self, folder: Path, data: DataConfig) -> None:
+        self.data = data
+        self._tokenizer = _open_tokenizer(folder / "tokenizer.json")
+        self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
+
+    def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
+        """Length in tokens, and origin, of each prompt above the limit."""
+        limit = self.data.max_prompt_tokens
+        for start in range(0, len(rows), BATCH_ROWS):
+            texts = [(row.origin, self._text(row)) for row in rows[start : start + BATCH_ROWS]]
+            long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
+            # A template writes the special tokens itself.
+            encoded = self._tokenizer.encode_batch(
+                [text for _, text in long], add_special_tokens=self._template is None
+            )
+            for (origin, _), encoding in zip(long, encoded, strict=True):
+                if len(encoding.ids) > limit:
+                    yield len(encoding.ids), origin
+
+    def _text(self, row: Row) -> str:
+        if self._template is None:
+            content = row.prompt if isinstance(row.prompt, str) else row.prompt[0]["content"]
+            return str(content) + self.data.prompt_suffix
+        messages = (
+            [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+        )
+        if self.data.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
+        last = messages[-1]
+        messages[-1] = {**last, "content": last["content"] + self.data.prompt_suffix}
+        return self._template.render(messages, add_generation_prompt=True)
+
+
+def _open_tokenizer(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}.") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def with_steps(config: RunConfig, rows: Sequence[Row] | None = None) -> RunConfig:
+    """The config with `trainer.epochs` as `steps`: rows that are trained on // groups_per_step * epochs.
+
+    `rows` are those of the training set, where they have been read already.
+
+    Raises:
+        ConfigError: the config gives another `steps`, an epoch has no whole step, or prompts are dropped for
+            their length and cannot be measured here.
+    """
+    trainer = config.trainer
+    if trainer.epochs is None:
+        return config
+    if rows is None:
+        rows = read_training_rows(config.data)[""]
+    num_rows = _count_used(config, rows)
+    steps = int(num_rows // trainer.groups_per_step * trainer.epochs)
+    groups = f"{trainer.groups_per_step:,} groups a step"
+    what = f"trainer.epochs: {trainer.epochs:g} over {num_rows:,} rows, {groups},"
+    if steps < 1:
+        raise ConfigError(
+            f"{what} is not one whole step; lower trainer.groups_per_step, or give trainer.steps"
+        )
+    if "steps" in trainer.model_fields_set and trainer.steps != steps:
+        raise ConfigError(
+            f"{what} is {steps:,} steps, but trainer.steps is {trainer.steps:,}; leave one of both out"
+        )
+    tree = config.model_dump(mode="json")
+    tree["trainer"]["steps"] = steps
+    return parse_config(tree, f"trainer.epochs: {trainer.epochs:g}, which is {steps:,} steps")
+
+
+def _count_used(config: RunConfig, rows: Sequence[Row]) -> int:
+    """Rows that are trained on: all but those that are dropped for their length."""
+    if config.data.overlong_prompts != "drop":
+        return len(rows)
+    folder = Path(config.model.path)
+    remedy = "give trainer.steps in place of trainer.epochs"
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise ConfigError(
+            "trainer.epochs counts the rows that data.overlong_prompts: drop leaves, and they cannot be "
+            f"measured here, for model.path {folder} is no folder with a {TOKENIZER_FILE}; give such a "
+            f"folder, or {remedy}"
+        )
+    try:
+        return len(rows) - sum(1 for _ in Ruler(folder, config.data).overlong(rows))
+    except RenderError as error:
+        raise ConfigError(
+            "trainer.epochs counts the rows that data.overlong_prompts: drop leaves, and they cannot be "
+            f"measured here: {error}; {remedy}"
+        ) from None

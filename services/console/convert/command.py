@@ -1,0 +1,85 @@
+"""`tidemill convert`: reads the file, writes our config, and lists what does not carry over as it is."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from common.errors import ConfigError
+from common.files import write_atomically
+from services.console.convert.draft import Draft
+from services.console.convert.prime_rl import convert_prime_rl
+from services.console.convert.reading import Project, read_options
+from services.console.convert.trl import convert_trl
+from services.console.convert.verl import convert_verl
+from services.console.options import ConvertOptions
+from services.console.text.tables import listing
+
+CONVERTERS: dict[Project, Callable[[Mapping[str, Any]], Draft]] = {
+    "verl": convert_verl,
+    "trl": convert_trl,
+    "prime-rl": convert_prime_rl,
+}
+STYLES = {"lost": "red", "approximated": "yellow"}
+
+
+def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
+    """The draft of our config.
+
+    Raises:
+        ConfigError: the file cannot be read, or an option has a value that its own project would refuse.
+    """
+    name, options = read_options(file, overrides, project)
+    try:
+        return CONVERTERS[name](options)
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise ConfigError(
+            f"{file}: an option has a value that cannot be understood ({error}). What other programs would "
+            "compute can be given after the file: key=value, or NAME=value for a variable of a script."
+        ) from None
+
+
+def run_convert(options: ConvertOptions) -> int:
+    """Write the config and print the list; 1 where our config refuses what came out."""
+    if options.project not in (None, *CONVERTERS):
+        raise ConfigError(f"--from {options.project}: expected {', '.join(CONVERTERS)}")
+    draft = convert(options.file, options.options, options.project)  # type: ignore[arg-type]
+    text = draft.text(options.file.name)
+    if options.output is None:
+        print(text, end="")
+        console = Console(highlight=False, file=sys.stderr)
+    else:
+        try:
+            write_atomically(options.output, text)
+        except OSError as error:
+            raise ConfigError(f"cannot write {options.output}: {error.strerror}") from None
+        console = Console(highlight=False)
+    _print_findings(console, draft)
+    if problem := draft.problem():
+        console.print(Text(problem, style="red"), soft_wrap=True)
+        return 1
+    if options.output is not None:
+        console.print(f"wrote {options.output}; next: tidemill check {options.output}", soft_wrap=True)
+    return 0
+
+
+def _print_findings(console: Console, draft: Draft) -> None:
+    titles = ("", f"option of {draft.table.project}", "what becomes of it")
+    table = listing(titles, folds=titles[1:])
+    counts = Counter(finding.verdict for finding in draft.findings)
+    for verdict, style in STYLES.items():
+        for finding in draft.findings:
+            if finding.verdict == verdict:
+                table.add_row(Text(verdict, style=style), Text(finding.name), Text(finding.text))
+    if table.row_count:
+        console.print(table)
+    console.print(
+        f"{len(draft.fields)} fields; {counts['lost']} options lost, {counts['approximated']} "
+        "approximated; "
+        f"{counts['automatic']} need none here: the end of the file names all",
+        soft_wrap=True,
+    )

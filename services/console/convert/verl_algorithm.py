@@ -1,0 +1,232 @@
+"""verl's algorithm as ours: advantage, loss, ratio, KL and corrections."""
+
+from typing import Any
+
+from common.config.algorithm_table import ADVANTAGES, LOSSES
+from services.console.convert.draft import Draft, origin
+from services.console.convert.verl_table import OVERLONG, A, C, R, W
+
+FIELD = "trainer.algorithm."
+ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "gae": "gae",
+    "remax": "remax",
+    "opo": "opo",
+    "gpg": "gpg",
+    "gdpo": "gdpo",
+}
+"""verl's advantage -> ours; a name that our table of algorithms lacks has no counterpart."""
+LOSS_MODES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "cispo": "cispo",
+    "dppo_tv": "dppo",
+    "geo_mean": "gmpo",
+    "gpg": "gpg",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+}
+"""The same for losses."""
+AGGREGATIONS = {
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum-norm": "constant",
+    "seq-mean-token-sum": "constant",
+}
+PENALTIES = {
+    "low_var_kl": "k3",
+    "k3": "k3",
+    "k2": "k2",
+    "mse": "k2",
+    "k1+": "k1",
+    "kl+": "k1",
+    "k3+": "k2",
+    "low_var_kl+": "k2",
+}
+EXACT_PENALTIES = ("low_var_kl", "k3", "k2", "mse", "k1+", "kl+")
+
+
+def convert_algorithm(draft: Draft) -> None:
+    """Everything in `trainer.algorithm`."""
+    _convert_ratio(draft)
+    _convert_advantage(draft)
+    _convert_loss(draft)
+    _convert_kl(draft)
+    _convert_correction(draft)
+    _convert_overlong(draft)
+
+
+def _convert_ratio(draft: Draft) -> None:
+    """What the ratio compares with, which decides what else has a meaning."""
+    is_rollout = draft.take(C + "bypass_mode") or draft.take(A + "use_rollout_log_probs")
+    is_filtered = draft.take(R + "top_p") < 1 or draft.take(R + "top_k") > 0
+    if is_rollout and is_filtered:
+        draft.lose(
+            C + "bypass_mode",
+            "with top_p or top_k the engine's logprobs are not the policy's: recomputed here",
+        )
+    elif is_rollout:
+        draft.put(FIELD + "old_logprobs", "rollout", C + "bypass_mode")
+
+
+def _is_rollout(draft: Draft) -> bool:
+    return FIELD + "old_logprobs" in draft.fields
+
+
+def _convert_advantage(draft: Draft) -> None:
+    theirs = draft.take("algorithm.adv_estimator")
+    ours = ESTIMATORS.get(str(theirs), "")
+    if ours == "grpo" and not draft.take("algorithm.norm_adv_by_std_in_grpo"):
+        ours = "dr_grpo"
+    if ours not in ADVANTAGES:
+        draft.lose("algorithm.adv_estimator", f"no such advantage here: grpo in place of {theirs}")
+        ours = "grpo"
+    draft.put(FIELD + "advantage", ours, "algorithm.adv_estimator")
+    discount, trace = draft.take("algorithm.gamma"), draft.take("algorithm.lam")
+    if ADVANTAGES[ours].has_discount and discount != 1:
+        draft.put(FIELD + "gamma", discount, "algorithm.gamma")
+    if ours != "gae":
+        return
+    draft.put(FIELD + "gae_lambda", trace, "algorithm.lam")
+    draft.put(FIELD + "value.head", True, "algorithm.adv_estimator")
+    draft.put(FIELD + "value.lr", draft.take("critic.optim.lr"), "critic.optim.lr")
+    draft.put(FIELD + "value.clip", draft.take("critic.cliprange_value"), "critic.cliprange_value")
+    draft.approximate(
+        "algorithm.adv_estimator", "the value head shares the policy's model; verl has a critic model"
+    )
+
+
+def _convert_loss(draft: Draft) -> None:
+    theirs = draft.take(A + "policy_loss.loss_mode")
+    ours = LOSS_MODES.get(str(theirs), "")
+    if ours not in LOSSES:
+        draft.lose(A + "policy_loss.loss_mode", f"no such loss here: ppo in place of {theirs}")
+        ours = "ppo"
+    moves = draft.fields["trainer.mini_batches"] > 1 or _is_rollout(draft)
+    if LOSSES[ours].is_idle_at_one and not moves:
+        draft.explain(
+            A + "policy_loss.loss_mode", f"with one update a step the ratio is 1, and {ours} is ppo"
+        )
+        ours = "ppo"
+    if ours == "cispo" and not _is_rollout(draft):
+        draft.lose(
+            A + "policy_loss.loss_mode", "cispo weighs by the ratio to the rollout: old_logprobs is rollout"
+        )
+        draft.put(FIELD + "old_logprobs", "rollout", "cispo needs it")
+    low, high = draft.take(A + "clip_ratio_low"), draft.take(A + "clip_ratio_high")
+    if (
+        draft.take(C + "loss_type") == "reinforce"
+        and _is_rollout(draft)
+        and draft.given.get(C + "rollout_is")
+    ):
+        ours, low, high = "cispo", 1.0, _bounds(draft)[1] - 1.0
+    draft.put(FIELD + "loss", ours, A + "policy_loss.loss_mode")
+    draft.put(FIELD + "clip_low", min(low, 1.0), A + "clip_ratio_low")
+    draft.put(FIELD + "clip_high", high, A + "clip_ratio_high")
+    bound = draft.take(A + "clip_ratio_c")
+    if ours == "ppo" and moves and bound > 1 + high:
+        draft.put(FIELD + "dual_clip", float(bound), A + "clip_ratio_c")
+    elif draft.has(A + "clip_ratio_c") and theirs == "vanilla":
+        draft.explain(A + "clip_ratio_c", "with one update a step the ratio is always 1")
+    elif draft.has(A + "clip_ratio_c"):
+        draft.approximate(
+            A + "clip_ratio_c", "verl uses it with vanilla only; gspo's bound is 3 here (dual_clip)"
+        )
+    mode = draft.take(A + "loss_agg_mode")
+    if mode not in AGGREGATIONS:
+        draft.lose(A + "loss_agg_mode", "normalised by token here")
+    elif mode == "seq-mean-token-sum":
+        draft.approximate(
+            A + "loss_agg_mode",
+            "constant also divides by max_tokens: Adam does not see it, max_grad_norm does",
+        )
+    draft.put(FIELD + "normalisation", AGGREGATIONS.get(mode, "token"), A + "loss_agg_mode")
+
+
+def _convert_kl(draft: Draft) -> None:
+    weight = draft.take(A + "kl_loss_coef")
+    if draft.take(A + "use_kl_loss"):
+        draft.put(FIELD + "reference.model", "frozen", A + "use_kl_loss")
+        if weight:
+            draft.put(FIELD + "kl.place", "loss", A + "use_kl_loss")
+            draft.put(FIELD + "kl.coefficient", weight, A + "kl_loss_coef")
+            kind = str(draft.take(A + "kl_loss_type"))
+            draft.put(FIELD + "kl.estimator", PENALTIES.get(kind, "k2"), A + "kl_loss_type")
+            if kind not in EXACT_PENALTIES:
+                draft.approximate(
+                    A + "kl_loss_type", f"{PENALTIES.get(kind, 'k2')}: docs/algorithms.md compares gradients"
+                )
+    in_reward, weight = draft.take("algorithm.use_kl_in_reward"), draft.take("algorithm.kl_ctrl.kl_coef")
+    if not in_reward or not weight:
+        return
+    if FIELD + "kl.place" in draft.fields:
+        draft.lose("algorithm.use_kl_in_reward", "the penalty has one place, and is in the loss")
+        return
+    draft.put(FIELD + "reference.model", "frozen", "algorithm.use_kl_in_reward")
+    draft.put(FIELD + "kl.place", "reward", "algorithm.use_kl_in_reward")
+    draft.put(FIELD + "kl.estimator", "k1", "algorithm.kl_penalty")
+    draft.put(FIELD + "kl.coefficient", weight, "algorithm.kl_ctrl.kl_coef")
+    if draft.take("algorithm.kl_ctrl.type") != "fixed":
+        draft.lose("algorithm.kl_ctrl.type", "the coefficient does not adapt")
+
+
+def _convert_correction(draft: Draft) -> None:
+    """Importance weights of the recomputed logprobs against the rollout's."""
+    level, rejects = draft.take(C + "rollout_is"), draft.take(C + "rollout_rs")
+    if _is_rollout(draft):
+        if level and draft.take(C + "loss_type") != "reinforce":
+            draft.explain(C + "rollout_is", "with old_logprobs rollout the ratio is the weight")
+        if rejects:
+            draft.lose(C + "rollout_rs", "no rejection with old_logprobs rollout")
+        return
+    field = FIELD + "importance."
+    if level:
+        low, high, is_mask = _bounds(draft)
+        draft.put(field + "mode", "mask" if is_mask else "truncate", C + "rollout_is_threshold")
+        draft.put(field + "level", level, C + "rollout_is")
+        draft.put(field + "high", high, C + "rollout_is_threshold")
+        if low:
+            draft.put(field + "low", low, C + "rollout_is_threshold")
+        if rejects:
+            draft.lose(C + "rollout_rs", "weights and rejection do not go together")
+    elif rejects == "seq_mean_k1":
+        low, high, _ = _bounds(draft, "rollout_rs_threshold")
+        draft.put(field + "mode", "mask", C + "rollout_rs")
+        draft.put(field + "level", "geometric", C + "rollout_rs")
+        draft.put(field + "high", max(high, 1.0), C + "rollout_rs_threshold")
+        draft.put(field + "low", min(low, 1.0), C + "rollout_rs_threshold")
+        draft.approximate(C + "rollout_rs", "what is kept weighs its ratio here, and 1 in verl")
+    else:
+        draft.put(field + "mode", "off", origin(C + "rollout_is", "null"))
+        if rejects:
+            draft.lose(C + "rollout_rs", "no such rejection here")
+    loss = draft.fields[FIELD + "loss"]
+    if LOSSES[loss].level == "sequence" and draft.fields.get(field + "level") == "token":
+        draft.approximate(C + "rollout_is", f"{loss} has one ratio for a sequence: so have its weights")
+        draft.put(field + "level", "sequence", "as the loss")
+
+
+def _bounds(draft: Draft, name: str = "rollout_is_threshold") -> tuple[float, float, bool]:
+    """Lower and upper bound, and whether what lies outside is left out."""
+    given: Any = draft.take(C + name)
+    low, sign, high = str(2.0 if given is None else given).partition("_")
+    if sign:
+        return float(low), float(high), True
+    return (1.0 / float(low) if name == "rollout_rs_threshold" else 0.0), float(low), False
+
+
+def _convert_overlong(draft: Draft) -> None:
+    penalty, length = draft.take(OVERLONG + "penalty_factor"), draft.take(OVERLONG + "len")
+    limit = draft.take(W + "reward_kwargs.max_resp_len") or draft.take("data.max_response_length")
+    if not draft.take(OVERLONG + "enable") or not length or not penalty:
+        return
+    draft.put(FIELD + "overlong.penalty", penalty, OVERLONG + "penalty_factor")
+    draft.put(
+        FIELD + "overlong.buffer_share", round(min(length / limit, 1.0), 6), OVERLONG + "len / max_resp_len"
+    )

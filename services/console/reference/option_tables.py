@@ -1,0 +1,64 @@
+"""The options of verl, TRL and prime-rl with ours: the converters' tables, as part of docs/coming-from.md.
+
+`python -m services.console.reference.option_tables docs/coming-from.md` writes them; `--check` says whether
+they are current.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from services.console.convert.prime_rl_table import TABLE as PRIME_RL
+from services.console.convert.table import Row, Table
+from services.console.convert.trl_table import TABLE as TRL
+from services.console.convert.verl_table import TABLE as VERL
+
+HEADING = "## Every option"
+TABLES = (VERL, TRL, PRIME_RL)
+PREAMBLE = f"""{HEADING}
+
+Generated from the tables of `tidemill convert`: `python -m services.console.reference.option_tables
+docs/coming-from.md`. "-" is no counterpart, "automatic" needs no option here; `*` stands for any name.
+"""
+
+
+def as_markdown() -> str:
+    """Heading and tables."""
+    lines = [PREAMBLE]
+    for table in TABLES:
+        lines += [f"### {table.project}", "", f"| {table.project} | Tidemill | difference |", "|---|---|---|"]
+        lines += [*_rows(table), ""]
+    return "\n".join(lines)
+
+
+def _rows(table: Table) -> Iterator[str]:
+    for row in table.rows:
+        theirs = ", ".join(f"`{option}`" for option in row.options)
+        yield f"| {theirs} | {_ours(row)} | {row.note.replace('|', chr(92) + '|')} |"
+
+
+def _ours(row: Row) -> str:
+    if row.targets:
+        return ", ".join(f"`{target}`" for target in row.targets)
+    return "automatic" if row.kind == "automatic" else "-"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the tables into a file, or check them with `--check`; returns the exit code."""
+    path = Path(arguments[-1])
+    before = path.read_text(encoding="utf-8")
+    current = before.partition(HEADING)[0] + as_markdown()
+    if current == before:
+        return 0
+    if "--check" in arguments:
+        print(
+            f"{path} is not current: python -m services.console.reference.option_tables {path}",
+            file=sys.stderr,
+        )
+        return 1
+    path.write_text(current, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""Epochs in place of steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import RunConfig, parse_config
+from common.errors import ConfigError
+from common.run.dataset import Row
+from common.run.prompt_lengths import with_steps
+from tests.support.checked_runs import make_folder
+
+
+def rows(count: int, long: int = 0) -> list[Row]:
+    texts = ["a b"] * (count - long) + ["a b c a b c"] * long
+    return [Row(text, "", None, {}, number, f"row {number}") for number, text in enumerate(texts)]
+
+
+def config(data: dict[str, Any] | None = None, model: str = "m", **trainer: Any) -> RunConfig:
+    tree = {"train": "none", "max_prompt_tokens": 4, **(data or {})}
+    return parse_config({"model": {"path": model}, "data": tree, "trainer": trainer}, "test")
+
+
+def test_an_epoch_is_its_whole_steps() -> None:
+    resolved = with_steps(config(epochs=2, groups_per_step=3), rows(10))
+    assert (resolved.trainer.steps, resolved.trainer.epochs) == (6, 2.0)  # 10 // 3 * 2
+
+
+def test_a_part_of_an_epoch_counts() -> None:
+    assert with_steps(config(epochs=1.5, groups_per_step=2), rows(11)).trainer.steps == 7  # 5 * 1.5
+
+
+def test_dropped_rows_do_not_count(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    dropping = config({"overlong_prompts": "drop"}, str(folder), epochs=1, groups_per_step=2)
+    assert with_steps(dropping, rows(10, long=3)).trainer.steps == 3  # 7 // 2
+
+
+def test_steps_that_say_the_same_are_accepted_and_others_refused() -> None:
+    resolved = with_steps(config(epochs=2, groups_per_step=5), rows(10))
+    assert with_steps(resolved, rows(10)) == resolved
+    with pytest.raises(ConfigError, match=r"10 rows, 5 groups a step, is 4 steps, but trainer.steps is 7"):
+        with_steps(config(epochs=2, groups_per_step=5, steps=7), rows(10))
+
+
+def test_an_epoch_without_a_whole_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not one whole step"):
+        with_steps(config(epochs=1, groups_per_step=32), rows(10))
+
+
+def test_a_model_without_a_folder_cannot_tell_what_is_dropped() -> None:
+    with pytest.raises(ConfigError, match=r"give trainer.steps in place"):
+        with_steps(config({"overlong_prompts": "drop"}, "owner/name", epochs=1, groups_per_step=2), rows(4))
+    assert with_steps(config(None, "owner/name", epochs=1, groups_per_step=2), rows(4)).trainer.steps == 2
+
+
+def test_warm_up_is_held_against_the_steps_of_the_epochs() -> None:
+    warm = {"optimizer": {"warmup_steps": 150}, "groups_per_step": 1}
+    assert with_steps(config(epochs=20, **warm), rows(10)).trainer.steps == 200
+    with pytest.raises(ConfigError, match="which is 100 steps"):
+        with_steps(config(epochs=10, **warm), rows(10))
+
+
+def test_without_epochs_nothing_changes() -> None:
+    plain = config(steps=7)
+    assert with_steps(plain) is plain

@@ -1,0 +1,220 @@
+"""What single options become, and what is said about those that do not carry over."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from services.console.convert.command import CONVERTERS, convert
+from services.console.convert.draft import Draft
+from services.console.convert.reading import Project
+
+A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
+BYPASS = {C + "bypass_mode": True}
+BASE: dict[Project, dict[str, Any]] = {
+    "verl": {"algorithm.adv_estimator": "grpo", R + "n": 4, "data.train_files": "gsm8k.parquet"},
+    "trl": {"reward_funcs": "mine.reward", "train_dataset": "rows.jsonl"},
+    "prime-rl": {"orchestrator.group_size": 8, "max_steps": 10},
+}
+ALGORITHM = "trainer.algorithm."
+
+
+def draft(project: Project, **options: Any) -> Draft:
+    return CONVERTERS[project](BASE[project] | options)
+
+
+def verdicts(made: Draft, option: str) -> list[str]:
+    return [finding.verdict for finding in made.findings if finding.option == option]
+
+
+CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
+    # verl
+    ("verl", {}, {"trainer.epochs": 30, "trainer.groups_per_step": 1024, "trainer.mini_batches": 4}),
+    ("verl", {"trainer.total_training_steps": 7}, {"trainer.steps": 7, "trainer.epochs": None}),
+    ("verl", {"algorithm.norm_adv_by_std_in_grpo": False}, {ALGORITHM + "advantage": "dr_grpo"}),
+    ("verl", {"algorithm.adv_estimator": "gae", "critic.optim.lr": 2e-5},
+     {ALGORITHM + "value.head": True, ALGORITHM + "value.lr": 2e-5, ALGORITHM + "gae_lambda": 1.0,
+      "trainer.num_ranks": 1}),
+    ("verl", {A + "clip_ratio_low": 2.0}, {ALGORITHM + "clip_low": 1.0}),
+    ("verl", {A + "ppo_mini_batch_size": 1024, A + "clip_ratio_c": 10.0}, {ALGORITHM + "dual_clip": None}),
+    ("verl", {A + "ppo_mini_batch_size": 1024, A + "policy_loss.loss_mode": "gspo"},
+     {ALGORITHM + "loss": "ppo"}),
+    ("verl", {A + "policy_loss.loss_mode": "cispo"},
+     {ALGORITHM + "loss": "cispo", ALGORITHM + "old_logprobs": "rollout"}),
+    ("verl", {A + "loss_agg_mode": "seq-mean-token-sum-norm"}, {ALGORITHM + "normalisation": "constant"}),
+    ("verl", {A + "use_kl_loss": True, A + "kl_loss_type": "mse"}, {ALGORITHM + "kl.estimator": "k2"}),
+    ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.5},
+     {ALGORITHM + "kl.place": "reward", ALGORITHM + "kl.estimator": "k1", ALGORITHM + "kl.coefficient": 0.5,
+      ALGORITHM + "reference.model": "frozen"}),
+    ("verl", {C + "rollout_is": "token"},
+     {ALGORITHM + "importance.mode": "truncate", ALGORITHM + "importance.level": "token",
+      ALGORITHM + "importance.high": 2.0}),
+    ("verl", {C + "rollout_is": "token", C + "rollout_is_threshold": "0.5_5.0"},
+     {ALGORITHM + "importance.mode": "mask", ALGORITHM + "importance.low": 0.5,
+      ALGORITHM + "importance.high": 5.0}),
+    ("verl", {**BYPASS, C + "rollout_is": "token", C + "loss_type": "reinforce"},
+     {ALGORITHM + "loss": "cispo", ALGORITHM + "clip_low": 1.0, ALGORITHM + "clip_high": 1.0}),
+    ("verl", {C + "rollout_rs": "seq_mean_k1", C + "rollout_rs_threshold": "0.99_1.01"},
+     {ALGORITHM + "importance.mode": "mask", ALGORITHM + "importance.level": "geometric",
+      ALGORITHM + "importance.low": 0.99, ALGORITHM + "importance.high": 1.01}),
+    ("verl", {A + "optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
+     {"trainer.optimizer.warmup_steps": 5}),
+    ("verl", {A + "ppo_micro_batch_size_per_gpu": 4}, {"trainer.micro_batch_tokens": 4 * 1024}),
+    ("verl", {R + "top_k": 20, R + "top_p": 0.9},
+     {"rollout.sampling.top_k": 20, "rollout.sampling.top_p": 0.9}),
+    ("verl", {R + "engine_kwargs.vllm.seed": 1}, {"rollout.vllm.extra": {"seed": 1}}),
+    ("verl", {"custom_reward_function.path": "my.py"}, {"reward.function": "my.py:compute_score"}),
+    ("verl", {"reward_model.enable": True, "reward_model.model.path": "m"},
+     {"reward.rewards": {"reward_model": {"model": {"local_replicas": {"model": "m"}}}}}),
+    ("verl", {"data.val_files": ["/d/gsm8k/test.parquet", "/d/aime.parquet"]},
+     {"data.eval": {"gsm8k": "/d/gsm8k/test.parquet", "aime": "/d/aime.parquet"},
+      "trainer.evaluation.every": 0, "trainer.evaluation.at_end": False}),
+    ("verl", {"data.val_files": "a.parquet", R + "val_kwargs.do_sample": True,
+              R + "val_kwargs.temperature": 0.6, R + "val_kwargs.top_p": 0.7,
+              R + "val_kwargs.top_k": 20, R + "val_kwargs.n": 4},
+     {"trainer.evaluation.temperature": 0.6, "trainer.evaluation.top_p": 0.7, "trainer.evaluation.top_k": 20,
+      "trainer.evaluation.samples": 4}),
+    ("verl", {"data.val_files": "a.parquet", R + "val_kwargs.top_p": 0.7},
+     {"trainer.evaluation.temperature": 0.0, "trainer.evaluation.top_p": None}),
+    ("verl", {"data.train_max_samples": 5}, {"data.max_rows": 5}),
+    ("verl", {"actor_rollout_ref.model.lora_rank": 8},
+     {"trainer.lora.rank": 8, "trainer.lora.alpha": 16, "trainer.num_ranks": 1}),
+    # TRL: 8 * 2 * 4 completions are 8 groups, in 4 / 2 updates
+    ("trl", {"num_processes": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 9},
+     {"trainer.groups_per_step": 8, "trainer.mini_batches": 2, "trainer.steps": 5,
+      "trainer.checkpoint_every": 250}),
+    ("trl", {"beta": 0.04, "use_bias_correction_kl": False},
+     {ALGORITHM + "kl.estimator": "k3", ALGORITHM + "kl.bound": None, ALGORITHM + "kl.coefficient": 0.04,
+      ALGORITHM + "reference.model": "frozen"}),
+    ("trl", {"beta": 0.04, "sync_ref_model": True},
+     {ALGORITHM + "kl.estimator": "k2", ALGORITHM + "reference.model": "updated",
+      ALGORITHM + "reference.mixup": 0.6, ALGORITHM + "reference.every": 512}),
+    ("trl", {"loss_type": "cispo", "epsilon_high": 5.0},
+     {ALGORITHM + "loss": "cispo", ALGORITHM + "clip_low": 1.0, ALGORITHM + "clip_high": 4.0,
+      ALGORITHM + "old_logprobs": "rollout"}),
+    ("trl", {"importance_sampling_level": "sequence", "steps_per_generation": 2, "epsilon": 3e-4},
+     {ALGORITHM + "loss": "gspo", ALGORITHM + "clip_low": 3e-4, ALGORITHM + "dual_clip": None}),
+    ("trl", {"scale_rewards": "none", "loss_type": "dr_grpo"},
+     {ALGORITHM + "advantage": "dr_grpo", ALGORITHM + "normalisation": "constant"}),
+    ("trl", {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+     {ALGORITHM + "importance.mode": "truncate", ALGORITHM + "importance.level": "token",
+      "rollout.engine": "vllm"}),
+    ("trl", {"reward_funcs": ["accuracy_reward", "owner/model"], "reward_weights": [1.0, 0.5]},
+     {"reward.rewards": {
+         "accuracy_reward": {"function": "trl.rewards:accuracy_reward", "weight": 1.0},
+         "owner_model": {"model": {"local_replicas": {"model": "owner/model"}}, "weight": 0.5}}}),
+    ("trl", {"peft_config": "LoraConfig(r=4, lora_alpha=8)"},
+     {"trainer.lora.rank": 4, "trainer.lora.alpha": 8.0}),
+    ("trl", {"warmup_ratio": 0.1, "max_steps": 50}, {"trainer.optimizer.warmup_steps": 5}),
+    # prime-rl
+    ("prime-rl", {}, {"trainer.groups_per_step": 16, "trainer.max_staleness": 8, "rollout.workers": 1}),
+    ("prime-rl", {"orchestrator.group_size": 1}, {ALGORITHM + "advantage": "reinforce_plus_plus"}),
+    ("prime-rl", {"trainer.scheduler.type": "cosine", "max_steps": 40},
+     {"trainer.optimizer.schedule": "cosine", "trainer.optimizer.warmup_steps": 10}),
+    ("prime-rl", {"inference.vllm.tensor_parallel_size": 2, "deployment.num_infer_gpus": 8},
+     {"rollout.vllm.tensor_parallel_size": 2, "rollout.workers": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("project", "options", "expected"), CASES)
+def test_options_become_our_fields(
+    project: Project, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    made = draft(project, **options)
+    assert {field: made.fields.get(field) for field in expected} == expected
+    assert made.problem() == ""
+
+
+LOST: list[tuple[Project, str, Any, str]] = [
+    ("verl", A + "ulysses_sequence_parallel_size", 8, "lost"),
+    ("verl", A + "policy_loss.loss_mode", "no_such", "lost"),
+    ("verl", C + "rollout_rs", "seq_sum_k1", "lost"),
+    ("verl", A + "kl_loss_type", "abs", "automatic"),
+    ("verl", A + "optim.lr_warmup_steps_ratio", 0.1, "lost"),
+    ("verl", "data.gen_batch_size", 9, "automatic"),
+    ("verl", A + "clip_ratio", 0.3, "automatic"),
+    ("verl", "trainer.save_freq", -1, "automatic"),
+    ("verl", R + "name", "sglang", "approximated"),
+    ("verl", "trainer.nobody.knows", 1, "lost"),
+    ("verl", A + "fsdp_config.param_offload", False, ""),
+    ("trl", "scale_rewards", "batch", "lost"),
+    ("trl", "top_entropy_quantile", 0.2, "lost"),
+    ("trl", "top_entropy_quantile", 1.0, ""),
+    ("trl", "vllm_server_host", "x", "automatic"),
+    ("trl", "delta", 4.0, "automatic"),
+    ("prime-rl", "trainer.optim.type", "muon", "lost"),
+    ("prime-rl", "orchestrator.algo.type", "opd", "lost"),
+    ("prime-rl", "orchestrator.renderer.name", "x", "automatic"),
+]
+
+
+@pytest.mark.parametrize(("project", "option", "value", "verdict"), LOST)
+def test_what_does_not_carry_over_is_said(project: Project, option: str, value: Any, verdict: str) -> None:
+    assert verdicts(draft(project, **{option: value}), option) == ([verdict] if verdict else [])
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_yaml_of_verl_with_references_and_overrides(tmp_path: Path) -> None:
+    text = (
+        "actor_rollout_ref: {actor: {optim: {lr: 1e-6}, ppo_mini_batch_size: '${data.train_batch_size}'},\n"
+        "  rollout: {n: 4, name: '???', top_p: '${oc.select:a.b,1}'}}\n"
+        "data: {train_batch_size: 64}\nalgorithm: {adv_estimator: grpo}\n"
+    )
+    made = convert(
+        write(tmp_path, "a.yaml", text), ["+trainer.total_epochs=2", "data.train_batch_size=32"], None
+    )
+    assert made.table.project == "verl"
+    assert (made.fields["trainer.groups_per_step"], made.fields["trainer.mini_batches"]) == (32, 1)
+    assert (made.fields["trainer.epochs"], made.fields["trainer.optimizer.lr"]) == (2, 1e-6)
+
+
+def test_a_script_and_yaml_of_trl(tmp_path: Path) -> None:
+    script = "accelerate launch --num_processes 4 train.py --learning_rate 1e-5 --use_vllm --beta=0.1"
+    made = convert(write(tmp_path, "run.sh", script), [], None)
+    assert (made.fields["trainer.num_ranks"], made.fields["trainer.optimizer.lr"]) == (4, 1e-5)
+    assert (made.fields["rollout.engine"], made.fields[ALGORITHM + "kl.coefficient"]) == ("vllm", 0.1)
+    made = convert(
+        write(tmp_path, "c.yaml", "model_name_or_path: m\nnum_generations: 4\n"), ["beta=0.5"], None
+    )
+    assert (made.fields["model.path"], made.fields["trainer.group_size"]) == ("m", 4)
+
+
+def test_python_is_parsed_and_never_run(tmp_path: Path) -> None:
+    text = "raise SystemExit\nN = 4\nGRPOConfig(num_generations=N, seed=1)\nGRPOTrainer(reward_funcs=f)\n"
+    made = convert(write(tmp_path, "train.py", text), [], None)
+    assert (made.fields["trainer.group_size"], made.fields["seed"]) == (4, 1)
+    assert made.fields["reward.function"] == "train.py:f"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.txt", "", "expected .yaml"),
+        ("a.yaml", "[1]", "must hold a mapping"),
+        ("a.py", "x = 1", "no call of GRPOConfig"),
+        ("a.py", "x = (", "line 1 is not Python"),
+        ("a.toml", "x = ", "cannot be parsed"),
+        ("a.sh", "echo hello", "holds no options"),
+        ("a.yaml", "data: {train_batch_size: many}\nactor_rollout_ref: {a: 1}", "cannot be understood"),
+    ],
+)
+def test_files_that_hold_no_options_are_refused(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        convert(write(tmp_path, name, text), [], None)
+
+
+def test_the_file_names_what_our_config_refuses() -> None:
+    made = draft("verl", **{"data.max_response_length": 1 << 21})
+    assert "# This config is refused as it is:" in made.text("x.sh")
+    assert "max_tokens" in made.problem()
+
+
+def test_the_file_lists_what_is_lost_with_its_value() -> None:
+    text = draft("verl", **{A + "ulysses_sequence_parallel_size": 8}).text("run.sh")
+    assert f"# - {A}ulysses_sequence_parallel_size = 8: a sequence is on one GPU" in text
+    assert "group_size: 4  # actor_rollout_ref.rollout.n" in text

@@ -1,0 +1,51 @@
+"""The tables of options: every field in them exists, and the page says what they say."""
+
+import pytest
+
+from common.config import RunConfig
+from common.process.programs import ROOT
+from services.console.convert.draft import section_of
+from services.console.convert.table import Row, Table
+from services.console.reference.option_tables import HEADING, TABLES, as_markdown
+
+ROWS = [(table, row) for table in TABLES for row in table.rows]
+
+
+def is_field(target: str) -> bool:
+    """Whether our config has it; `<name>` stands for a name that the user gives."""
+    section = RunConfig
+    *outer, last = target.split(".")
+    for name in outer:
+        if name == "<name>":
+            continue
+        if name not in section.model_fields:
+            return False
+        annotation = section.model_fields[name].annotation
+        section = section_of(annotation) or section
+    return last in section.model_fields
+
+
+@pytest.mark.parametrize("table, row", ROWS, ids=[f"{table.project} {row.options[0]}" for table, row in ROWS])
+def test_a_row_leads_to_fields_that_exist_or_says_why_to_none(table: Table, row: Row) -> None:
+    assert [target for target in row.targets if not is_field(target)] == []
+    assert bool(row.targets) == (row.kind in ("same", "computed"))
+    assert row.targets or row.note
+    assert len(row.targets) == 1 or row.kind != "same"
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.project)
+def test_an_option_has_one_row(table: Table) -> None:
+    names = [option for row in table.rows for option in row.options]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_row_with_the_name_goes_before_one_with_a_pattern() -> None:
+    verl = TABLES[0]
+    assert (row := verl.find("async_training.partial_rollout")) is not None and "versions" in row.note
+    assert (row := verl.find("async_training.other")) is not None and row.kind == "automatic"
+    assert verl.find("nothing.like.it") is None
+
+
+def test_the_page_is_current() -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    assert page == page.partition(HEADING)[0] + as_markdown()
