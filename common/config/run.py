@@ -261,8 +261,8 @@ class RunConfig(Section):
     def _sources_fit(self) -> None:
         if self.data.sources and self.trainer.epochs is not None:
             raise ValueError(
-                "trainer.epochs counts passes over one training set, and data.train lists sources, which have "
-                "`epochs` of their own; give trainer.steps in its place"
+                "trainer.epochs counts passes over one training set, and data.train lists sources, which "
+                "have `epochs` of their own; give trainer.steps in its place"
             )
         for source in self.data.sources:
             self._sampling_fits(source)

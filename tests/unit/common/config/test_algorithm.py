@@ -58,7 +58,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         (
             {"loss": "reinforce", "importance": {"normalise": True}},
             {"trainer": {"mini_batches": 2}},
-            "which moves with each of 2 mini_batches",
+            "which moves with each of 2 updates",
         ),
         ({"loss": "gspo", "top_entropy_quantile": 0.2, **ROLLOUT}, {}, "gradient reaches all its tokens"),
         ({"top_entropy_quantile": 0.0}, {}, "top_entropy_quantile"),
