@@ -46,6 +46,16 @@ class KnownJob(Job):
     queues: ClassVar[frozenset[str]] = frozenset()
     """Those that its worker reads; RQ keeps books on whatever queue a job says that it is of."""
 
+    names: ClassVar[str] = ""
+    """What ids of its worker's jobs begin with: it may not look at others."""
+
+    @classmethod
+    def fetch(cls, id: str, *arguments: Any, **options: Any) -> "KnownJob":
+        """Raises NoSuchJobError: there is none, or it is none of this worker's."""
+        if not id.startswith(cls.names):
+            raise NoSuchJobError(f"{id} is no job of this worker")
+        return super().fetch(id, *arguments, **options)
+
     def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:
         # Whoever makes it and forgets the serializer: nothing is unpickled.
         super().__init__(id, connection=connection, serializer=JSONSerializer)
@@ -96,12 +106,26 @@ def _bounded(data: bytes) -> bytes:
 
 
 class KnownWorker(Worker):
-    """Does the jobs of `queues` that are one of `functions`, and fails all others."""
+    """Does the jobs of `queues` that are one of `functions`, and fails all others; ids begin with `names`."""
 
-    def __init__(self, queues: Sequence[str], functions: Functions, **options: Any) -> None:
-        own = {"functions": dict(functions), "queues": frozenset(queues)}
+    def __init__(self, queues: Sequence[str], functions: Functions, names: str, **options: Any) -> None:
+        own = {"functions": dict(functions), "queues": frozenset(queues), "names": names}
         job_class = type("KnownJob", (KnownJob,), own)
         super().__init__(list(queues), **options | {"serializer": JSONSerializer, "job_class": job_class})
+
+    def dequeue_job_and_maintain_ttl(self, *arguments: Any, **options: Any) -> Any:
+        """The next job. RQ ends where an id is no text, and would at every start: such ids are taken out."""
+        while True:
+            try:
+                return super().dequeue_job_and_maintain_ttl(*arguments, **options)
+            except UnicodeDecodeError:
+                for queue in self.queues:
+                    self._take_out_unreadable(queue.intermediate_queue_key)
+
+    def _take_out_unreadable(self, key: str) -> None:
+        for job_id in self.connection.lrange(key, 0, -1):
+            if job_id.decode(errors="ignore").encode() != job_id:
+                self.connection.lrem(key, 0, job_id)
 
     def _set_ip_address(self, connection: Any) -> None:
         """RQ asks for the list of all clients to find its own address, which workers may not read."""
