@@ -37,6 +37,7 @@ def main(run_id: str, *options: str) -> int:
         worker = KnownWorker(
             [keys.jobs_queue],
             run_functions(run_id),
+            keys.jobs_names,
             name=f"{keys.jobs_names}{secrets.token_hex(4)}",
             connection=connection,
             job_monitoring_interval=BEAT_S,

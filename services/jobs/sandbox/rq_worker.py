@@ -77,6 +77,7 @@ def main(run_id: str, configs: str) -> int:
     worker = MeasuredWorker(
         [keys.sandbox_queue],
         functions_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs)),
+        keys.sandbox_names,
         name=f"{keys.sandbox_names}{secrets.token_hex(4)}",
         connection=connection,
         job_monitoring_interval=BEAT_S,

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from rq import Queue
+from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
@@ -20,6 +22,7 @@ from common.redis.broker import URL_VARIABLE
 from common.redis.client import make_blocking_client
 from common.redis.embedded import EmbeddedRedis
 from common.wire.keys import Keys
+from services.jobs import known_jobs
 from tests.support.preloaded import REPO
 
 KEYS = Keys("jobs.1")
@@ -140,8 +143,25 @@ def test_arguments_are_checked_before_the_function_is_called(queue: Queue, serve
 
 def test_a_job_that_cannot_be_read_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
     odd = [{"data": b"\x80\x04."}, {"timeout": b"soon"}, {"status": b"odd"}, {"data": b"[1, 2]"}]
+    odd += [{"origin": b""}, {"origin": Keys("another").jobs_queue.encode()}, {"data": b"[" * 100_000}]
     for fields in odd:
         job = asked(queue, JobFunction.ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
         queue.connection.hset(job.key, mapping=fields)
     work(server)
     assert queue.count == 0
+    assert {key for key in queue.connection.keys("rq:*") if b"another" in key} == set()
+
+
+def test_a_job_is_not_unpacked_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousandth of it would do to take a worker's memory."""
+    monkeypatch.setattr(known_jobs, "MAX_DATA_BYTES", 1000)
+    whole = zlib.compress(b'["f", null, [], {}]')
+    own = type("Own", (known_jobs.KnownJob,), {"queues": frozenset(["q"])})
+    fields = {b"origin": b"q", b"created_at": b"2026-01-01T00:00:00.000000Z"}
+    job = own("1", connection=object())
+    job.restore(fields | {b"data": whole})
+    assert job.func_name == "f"
+    twice = zlib.compress(zlib.compress(b" " * 10_000 + b'["f", null, [], {}]'))
+    for data in (zlib.compress(b'["f", null, [], {}]' + b" " * 1000), twice):
+        with pytest.raises(NoSuchJobError):
+            job.restore(fields | {b"data": data})
