@@ -6,14 +6,18 @@ imported, arguments are validated by the function itself (`pydantic.validate_cal
 that a job of ours does not have are not read.
 """
 
+import contextlib
+import sys
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints, validate_call
+from redis.exceptions import RedisError
 from rq import Worker
-from rq.exceptions import NoSuchJobError
+from rq.exceptions import NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
@@ -29,6 +33,7 @@ FIELDS = frozenset((
 # fmt: on
 """What is read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""
 
+PAUSE_S = 1.0
 MAX_DATA_BYTES = 256 << 20
 """Of a job's function and arguments, unpacked."""
 
@@ -112,12 +117,26 @@ class KnownWorker(Worker):
         own = {"functions": dict(functions), "queues": frozenset(queues), "names": names}
         job_class = type("KnownJob", (KnownJob,), own)
         super().__init__(list(queues), **options | {"serializer": JSONSerializer, "job_class": job_class})
+        self._is_asked_to_stop = self._has_found_nothing = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended because it was to. RQ also ends, without an error, where Redis goes away during a
+        job."""
+        return self._is_asked_to_stop or self._has_found_nothing
+
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """What a signal calls."""
+        self._is_asked_to_stop = True
+        super().request_stop(signum, frame)
 
     def dequeue_job_and_maintain_ttl(self, *arguments: Any, **options: Any) -> Any:
         """The next job. RQ ends where an id is no text, and would at every start: such ids are taken out."""
         while True:
             try:
-                return super().dequeue_job_and_maintain_ttl(*arguments, **options)
+                found = super().dequeue_job_and_maintain_ttl(*arguments, **options)
+                self._has_found_nothing = found is None  # it waits for ever, or was told to until all is done
+                return found
             except UnicodeDecodeError:
                 for queue in self.queues:
                     self._take_out_unreadable(queue.intermediate_queue_key)
@@ -130,6 +149,25 @@ class KnownWorker(Worker):
     def _set_ip_address(self, connection: Any) -> None:
         """RQ asks for the list of all clients to find its own address, which workers may not read."""
         self.ip_address = "unknown"
+
+
+def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> None:
+    """Work until a signal, or until nothing is left to do; with a new worker whenever Redis was away. `name`
+    stands before what it says."""
+    while True:
+        worker = make()
+        try:
+            worker.work(logging_level="WARNING", burst=is_burst)
+            if worker.is_done:
+                return
+            problem = "RQ's worker ended"
+        except RedisError as error:
+            problem = str(error)
+        print(f"{name}: {problem}; trying again", file=sys.stderr, flush=True)
+        with contextlib.suppress(StopRequested):
+            time.sleep(PAUSE_S)
+        if worker.is_done:
+            return
 
 
 EntryId = Annotated[str, StringConstraints(pattern=r"^(\d{1,20}(-\d{1,20})?|\+)$")]

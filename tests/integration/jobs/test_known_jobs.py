@@ -1,5 +1,6 @@
 """A job is one of the few functions that exist for it, whatever its hash in Redis says."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from common.redis.embedded import EmbeddedRedis
 from common.wire.keys import Keys
 from services.jobs import known_jobs
 from tests.support.preloaded import REPO
+from tests.support.waiting import PATIENCE_S, wait_until
 
 KEYS = Keys("jobs.1")
 
@@ -165,3 +167,43 @@ def test_a_job_is_not_unpacked_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch
     for data in (zlib.compress(b'["f", null, [], {}]' + b" " * 1000), twice):
         with pytest.raises(NoSuchJobError):
             job.restore(fields | {b"data": data})
+
+
+WAITING = """
+import sys, time
+from common.redis.client import make_blocking_client
+from services.jobs.known_jobs import KnownWorker, work
+
+def wait(seconds):
+    time.sleep(seconds)
+
+connection, queue, names = make_blocking_client(sys.argv[1]), sys.argv[2], sys.argv[3]
+options = {"connection": connection, "job_monitoring_interval": 1}
+make = lambda: KnownWorker([queue], {"wait": wait}, names, name=f"{names}{time.time_ns()}", **options)
+work(make, "these tests")
+"""
+
+
+async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    """RQ ends then, with a code that says that all is well."""
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    queue = Queue(KEYS.jobs_queue, connection=make_blocking_client(server.url), serializer=JSONSerializer)
+    command = [sys.executable, "-c", WAITING, server.url, KEYS.jobs_queue, KEYS.jobs_names]
+    worker = await asyncio.to_thread(
+        lambda: subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
+    )
+    try:
+        first = asked(queue, "wait", 4)
+        await wait_until(lambda: first.get_status(refresh=True) is JobStatus.STARTED)
+        server.kill()
+        assert worker.stderr is not None
+        await wait_until(lambda: "trying again" in worker.stderr.readline())
+        server.start()
+        second = asked(queue, "wait", 0)
+        await wait_until(lambda: second.get_status(refresh=True) is JobStatus.FINISHED)
+        worker.terminate()
+        assert worker.wait(PATIENCE_S) == 0
+    finally:
+        worker.kill()
+        server.stop()
