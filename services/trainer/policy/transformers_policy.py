@@ -280,7 +280,11 @@ class TransformersPolicy:
         model of that precision, so that comparisons of gradients are not rounded."""
         lengths = [len(sample.completion_ids) for sample in samples]
         wide = np.float64 if self._dtype == torch.float64 else np.float32
-        found = ScoredSamples(*([np.zeros(length, dtype=wide) for length in lengths] for _ in range(3)))
+
+        def empty() -> list[Float32 | None]:
+            return [np.zeros(length, dtype=wide) for length in lengths]
+
+        found = ScoredSamples(empty(), empty(), empty())
         for tile in self._scored_tiles(samples):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None)
             place(scores.logprobs_N, tile, found.logprobs)

@@ -115,7 +115,8 @@ def token_covariances(samples: Sequence[Sample]) -> Float64:
     logprobs_N = _joined([_trained(sample, sample.start_logprobs) for sample in samples])
     if not len(logprobs_N):
         return logprobs_N
-    return (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
+    covariances_N: Float64 = (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
+    return covariances_N
 
 
 def clip_cov_tokens(
@@ -162,7 +163,8 @@ def _clipped(sample: Sample, algorithm: AlgorithmConfig) -> Float64:
     advantages_A = _trained(sample, np.broadcast_to(np.asarray(sample.advantage), sample.mask.shape))
     is_high_A = (advantages_A > 0) & (logs_A > np.log1p(algorithm.clip_high))
     is_low_A = (advantages_A < 0) & (np.exp(logs_A) < 1.0 - algorithm.clip_low)
-    return (is_high_A | is_low_A).astype(np.float64)
+    clipped_A: Float64 = (is_high_A | is_low_A).astype(np.float64)
+    return clipped_A
 
 
 def _trained(sample: Sample, values_T: NDArray[np.floating] | None) -> Float64:
