@@ -27,6 +27,7 @@ from common.config.losses import (
     DppoConfig,
     ImportanceConfig,
     RejectionConfig,
+    VespoConfig,
     check_loss,
 )
 from common.config.section import Section
@@ -127,8 +128,9 @@ class AlgorithmConfig(Section):
     """How much better a completion was than expected: a name of docs/algorithms.md, or `path.py:name`."""
     loss: str = "ppo"
     """What is made of advantages and probabilities: a name of docs/algorithms.md, or `path.py:name`."""
-    normalisation: Literal["sequence", "token", "constant"] = "token"
-    """What sums over tokens are divided by: `sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO."""
+    normalisation: Literal["sequence", "token", "constant", "sequence_sum"] = "token"
+    """What sums over tokens are divided by: `sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO,
+    `sequence_sum`, the number of sequences, is LUSPO."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     """The ratio is clipped at 1 - clip_low. With `old_logprobs: recompute` and one update a step the ratio is
     1, and nothing is to be clipped."""
@@ -151,6 +153,7 @@ class AlgorithmConfig(Section):
     out of the policy's term where their sequence's mean of log(rollout / current) exceeds this."""
     dppo: DppoConfig = DppoConfig()
     covariance: CovarianceConfig = CovarianceConfig()
+    vespo: VespoConfig = VespoConfig()
     top_entropy_quantile: float = Field(1.0, gt=0.0, le=1.0)
     """Share of a mini-batch's tokens, those with the highest entropy, that the policy's term is over (arXiv
     2506.01939; there 0.2). Below 1 the mini-batch waits for all its groups."""
@@ -290,7 +293,7 @@ class AlgorithmConfig(Section):
         old, loss = self.old_logprobs, self.loss_traits
         if loss.weighs_by_rollout and old != "rollout":
             raise ValueError(
-                f"loss: {self.loss} weighs each token by its clipped ratio to the rollout: set "
+                f"loss: {self.loss} weighs each token by its bounded ratio to the rollout: set "
                 "`old_logprobs: rollout` (with recompute `importance` does the weighing, and the loss is "
                 "reinforce)"
             )

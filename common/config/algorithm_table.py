@@ -69,6 +69,8 @@ LOSSES: dict[str, LossTraits] = {
     "dppo_kl": LossTraits(is_idle_at_one=True),
     "clip_cov": LossTraits(has_covariance=True),
     "kl_cov": LossTraits(is_idle_at_one=True, has_covariance=True),
+    "gmpo": LossTraits("sequence", is_idle_at_one=True),
+    "vespo": LossTraits("sequence", weighs_by_rollout=True),
 }
 
 Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo"]

@@ -134,7 +134,26 @@ class CovarianceConfig(Section):
         return self
 
 
-SECTIONS_OF_LOSSES = {"dppo": ("dppo_tv", "dppo_kl"), "covariance": ("clip_cov", "kl_cov")}
+Exponents = tuple[
+    Annotated[float, Field(gt=0.0, le=100.0)],
+    Annotated[float, Field(gt=0.0, le=100.0)],
+]
+
+
+class VespoConfig(Section):
+    """VESPO's weight W^k exp(lambda (1 - W)) of a sequence with the ratio W (arXiv 2602.10693)."""
+
+    positive: Exponents = (2.0, 3.0)
+    """k and lambda where the advantage is not negative (TRL's `vespo_k_pos`, `vespo_lambda_pos`)."""
+    negative: Exponents = (3.0, 2.0)
+    """The same where it is negative (`vespo_k_neg`, `vespo_lambda_neg`)."""
+
+
+SECTIONS_OF_LOSSES = {
+    "dppo": ("dppo_tv", "dppo_kl"),
+    "covariance": ("clip_cov", "kl_cov"),
+    "vespo": ("vespo",),
+}
 """Section -> the losses that read it."""
 
 

@@ -294,14 +294,23 @@ class TransformersPolicy:
         model of that precision, so that comparisons of gradients are not rounded."""
         lengths = [len(sample.completion_ids) for sample in samples]
         wide = np.float64 if self._dtype == torch.float64 else np.float32
-        found = ScoredSamples(*([np.zeros(length, dtype=wide) for length in lengths] for _ in range(3)))
+
+        def empty() -> list[Float32 | None]:
+            return [np.zeros(length, dtype=wide) for length in lengths]
+
+        nothing: list[Float32 | None] = [None] * len(samples)
+        has_entropies = self._config.algorithm.needs_start_entropies
+        found = ScoredSamples(
+            empty(), empty() if has_entropies else nothing, nothing if head is None else empty()
+        )
         for tile in self._scored_tiles(samples):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None)
             place(scores.logprobs_N, tile, found.logprobs)
-            place(scores.entropies_N, tile, found.entropies)
+            if has_entropies:
+                place(scores.entropies_N, tile, found.entropies)
             if head is not None:
                 place(head(scores.hidden_NH), tile, found.values)
-        return found if head else found._replace(values=[None] * len(samples))
+        return found
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters

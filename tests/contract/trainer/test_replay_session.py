@@ -59,6 +59,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm": {"top_entropy_quantile": 0.3, "importance": {"normalise": True}},
         "mini_batches": 2,
     },
+    "gmpo, sums of sequences": {
+        "algorithm": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
+        "mini_batches": 2,
+    },
+    "vespo": {"algorithm": {"loss": "vespo", "old_logprobs": "rollout"}},
     "clip_cov": {
         "algorithm": {"loss": "clip_cov", "covariance": {"share": 0.1, "low": -5.0}},
         "mini_batches": 2,

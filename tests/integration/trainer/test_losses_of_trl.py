@@ -21,7 +21,7 @@ def trl_trainer_class():
     return module.GRPOTrainer
 
 
-LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo"}
+LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo", "sequence_sum": "luspo"}
 
 
 def trl_loss(
@@ -45,7 +45,7 @@ def trl_loss(
     )
     stub = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (current_BT, entropies_BT, None),
-        loss_type=algorithm.loss if algorithm.loss in ("cispo", "sapo") else loss_type,
+        loss_type=algorithm.loss if algorithm.loss in ("cispo", "sapo", "vespo") else loss_type,
         epsilon_low=algorithm.clip_low,
         epsilon_high=algorithm.clip_high + (algorithm.loss == "cispo"),
         use_vllm=is_decoupled,
@@ -56,6 +56,10 @@ def trl_loss(
             use_bias_correction_kl=corrects_kl,
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
+            vespo_k_pos=algorithm.vespo.positive[0],
+            vespo_lambda_pos=algorithm.vespo.positive[1],
+            vespo_k_neg=algorithm.vespo.negative[0],
+            vespo_lambda_neg=algorithm.vespo.negative[1],
         ),
         max_completion_length=MAX_COMPLETION,
         accelerator=identity,
@@ -64,6 +68,7 @@ def trl_loss(
         importance_sampling_level="sequence" if algorithm.loss == "gspo" else "token",
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=algorithm.off_policy_threshold,
+        get_gamma_weights=trainer_class.get_gamma_weights,
         get_off_policy_mask=trainer_class.get_off_policy_mask,
         aux_loss_enabled=False,
         beta=algorithm.kl.coefficient if has_kl else 0.0,
@@ -79,7 +84,7 @@ def trl_loss(
         "completion_mask": mask_BT,
         "advantages": torch.tensor(data.advantages),
         "num_items_in_batch": mask_BT.sum(),
-        "importance_sampling_ratio": trl_importance(data, algorithm, has_proximal),
+        "importance_sampling_ratio": trl_importance(data, algorithm, has_proximal) if is_decoupled else None,
         "ref_per_token_logps": torch.tensor(data.reference),
         "sampling_per_token_logps": torch.tensor(data.rollout),
     }
@@ -144,8 +149,10 @@ def test_equals_trl_in_value_and_gradient(trl_trainer_class, case, has_proximal,
         {"loss": "cispo", "normalisation": "token", "clip_low": 1.0, "clip_high": 0.5, **ROLLOUT},
         {"loss": "sapo", "normalisation": "sequence", **ROLLOUT},
         {"entropy_coefficient": 0.3, "normalisation": "token"},
+        {"loss": "vespo", "normalisation": "token", **ROLLOUT},
+        {"loss": "gspo", "normalisation": "sequence_sum", **ROLLOUT},
     ],
-    ids=["gspo", "gspo narrow", "cispo", "sapo", "entropy"],
+    ids=["gspo", "gspo narrow", "cispo", "sapo", "entropy", "vespo", "luspo"],
 )
 def test_equals_trl_with_its_normalisation_of_this_loss(trl_trainer_class, algorithm):
     assert_same(trl_trainer_class, AlgorithmConfig(**algorithm))

@@ -17,6 +17,7 @@ from common.streams import Entry
 from common.wire.keys import Keys
 from common.wire.messages import Commit
 from services.trainer.algorithm.advantages import Advantages
+from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
 from services.trainer.batch.batch_assembler import Precompute
 from services.trainer.batch.stream_join import StreamJoin
 from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
@@ -173,7 +174,8 @@ def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
                 for sample, tokens in zip(outcome.samples, precomputed, strict=True)
             ]
             groups.append(replace(outcome, samples=samples))
-        mini_batches.append([s for group in advantages.assign(groups) for s in group.samples])
+        assigned = MiniBatchStatistics(config.trainer.algorithm).assign(advantages.assign(groups))
+        mini_batches.append([s for group in assigned for s in group.samples])
     for samples in mini_batches * config.trainer.passes:
         policy.update(policy.accumulate(one_batch(samples)).denominator)
     return weights_of(policy)
@@ -200,6 +202,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl": {"place": "loss", "coefficient": 0.5},
         "entropy_coefficient": 0.1,
     },
+    "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.1},
+    "gmpo": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
+    "rejected sequences": {"rejection": {"seq_max_k3": 20.0, "denominator": "kept"}},
+    "top entropy": {"top_entropy_quantile": 0.4, "importance": {"normalise": True, "high": 9.0}},
+    "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.3, "low": -0.5}},
+    "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
 }
 
@@ -312,6 +320,11 @@ def test_each_mini_batch_updates_as_soon_as_its_own_groups_are_in():
         *("take", "take", "accumulate", "update"),
         "release_weights",
     ]
+
+
+def test_a_mini_batch_with_statistics_waits_for_all_its_groups():
+    calls = calls_of(config_of(2, 400, top_entropy_quantile=0.5), portions=[3, 1, 4])
+    assert calls.index("accumulate") > [n for n, call in enumerate(calls) if call == "take"][1]
 
 
 def test_nothing_is_computed_twice_with_one_update_a_step():

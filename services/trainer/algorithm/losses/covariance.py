@@ -12,14 +12,14 @@ from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surro
 
 
 def clip_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
-    """PPO's clipped objective; the chosen tokens have the factor 0. Eq. 9."""
+    """PPO's clipped objective; the chosen tokens have the factor 0."""
     return clipped_surrogate(
         ratio.ratio_N, ratio.advantages_N, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip_bound
     )
 
 
 def kl_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
-    """r A, less coefficient * |log r| on the chosen tokens; nothing is clipped. Eq. 10.
+    """r A, less coefficient * |log r| on the chosen tokens; nothing is clipped.
 
     r = 1.2, A = 2, coefficient 1: 2.4, and 2.4 - 0.1823 = 2.2177 on a chosen token.
     """

@@ -79,7 +79,7 @@ class MiniBatchStatistics:
 def top_entropy(entropies_N: Float64, share: float) -> Bits:
     """The tokens among the `share` with the highest entropy: at least the quantile 1 - share. Shape [N].
 
-    "Beyond the 80/20 rule", arXiv 2506.01939, eq. 5: a fifth of the tokens, at which a completion forks,
+    "Beyond the 80/20 rule", arXiv 2506.01939: a fifth of the tokens, at which a completion forks,
     carries what is learned. Entropies 0, 1, 2, 3 and a share of 0.5: the quantile is 1.5, the last two stay.
     """
     if not len(entropies_N):
@@ -106,7 +106,7 @@ def mean_weight(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> float:
 def token_covariances(samples: Sequence[Sample]) -> Float64:
     """(A - mean A) (logprob - mean logprob) of each token, with means over all of them. Shape [N].
 
-    "The entropy mechanism of reinforcement learning", arXiv 2505.22617, eq. 8: the entropy falls fastest
+    "The entropy mechanism of reinforcement learning", arXiv 2505.22617: the entropy falls fastest
     where this is large. Advantages 1, -1 with logprobs -1, -3: both 1.
     """
     advantages_N = _joined(
@@ -115,7 +115,8 @@ def token_covariances(samples: Sequence[Sample]) -> Float64:
     logprobs_N = _joined([_trained(sample, sample.start_logprobs) for sample in samples])
     if not len(logprobs_N):
         return logprobs_N
-    return (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
+    covariances_N: Float64 = (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
+    return covariances_N
 
 
 def clip_cov_tokens(
@@ -124,7 +125,7 @@ def clip_cov_tokens(
     """Tokens that clip-cov takes the gradient from, of N: a share of all tokens, at least one, chosen at
     random among those whose covariance lies in (low, high) and that the ordinary clip leaves alone.
 
-    arXiv 2505.22617, eq. 9. Chance is a hash of the token's key and place: the same in every replay.
+    Clip-Cov of arXiv 2505.22617. Chance is a hash of the token's key and place: the same in every replay.
     """
     bounds, chosen_N = algorithm.covariance, np.zeros(len(covariances_N), dtype=np.bool_)
     inside_N = (covariances_N > bounds.low) & (covariances_N < bounds.high) & ~is_clipped_N
@@ -138,7 +139,7 @@ def clip_cov_tokens(
 def kl_cov_tokens(covariances_N: Float64, algorithm: AlgorithmConfig) -> Bits:
     """Tokens that kl-cov penalises, of N: the share with the largest covariances, at least one.
 
-    arXiv 2505.22617, eq. 10. Of equal ones the first by key and place.
+    KL-Cov of arXiv 2505.22617. Of equal ones the first by key and place.
     """
     chosen_N = np.zeros(len(covariances_N), dtype=np.bool_)
     order = np.argsort(-covariances_N, kind="stable")
@@ -162,7 +163,8 @@ def _clipped(sample: Sample, algorithm: AlgorithmConfig) -> Float64:
     advantages_A = _trained(sample, np.broadcast_to(np.asarray(sample.advantage), sample.mask.shape))
     is_high_A = (advantages_A > 0) & (logs_A > np.log1p(algorithm.clip_high))
     is_low_A = (advantages_A < 0) & (np.exp(logs_A) < 1.0 - algorithm.clip_low)
-    return (is_high_A | is_low_A).astype(np.float64)
+    clipped_A: Float64 = (is_high_A | is_low_A).astype(np.float64)
+    return clipped_A
 
 
 def _trained(sample: Sample, values_T: NDArray[np.floating] | None) -> Float64:

@@ -16,6 +16,7 @@ from common.config.algorithm import AlgorithmConfig, is_users_own
 from common.errors import ConfigError
 from services.trainer.algorithm.losses.covariance import clip_cov, kl_cov
 from services.trainer.algorithm.losses.divergence import dppo_kl, dppo_tv
+from services.trainer.algorithm.losses.sequences import gmpo, vespo
 from services.trainer.algorithm.losses.surrogates import cispo, gspo, ppo, reinforce, sapo
 from services.trainer.algorithm.losses.tokens import Ratio, Surrogate, unclipped
 from services.trainer.algorithm.users_function import contained, load_users_function
@@ -34,6 +35,8 @@ _BY_NAME: dict[str, SurrogateFunction] = {
     "dppo_kl": dppo_kl,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "gmpo": gmpo,
+    "vespo": vespo,
 }
 """By the names of `common.config.algorithm_table`."""
 

@@ -115,7 +115,7 @@ def sequence_means(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> 
     return sequence_sums(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1.0)
 
 
-Normalisation = Literal["sequence", "token", "constant"]
+Normalisation = Literal["sequence", "token", "constant", "sequence_sum"]
 
 
 def token_weight(normalisation: Normalisation, num_trained: int) -> float:
@@ -127,7 +127,7 @@ def denominator(
     normalisation: Normalisation, num_sequences: int, num_trained: int, max_completion_tokens: int
 ) -> float:
     """What these sequences and tokens add to D; the denominator of an update is the sum over its parts."""
-    if normalisation == "sequence":
+    if normalisation in ("sequence", "sequence_sum"):
         return float(num_sequences)
     if normalisation == "token":
         return float(num_trained)

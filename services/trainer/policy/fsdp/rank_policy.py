@@ -129,7 +129,8 @@ class RankPolicy(TransformersPolicy):
         gathered = self._ranks.gather(msgpack.packb(arrays))
         for share, part in zip(shares, gathered, strict=True):
             for i, pair in zip(share, msgpack.unpackb(part), strict=True):
-                logprobs[i], entropies[i] = (np.frombuffer(data, dtype=dtype) for dtype, data in pair)
+                found = [np.frombuffer(data, dtype=dtype) for dtype, data in pair]
+                logprobs[i], entropies[i] = found[0], found[1] if len(found) > 1 else None
         return ScoredSamples(logprobs, entropies, [None] * len(samples))
 
     def save_weights(self, folder: Path) -> list[Path]:

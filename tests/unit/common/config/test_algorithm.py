@@ -62,6 +62,9 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ),
         ({"loss": "gspo", "top_entropy_quantile": 0.2, **ROLLOUT}, {}, "gradient reaches all its tokens"),
         ({"top_entropy_quantile": 0.0}, {}, "top_entropy_quantile"),
+        ({"loss": "gmpo", "importance": {"mode": "off"}}, {}, "always 1 with one update a step"),
+        ({"loss": "vespo"}, {}, "set `old_logprobs: rollout`"),
+        ({"vespo": {"positive": [1.0, 1.0]}}, {}, "vespo belongs to loss vespo"),
         ({"loss": "kl_cov"}, {}, "always 1 with one update a step"),
         ({"covariance": {"share": 0.1}}, {}, "covariance belongs to loss clip_cov and kl_cov"),
         ({"loss": "clip_cov", "covariance": {"low": 5.0}}, {}, "must be below covariance.high"),
@@ -190,8 +193,8 @@ def test_every_name_of_the_config_has_a_function_behind_it():
         value = {"head": name == "gae"}
         assert find_advantage(AlgorithmConfig(advantage=name, value=value)).estimate is not None
     for name in LOSSES:
-        level = {"level": "sequence"} if name == "gspo" else {}
-        old = "rollout" if name == "cispo" else "recompute"
+        level = {"level": "sequence"} if LOSSES[name].level == "sequence" else {}
+        old = "rollout" if LOSSES[name].weighs_by_rollout else "recompute"
         assert find_loss(AlgorithmConfig(loss=name, importance=level, old_logprobs=old)).__name__ == name
 
 

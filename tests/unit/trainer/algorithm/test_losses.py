@@ -208,6 +208,8 @@ LOSSES = [
     {"loss": "sapo", **ROLLOUT},
     {"loss": "dppo_tv", **ROLLOUT},
     {"loss": "dppo_kl", **ROLLOUT},
+    {"loss": "gmpo", **ROLLOUT},
+    {"loss": "vespo", **ROLLOUT},
     {"loss": "clip_cov"},
     {"loss": "kl_cov", **ROLLOUT},
 ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithm.losses.tokens import denominator
 from tests.support.losses import loss_of, make_tokens, our_loss, probable_rectangle, written_out
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
@@ -55,6 +56,96 @@ def k2(of: SimpleNamespace) -> torch.Tensor:
 
 def k3(of: SimpleNamespace) -> torch.Tensor:
     return (of.reference - of.now).exp() - 1 - (of.reference - of.now)
+
+
+def gspo(of: SimpleNamespace, low: float, high: float) -> torch.Tensor:
+    ratio = (of.now - of.old).mean().exp()
+    return -torch.minimum(ratio * of.advantage, ratio.clamp(1 - low, 1 + high) * of.advantage).repeat(
+        len(of.now)
+    )
+
+
+def gmpo(of: SimpleNamespace, low: float, high: float) -> torch.Tensor:
+    """A product of ratios to the power 1 / T, as the paper writes it."""
+    product = torch.ones((), dtype=torch.float64)
+    for now, old in zip(of.now, of.old, strict=True):
+        ratio = (now - old).exp()
+        bound = torch.tensor(math.exp(high if of.advantage > 0 else -low), dtype=torch.float64)
+        product = product * (torch.minimum(ratio, bound) if of.advantage > 0 else torch.maximum(ratio, bound))
+    return (-of.advantage * product ** (1 / len(of.now))).repeat(len(of.now))
+
+
+def vespo(of: SimpleNamespace, k: float, decay: float) -> torch.Tensor:
+    whole = math.exp((of.now - of.old).sum().item())
+    phi = math.exp(decay) * whole**k * math.exp(-decay * whole)
+    return -phi * of.advantage * of.now
+
+
+SEQUENCE_CASES: dict[str, tuple[dict[str, Any], Callable[[SimpleNamespace], torch.Tensor]]] = {
+    "gmpo": ({"loss": "gmpo", "clip_low": 0.3, "clip_high": 0.2}, lambda of: gmpo(of, 0.3, 0.2)),
+    "vespo": (
+        {"loss": "vespo", "vespo": {"positive": [1.5, 1.0], "negative": [2.0, 0.5]}},
+        lambda of: vespo(of, 1.5, 1.0) if of.advantage >= 0 else vespo(of, 2.0, 0.5),
+    ),
+    "luspo": (
+        {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": None},
+        lambda of: gspo(of, 0.1, 0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("normalisation", ["sequence", "token", "constant", "sequence_sum"])
+@pytest.mark.parametrize("case", SEQUENCE_CASES)
+def test_a_loss_of_sequences_equals_its_formula(case, normalisation):
+    fields, formula = SEQUENCE_CASES[case]
+    algorithm = AlgorithmConfig(normalisation=normalisation, **ROLLOUT, **fields)
+    for seed in range(3):
+        data = probable_rectangle(seed)
+        ours, our_gradient_BT, _ = our_loss(data, algorithm)
+        theirs, their_gradient_BT = written_out(data, algorithm, False, formula)
+        assert ours == pytest.approx(theirs, abs=1e-6)
+        np.testing.assert_allclose(our_gradient_BT, their_gradient_BT, atol=1e-6)
+
+
+def test_gpg_is_reinforce():
+    """A logprob and nothing else (arXiv 2504.02546): as verl's `gpg`."""
+    data, plain = probable_rectangle(0), AlgorithmConfig(loss="reinforce", importance={"mode": "off"})
+    ours, our_gradient_BT, _ = our_loss(data, plain)
+    theirs, their_gradient_BT = written_out(data, plain, False, lambda of: -of.advantage * of.now)
+    assert ours == pytest.approx(theirs, abs=1e-6)
+    np.testing.assert_allclose(our_gradient_BT, their_gradient_BT, atol=1e-6)
+
+
+class TestSequences:
+    def test_gmpo_by_hand(self):
+        # log-ratios 0.5 and 0.1 with A = 2, the first stops at 0.4; -0.5 with A = -1 stops at -0.4
+        fields = {"sequence_N": torch.tensor([0, 0, 1]), "num_sequences": 2}
+        now = [0.2 * math.exp(0.5), 0.5 * math.exp(0.1), 0.5 * math.exp(-0.5)]
+        tokens = make_tokens(now, [0.2, 0.5, 0.5], [2.0, 2.0, -1.0], **fields)
+        terms = loss_of(tokens, loss="gmpo", clip_low=0.4, clip_high=0.4, **ROLLOUT)
+        terms.loss.backward()
+        mean = math.exp(0.25)
+        assert terms.loss.item() == pytest.approx(-2 * 2 * mean + math.exp(-0.4))
+        # Both tokens of the first sequence have its objective; its slope is half of it for each of them.
+        np.testing.assert_allclose(tokens.logprobs_N.grad, [0.0, -2 * mean, 0.0], atol=1e-12)
+        assert (terms.sums["clipped_high"].item(), terms.sums["clipped_low"].item()) == (1, 1)
+
+    def test_vespo_by_hand(self):
+        # W = 1.5 * 4/3 = 2: 4 exp(-3) with A >= 0, 8 exp(-2) with A < 0
+        for advantage, phi in ((1.0, 4 * math.exp(-3)), (-1.0, 8 * math.exp(-2))):
+            tokens = make_tokens([0.6, 0.4], [0.4, 0.3], [advantage] * 2)
+            terms = loss_of(tokens, loss="vespo", **ROLLOUT)
+            terms.loss.backward()
+            assert terms.loss.item() == pytest.approx(-phi * advantage * math.log(0.24))
+            np.testing.assert_allclose(tokens.logprobs_N.grad, [-phi * advantage] * 2)
+
+    def test_luspo_weighs_a_sequence_by_its_length(self):
+        # Two sequences of 2 and 1 tokens with the ratio 1: 2 * 1 + 1 * -3, over 2 sequences
+        assert denominator("sequence_sum", 2, 3, 10) == 2.0
+        fields = {"sequence_N": torch.tensor([0, 0, 1]), "num_sequences": 2}
+        tokens = make_tokens([0.5] * 3, [0.5] * 3, [1.0, 1.0, -3.0], **fields)
+        terms = loss_of(tokens, loss="gspo", normalisation="sequence_sum", **ROLLOUT)
+        assert terms.loss.item() / 2 == pytest.approx(-(2 - 3) / 2)
 
 
 CASES: dict[str, tuple[dict[str, Any], Callable[[SimpleNamespace], torch.Tensor]]] = {

@@ -40,6 +40,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "normalised weights": {"importance": {"level": "sequence", "normalise": True}},
     "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.2, "low": 0.1}, **ROLLOUT},
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.2}, **ROLLOUT},
+    "gmpo": {"loss": "gmpo", **ROLLOUT},
+    "vespo": {"loss": "vespo", "vespo": {"positive": [0.1, 0.01], "negative": [0.1, 0.01]}, **ROLLOUT},
     "off-policy mask": {"off_policy_threshold": 0.1},
     "rejected tokens": {"rejection": {"token_k3": 0.2, "denominator": "kept"}, **ROLLOUT},
     "kl": {"kl": {"place": "loss", "estimator": "k3", "coefficient": 0.5}, **FROZEN},
@@ -81,7 +83,7 @@ def moved_policy(**trainer: Any) -> TransformersPolicy:
     return policy
 
 
-@pytest.mark.parametrize("normalisation", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("normalisation", ["sequence", "token", "constant", "sequence_sum"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_gradient_does_not_depend_on_the_split_or_the_order(name, normalisation):
     algorithm = ALGORITHMS[name] | {"normalisation": normalisation}

@@ -102,6 +102,7 @@ def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
         {"preset": "gspo", "clip_low": 0.5, "clip_high": 5.0},
         {"importance": {"mode": "truncate", "level": "geometric", "high": 2.0}},
         {"off_policy_threshold": 0.1},
+        {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
         {"rejection": {"seq_mean_k1": 1.5, "denominator": "kept"}, "normalisation": "sequence"},
     ],
 )
