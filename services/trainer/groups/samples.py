@@ -71,6 +71,10 @@ class Sample:
     """All segments in order, where there are several; empty for one, whose prompt is `prompt_ids`."""
     turns: tuple[TurnEnd, ...] = ()
     """Of a session, in order; empty for a single turn."""
+    group_size: int = 1
+    """Samples of its group, itself among them; filled in where `normalisation: prompt` needs it."""
+    group_trained: int = 0
+    """Tokens of those that carry loss."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -224,6 +228,11 @@ class MicroBatch:
     def num_trained(self) -> int:
         """Tokens that carry loss."""
         return sum(sample.num_trained for sample in self.samples)
+
+    @property
+    def num_groups(self) -> float:
+        """Each sample counts as its share of its group."""
+        return sum(1.0 / sample.group_size for sample in self.samples)
 
 
 def without_proximal(batch: MicroBatch) -> MicroBatch:
