@@ -128,9 +128,9 @@ class AlgorithmConfig(Section):
     """How much better a completion was than expected: a name of docs/algorithms.md, or `path.py:name`."""
     loss: str = "ppo"
     """What is made of advantages and probabilities: a name of docs/algorithms.md, or `path.py:name`."""
-    normalisation: Literal["sequence", "token", "constant", "sequence_sum"] = "token"
+    normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
     """What sums over tokens are divided by: `sequence` is GRPO, `token` is DAPO, `constant` is Dr. GRPO,
-    `sequence_sum`, the number of sequences, is LUSPO."""
+    `prompt` is ScaleRL, `sequence_sum` is LUSPO."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     """The ratio is clipped at 1 - clip_low. With `old_logprobs: recompute` and one update a step the ratio is
     1, and nothing is to be clipped."""

@@ -73,7 +73,19 @@ LOSSES: dict[str, LossTraits] = {
     "vespo": LossTraits("sequence", weighs_by_rollout=True),
 }
 
-Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo"]
+Preset = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_plus_plus",
+    "ppo",
+    "luspo",
+    "max_rl",
+    "scalerl",
+]
 
 # None adds a KL penalty: it needs a reference model, and most recipes for verifiable rewards leave it out.
 PRESETS: dict[Preset, dict[str, Any]] = {
@@ -139,6 +151,31 @@ PRESETS: dict[Preset, dict[str, Any]] = {
         "clip_high": 0.2,
         "gae_lambda": 0.95,
         "value": {"head": True},
+    },
+    # arXiv 2602.05261, section 5.1: GSPO with each sequence's loss times its length
+    "luspo": {
+        "advantage": "grpo",
+        "loss": "gspo",
+        "normalisation": "sequence_sum",
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+        "old_logprobs": "rollout",
+    },
+    # arXiv 2602.02710: its gradient is one of sums over a completion's tokens
+    "max_rl": {
+        "advantage": "max_rl",
+        "loss": "reinforce",
+        "normalisation": "constant",
+    },
+    # arXiv 2510.13786, section 4
+    "scalerl": {
+        "advantage": "scale_rl",
+        "loss": "cispo",
+        "normalisation": "prompt",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "old_logprobs": "rollout",
+        "filter_zero_variance": True,
     },
 }
 

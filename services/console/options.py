@@ -88,6 +88,9 @@ class CheckOptions:
     calls_reward: Annotated[
         bool, flag("--call-reward", "Also call the reward functions once, with the first row.")
     ] = False
+    explains: Annotated[
+        bool, flag("--explain", "Also list what the preset of the algorithm sets, field by field.")
+    ] = False
     fields: Annotated[bool, flag("--fields", "List all fields of a config instead, or of one SECTION.")] = (
         False
     )

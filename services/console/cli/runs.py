@@ -41,7 +41,7 @@ def check(options: CheckOptions) -> None:
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
-    explain(examine(options.config, options.overrides, options.calls_reward))
+    explain(examine(options.config, options.overrides, options.calls_reward), with_preset=options.explains)
 
 
 @grouped

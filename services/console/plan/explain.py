@@ -5,7 +5,9 @@ from textwrap import indent
 from rich.console import Console
 from rich.text import Text
 
-from common.config import RewardConfig
+from common.config import AlgorithmConfig, RewardConfig
+from common.config.algorithm_table import PRESETS
+from common.config.trainer import TrainerConfig
 from services.console.check.preflight import Findings
 from services.console.plan.sizing import redis_bytes
 from services.console.text.formats import printable_block, size
@@ -14,13 +16,15 @@ from services.console.text.tables import name_table
 MAX_READ_CHARACTERS = 4000
 
 
-def explain(findings: Findings, console: Console | None = None) -> None:
-    """Print the summary of a config in which no mistake was found."""
+def explain(findings: Findings, console: Console | None = None, with_preset: bool = False) -> None:
+    """Print the summary of a config without a mistake; `with_preset` also what its preset sets."""
     console = console or Console(highlight=False)
     table = name_table("bold", indent=0)
     for name, text in describe(findings):
         table.add_row(name, Text(text))
     console.print(table)
+    if with_preset:
+        console.print("\n".join(preset_lines(findings.config.trainer.algorithm)), highlight=False)
     for name, text in findings.reads.items():
         console.print(Text(f"{name} reads of the first training row:", style="bold"))
         console.print(Text(indent(printable_block(text, MAX_READ_CHARACTERS), "  | ")), soft_wrap=True)
@@ -47,6 +51,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ),
         ("run", _length(findings)),
         ("staleness", _staleness(trainer.max_staleness)),
+        ("algorithm", _algorithm(trainer)),
         ("rollout", f"{rollout.workers} worker{plural} with the {rollout.engine} engine"),
         ("reward", f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}"),
         ("", _rewards_checked(findings)),
@@ -100,6 +105,34 @@ def _length(findings: Findings) -> str:
         f"{trainer.steps:,} steps = {epochs}; evaluated {evaluated}; "
         f"checkpoint every {trainer.checkpoint_every} steps"
     )
+
+
+def _algorithm(trainer: TrainerConfig) -> str:
+    algorithm = trainer.algorithm
+    origin = f"preset {algorithm.preset}: " if algorithm.preset else ""
+    updates = trainer.updates_per_step
+    parts = [
+        f"{origin}advantage {algorithm.advantage}, loss {algorithm.loss} per {algorithm.normalisation}",
+        f"old logprobs: {algorithm.old_logprobs}",
+        f"importance {algorithm.importance_mode}",
+    ]
+    if algorithm.kl.place != "off":
+        parts.append(f"KL {algorithm.kl.estimator} in the {algorithm.kl.place}")
+    return "; ".join([*parts, f"{updates} update{'' if updates == 1 else 's'} a step"])
+
+
+def preset_lines(algorithm: AlgorithmConfig) -> list[str]:
+    """Each field that the preset sets, with its value there and what is in use."""
+    if algorithm.preset is None:
+        return ["trainer.algorithm has no preset: every field is its own default, or given"]
+    lines = [f"preset {algorithm.preset} sets (docs/algorithms.md says why)"]
+    for name, value in PRESETS[algorithm.preset].items():
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        for part, preset in parts:
+            used = getattr(getattr(algorithm, name), part) if part else getattr(algorithm, name)
+            field = f"{name}.{part}" if part else name
+            lines.append(f"  {field}: {preset}" + ("" if used == preset else f", but {used} is given"))
+    return lines
 
 
 def _staleness(bound: int) -> str:

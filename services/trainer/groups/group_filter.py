@@ -126,6 +126,9 @@ class GroupFilter:
             samples = [self._sample(group, index, reward, teacher) for index, reward in rewards.items()]
         except ValueError as error:
             return Refusal(group.ticket, BAD_NUMBERS, str(error))
+        if self.algorithm.normalisation == "prompt":
+            num_trained = sum(sample.num_trained for sample in samples)
+            samples = [replace(one, group_size=len(samples), group_trained=num_trained) for one in samples]
         return TrainableGroup(group, samples, list(rewards.values()), left_out).with_precomputed()
 
     def _teacher(self, group: CompleteGroup) -> tuple[str, NamedRewardConfig] | None:

@@ -101,6 +101,10 @@ class Sample:
     """Of a session, in order; empty for a single turn."""
     teaching: Teaching | None = None
     """Where the sample's data source has a teacher."""
+    group_size: int = 1
+    """Samples of its group, itself among them; filled in where `normalisation: prompt` needs it."""
+    group_trained: int = 0
+    """Tokens of those that carry loss."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -278,6 +282,11 @@ class MicroBatch:
     def num_trained(self) -> int:
         """Tokens that carry loss."""
         return sum(sample.num_trained for sample in self.samples)
+
+    @property
+    def num_groups(self) -> float:
+        """Each sample counts as its share of its group."""
+        return sum(1.0 / sample.group_size for sample in self.samples)
 
 
 def without_proximal(batch: MicroBatch) -> MicroBatch:

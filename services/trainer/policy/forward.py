@@ -229,7 +229,7 @@ def tile_tokens(
     chosen = [samples[i] for i in tile.samples]
     places = [row.places for row in tile.rows]
     counts = [len(row.targets) for row in tile.rows]
-    weights = [token_weight(normalisation, sample.num_trained) for sample in chosen]
+    weights = [token_weight(normalisation, sample.num_trained, sample.group_trained) for sample in chosen]
     columns = {
         "rollout_logprobs_N": _joined(chosen, places, "rollout_logprobs"),
         "advantages_N": np.concatenate(

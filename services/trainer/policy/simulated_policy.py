@@ -51,7 +51,9 @@ class SimulatedPolicy:
         return MicroBatchMetrics(
             sequences=num_sequences,
             tokens=num_trained,
-            denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
+            denominator=denominator(
+                normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
+            ),
             weight_sum=float(num_trained),
             weight_max=1.0 if num_trained else 0.0,
         )

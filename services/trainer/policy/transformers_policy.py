@@ -157,7 +157,9 @@ class TransformersPolicy:
         metrics = MicroBatchMetrics(
             sequences=num_sequences,
             tokens=num_trained,
-            denominator=denominator(normalisation, num_sequences, num_trained, self._max_completion_tokens),
+            denominator=denominator(
+                normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
+            ),
         )
         sums = metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
         if rejection.denominator == "kept" and normalisation == "token":

@@ -1,10 +1,12 @@
 """What `tidemill check` finds, without starting anything."""
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from common.config import DataConfig, ModelConfig
 from common.errors import ConfigError
@@ -13,7 +15,7 @@ from common.run.dataset import Row
 from services.console.check import preflight
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from services.console.check.preflight import Findings, PreflightError, examine
-from services.console.plan.explain import describe
+from services.console.plan.explain import describe, explain, preset_lines
 from tests.support.checked_runs import make_folder, write_run
 from tests.support.trajectories import make_config
 
@@ -122,6 +124,19 @@ def test_a_good_config_is_explained(run_files: Path) -> None:
     assert "4 groups of 2 = 8 trajectories, at most 128 completion tokens" in text["step"]
     assert "on-policy" in text["staleness"]
     assert "6.67 epochs" in text["run"]
+    assert text["algorithm"].startswith("advantage grpo, loss ppo per token; old logprobs: recompute")
+
+
+def test_what_a_preset_sets_is_listed(run_files: Path) -> None:
+    console = Console(record=True, width=100, file=StringIO())
+    explain(
+        examine(run_files, ["trainer.algorithm={preset: dapo, clip_high: 0.3}"]), console, with_preset=True
+    )
+    text = console.export_text()
+    assert "preset dapo: advantage grpo" in text
+    assert "  clip_high: 0.28, but 0.3 is given" in text
+    assert "  overlong.penalty: 1.0" in text
+    assert "has no preset" in preset_lines(examine(run_files).config.trainer.algorithm)[0]
 
 
 def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:

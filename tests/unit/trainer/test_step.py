@@ -195,8 +195,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gae": {"preset": "ppo", **KL},
     "gae alone": {"preset": "ppo", "value": {"whiten": False, "detach": True}},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 1},
-    "opo": {"advantage": "opo"},
-    "scale_rl": {"advantage": "scale_rl"},
+    "luspo": {"preset": "luspo", "clip_low": 0.1, "clip_high": 0.1},
+    "scalerl": {"preset": "scalerl", "filter_zero_variance": False},
     "kl and entropy": {
         "reference": {"model": "updated", "every": 1},
         "kl": {"place": "loss", "coefficient": 0.5},

@@ -115,20 +115,32 @@ def sequence_means(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> 
     return sequence_sums(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1.0)
 
 
-Normalisation = Literal["sequence", "token", "constant", "sequence_sum"]
+Normalisation = Literal["sequence", "token", "constant", "prompt", "sequence_sum"]
 
 
-def token_weight(normalisation: Normalisation, num_trained: int) -> float:
-    """The weight of each trained token of a sequence with `num_trained` of them."""
-    return 1.0 / num_trained if normalisation == "sequence" and num_trained else 1.0
+def token_weight(normalisation: Normalisation, num_trained: int, group_trained: int = 0) -> float:
+    """The weight of each trained token of a sequence with `num_trained` of them, in a group with
+    `group_trained`."""
+    if normalisation == "sequence" and num_trained:
+        return 1.0 / num_trained
+    return 1.0 / group_trained if normalisation == "prompt" and group_trained else 1.0
 
 
 def denominator(
-    normalisation: Normalisation, num_sequences: int, num_trained: int, max_completion_tokens: int
+    normalisation: Normalisation,
+    num_sequences: int,
+    num_trained: int,
+    max_completion_tokens: int,
+    num_groups: float = 0.0,
 ) -> float:
-    """What these sequences and tokens add to D; the denominator of an update is the sum over its parts."""
+    """What these sequences and tokens add to D; the denominator of an update is the sum over its parts.
+
+    `num_groups` counts a sequence as its share of its group: of 4 completions, one is 0.25.
+    """
     if normalisation in ("sequence", "sequence_sum"):
         return float(num_sequences)
+    if normalisation == "prompt":
+        return num_groups
     if normalisation == "token":
         return float(num_trained)
     return float(num_sequences * max_completion_tokens)
