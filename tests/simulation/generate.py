@@ -6,6 +6,8 @@ from typing import Any
 from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 
 MOST_FAULTS = 6
+MIXED_SHARE = 0.25
+"""Share of the schedules whose run has several sources and a curriculum."""
 SPAN_S = 14.0
 """Faults begin within the first so many seconds: about what an undisturbed run takes."""
 MOMENTS = (
@@ -49,6 +51,8 @@ def schedule_of(seed: int) -> Schedule:
 
 def _setup(rng: random.Random) -> Setup:
     trim = rng.random() < 0.8
+    # Of its own, so that everything else of a seed stays what it was.
+    is_mixed = random.Random(f"mixed {rng.getstate()[1][:8]}").random() < MIXED_SHARE
     return Setup(
         steps=rng.choice((3, 4, 5, 6)),
         groups_per_step=rng.choice((1, 2, 3)),
@@ -62,6 +66,7 @@ def _setup(rng: random.Random) -> Setup:
         evaluation=rng.random() < 0.25,
         rollouts=rng.choice((1, 2, 3)),
         rewards=rng.choice((1, 2)),
+        mixed=is_mixed,
     )
 
 

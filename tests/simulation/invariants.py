@@ -22,6 +22,7 @@ from common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Tra
 from tests.chaos import verdict as chaos
 from tests.simulation.fleet import Fleet
 from tests.simulation.history import Record
+from tests.simulation.prompt_check import other_prompts
 from tests.simulation.redis.stream import Stream, text_of
 from tests.simulation.reward import value_of
 from tests.simulation.schedule import Schedule
@@ -147,6 +148,8 @@ class Judge:
         ends = Counter(t for commit in commits for t in {*commit.groups, *_dropped_whole(commit)})
         if twice := [ticket for ticket, count in ends.items() if count > 1]:
             problems.append(f"ends: tickets {twice[:5]} have two ends")
+        if self.schedule.setup.mixed:
+            problems += other_prompts(self.config, archive.tickets.messages, commits)
         return problems + self._judge_digests(commits) + self._judge_advantages(commits)
 
     def _judge_waits(self, commits: list[Commit]) -> list[str]:

@@ -149,7 +149,7 @@ def inputs() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tidemill-simulation-inputs-"))
     (folder / "model").mkdir()
     write_tokenizer(folder / "model")
-    for name, count in (("train", NUM_ROWS), ("eval", 3)):
+    for name, count in (("train", NUM_ROWS), ("many", 4), ("few", 2), ("eval", 3)):
         rows = [
             {"prompt": f"w{i % 29} w{i // 29}", "reward_model": {"ground_truth": str(i)}}
             for i in range(count)

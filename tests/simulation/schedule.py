@@ -26,10 +26,12 @@ class Setup:
     evaluation: bool = False
     rollouts: int = 2
     rewards: int = 2
+    mixed: bool = False
+    """Two sources, a curriculum, and groups without variance replaced."""
 
     def config(self, folder: Path, run_id: str, seed: int = 0) -> RunConfig:
         """The whole config, for a run whose data lie in `folder`."""
-        tree = {
+        tree: dict[str, Any] = {
             "run_id": run_id,
             "seed": seed % 100_000,
             "model": {"path": str(folder / "model"), "max_model_len": 64},
@@ -67,6 +69,15 @@ class Setup:
                 "archive": {"enabled": self.archive, "segment_mb": 0.004},
             },
         }
+        if self.mixed:
+            tree["data"] |= {
+                "train": [
+                    {"name": "many", "path": str(folder / "many.jsonl"), "weight": 2},
+                    {"name": "few", "path": str(folder / "few.jsonl"), "group_size": self.group_size + 1},
+                ],
+                "curriculum": {"revisit": 2, "easy": 0.7, "hard": 0.3, "focus": 0.5},
+            }
+            tree["trainer"]["algorithm"] = {"filter_zero_variance": True}
         return parse_config(tree, "the simulated run's config")
 
 

@@ -49,6 +49,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
 
 _PLAIN = {
     "archive": False,
+    "mixed": False,
     "evaluation": False,
     "batch_order": "in_order",
     "rollouts": 1,

@@ -92,6 +92,24 @@ def test_tickets_that_are_not_issued_again_are_missed(monkeypatch: pytest.Monkey
     assert verdict.problem.startswith(("stall", "late", "ended")), verdict.problem
 
 
+def test_a_curriculum_that_a_resumed_trainer_does_not_remember_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup(mixed=True, steps=8, groups_per_step=3, checkpoint_every=4)
+    schedules = [Schedule(seed, setup, (Fault(4.0 + 0.6 * seed, "kill", "trainer"),)) for seed in range(4)]
+    assert not any(run(schedule).problem for schedule in schedules)
+    adopt = Scheduler.adopt_issued
+
+    async def forgetful(scheduler: Scheduler) -> Any:
+        assert scheduler.prompts._curriculum is not None
+        scheduler.prompts._curriculum._waiting.clear()
+        return await adopt(scheduler)
+
+    monkeypatch.setattr(Scheduler, "adopt_issued", forgetful)
+    found = [run(schedule).problem for schedule in schedules]
+    assert any("and the commits give" in problem for problem in found), found
+
+
 def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "publish_sample", "redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])")
     faults = (
