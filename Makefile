@@ -28,7 +28,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge demo-agent unit test gpu-test check docs bench bench-name chaos simulate compose-test images-cpu clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test check docs bench bench-name chaos simulate compose-test images-cpu clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -49,6 +49,12 @@ demo-judge: $(BASE) $(LIBNUMA) ## the same with a judge and a reward model: two 
 
 demo-agent: $(BASE) ## a small model learns a game of several turns
 	$(BIN)/tidemill up examples/guess/config.yaml
+
+demo-distill: $(BASE) examples/distill/teacher/config.json ## a small model learns from a teacher, without any reward
+	$(BIN)/tidemill up examples/distill/config.yaml
+
+examples/distill/teacher/config.json: | $(BASE)
+	$(BIN)/python examples/distill/make_teacher.py
 
 unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest tests/unit -q -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)

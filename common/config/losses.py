@@ -179,6 +179,11 @@ def check_loss(algorithm: "AlgorithmConfig") -> None:
         raise ValueError(
             "rejection.denominator: kept has no meaning without a criterion of rejection; set one"
         )
+    if rejection.denominator == "kept" and algorithm.normalisation == "prompt":
+        raise ValueError(
+            "rejection.denominator: kept is defined for normalisation token and sequence, and normalisation: "
+            "prompt averages over the tokens of a group; leave it at all, or take another normalisation"
+        )
     if rejection.of_tokens and algorithm.loss_traits.level == "sequence":
         raise ValueError(
             f"loss: {algorithm.loss} has one ratio for a sequence, and rejection.{rejection.of_tokens[0]} "

@@ -167,10 +167,14 @@ STABILITY = Row(
         Panel(
             "KL",
             "short",
-            "Distance from the reference model, and of the sampling policy from the trained one.",
+            "Distance from the reference model and teachers; of the sampling policy from the trained one.",
             "Rising fast: lower the learning rate, max_staleness or mini_batches.",
             "Logprob gap",
-            (Query(step("kl"), "to the reference"), Query(step("rollout_kl"), "rollout to trainer")),
+            (
+                Query(step("kl"), "to the reference"),
+                Query(step("rollout_kl"), "rollout to trainer"),
+                Query(steps("teacher/.*/reverse_kl"), "{{metric}}"),
+            ),
         ),
         Panel(
             "Logprob gap",

@@ -21,6 +21,7 @@ from common.redis.client import URL_VARIABLE
 from common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from common.run.prompt_lengths import with_steps
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
+from services.console.check.teachers import check_teachers
 
 SANDBOX_TIMEOUT_S = 120.0
 
@@ -68,6 +69,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
             lambda: _check_engine(findings.config),
             lambda: _check_lora(findings.config),
             lambda: _check_gpus(findings.config),
+            lambda: check_teachers(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: _check_rewards(findings, rows, calls_reward),
             lambda: _check_environment(findings, rows),

@@ -37,7 +37,7 @@ BAR_WIDTH = 24
 OUTCOMES = (
     "reward", "reward_std", "loss", "grad_norm", "learning_rate", "entropy", "kl", "rollout_kl",
     "clip_ratio/region_mean", "logprob_gap/mean", "frac_reward_zero_std", "completions/mean_length",
-    "completions/clipped_ratio", "update_skipped",
+    "completions/clipped_ratio", "update_skipped", "teacher_kl",
 )  # fmt: skip
 """Metrics that are shown, of those that the step has; the commit has all."""
 
@@ -252,7 +252,7 @@ def _slowest_lines(trace: StepRecord) -> Iterator[Line]:
 
 def _output_lines(trace: StepRecord) -> Iterator[Line]:
     metrics = trace.commit.metrics
-    for name in OUTCOMES:
+    for name in (*OUTCOMES, *(name for name in sorted(metrics) if name.startswith("teacher/"))):
         if name in metrics:
             yield name, number(metrics[name])
     yield "version", str(trace.commit.version)

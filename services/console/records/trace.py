@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ from common.history.records import GroupRecord, Place, SampleRecord, ends, read_
 from common.history.sessions import num_completion_tokens, session_facts
 from common.process.programs import run_main
 from common.streams.selection import texts_in
+from common.wire.arrays import Float64
 from common.wire.messages import Lane, Message, Score, Ticket, Trajectory
 from services.console.options import ViewOptions
 from services.console.records.selection import parse_lane, parse_sample
@@ -179,6 +181,9 @@ def _score_lines(made: Trajectory | None, score: Score, is_full: bool) -> Iterat
         yield "asks for", score.on_failure
     for name, value in score.components.items():
         yield "component", f"{printable(name, 60)}  {number(value)}"
+    if (gaps := teacher_gaps(made, score)) is not None and len(gaps):
+        words = f"mean {number(float(gaps.mean()))}, most {number(float(gaps.max()))} nats a token"
+        yield "teacher", f"logprob - teacher's: {words}"
     after_s = score.scored_at - made.finished_at if made and made.finished_at else None
     yield "worker", printable(score.worker, 60) or NOTHING
     yield "scored", f"{when(score.scored_at)}, {took(after_s)} after the completion"
@@ -192,6 +197,17 @@ def _score_lines(made: Trajectory | None, score: Score, is_full: bool) -> Iterat
             printable(path.removeprefix("."), 32),
             printable_block(text, 0 if is_full else REASON_CHARACTERS),
         )
+
+
+def teacher_gaps(made: Trajectory | None, score: Score) -> Float64 | None:
+    """Logprob of the policy less that of its teacher, of each token that it sampled; None where they are not
+    known, or not of the same tokens."""
+    if made is None or score.teacher_logprobs is None:
+        return None
+    sampled = np.concatenate([segment.logprobs[segment.mask] for segment in made.segments])
+    if len(sampled) != len(score.teacher_logprobs):
+        return None
+    return sampled.astype(np.float64) - score.teacher_logprobs
 
 
 def _training_lines(trace: GroupRecord, sample: SampleRecord) -> Iterator[Line]:

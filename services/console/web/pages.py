@@ -25,7 +25,10 @@ TOPICS = (
     ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),
     ("Sources", ("source/", "curriculum/")),
     ("Update", ("loss", "grad_norm", "learning_rate", "update_skipped", "mini_batches", "micro_batches")),
-    ("Policy", ("entropy", "kl", "rollout_kl", "clip_ratio/", "sampling/", "logprob_gap/", "value")),
+    (
+        "Policy",
+        ("entropy", "kl", "rollout_kl", "clip_ratio/", "sampling/", "logprob_gap/", "value", "teacher"),
+    ),
     ("Completions", ("completion", "step_tokens", "groups_dropped")),
     ("Staleness", ("staleness/",)),
     ("Time", ("step_time_s", "time/", "trainer_idle_share")),

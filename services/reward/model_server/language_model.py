@@ -30,8 +30,8 @@ class LogprobsRequest(BaseModel):
     @property
     def rows(self) -> list[list[int]]:
         """One for each prompt."""
-        first = self.prompt[0]
-        return [list(self.prompt)] if isinstance(first, int) else list(self.prompt)  # type: ignore[arg-type, list-item]
+        single = [token for token in self.prompt if isinstance(token, int)]
+        return [single] if single else [row for row in self.prompt if isinstance(row, list)]
 
     @model_validator(mode="after")
     def _asks_for_logprobs_alone(self) -> Self:

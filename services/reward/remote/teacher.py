@@ -15,7 +15,7 @@ import numpy as np
 
 from common.config import NamedRewardConfig, TeacherConfig
 from common.run.replicas import key_for
-from common.wire.arrays import Float32
+from common.wire.arrays import Bits, Float32, Int32
 from services.reward.outcome import AttemptError, RewardOutcome
 from services.reward.remote.calls import RemoteCalls
 from services.reward.remote.dependencies import RewardDependencies
@@ -35,6 +35,7 @@ from services.reward.remote.templates import compiled, rendered
 from services.reward.sample import ChatMessages, RewardSample
 
 T = TypeVar("T")
+Ids = Sequence[int] | Int32
 
 LOGPROB = "logprob"
 """Component: the mean of the teacher's logprobs over the tokens that the model sampled."""
@@ -78,7 +79,7 @@ class TeacherPrompt:
 class Row:
     """One segment as the teacher reads it: `ids`, of which those at `places` are what the model sampled."""
 
-    def __init__(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], mask: Any) -> None:
+    def __init__(self, prompt_ids: Ids, completion_ids: Ids, mask: Bits | Sequence[bool]) -> None:
         chosen = np.flatnonzero(mask)
         self.ids = [*map(int, prompt_ids), *map(int, completion_ids[: chosen[-1] + 1 if len(chosen) else 0])]
         self.places = [len(prompt_ids) + int(place) for place in chosen]

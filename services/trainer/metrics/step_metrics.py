@@ -132,11 +132,17 @@ def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
         "reward": float(rewards.mean()),
         "reward_std": _std(rewards),
         "reward_group_std": float(stds.mean()),
-        "frac_reward_zero_std": float(np.mean([len(set(group.rewards)) == 1 for group in groups])),
+        "frac_reward_zero_std": float(np.mean([_teaches_nothing(group) for group in groups])),
         "scores/failed_ratio": float(np.mean([score.value is None for score in scores])),
         "scores/latency_s": float(np.mean([score.latency_s for score in scores])),
         **_component_metrics(scores),
     }
+
+
+def _teaches_nothing(group: TrainableGroup) -> bool:
+    """Whether all its rewards are equal, and no teacher counts."""
+    has_teacher = any(sample.teaching and sample.teaching.weight for sample in group.samples)
+    return len(set(group.rewards)) == 1 and not has_teacher
 
 
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:

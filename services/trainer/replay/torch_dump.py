@@ -132,6 +132,8 @@ def _token_tensors(rows: Sequence[_Row]) -> dict[str, Tensor]:
         "position_ids": torch.arange(length).expand(num_rows, length).contiguous(),
         "advantages": advantages_BT,
     }
+    if any(row.sample.teaching is not None for row in rows):
+        tensors["teacher_logprobs"] = _teacher_logprobs(rows, length)
     for name, (field, dtype) in PER_TOKEN.items():
         if any(getattr(row.sample, field) is not None for row in rows):
             tensors[name] = _placed(rows, field, dtype, length)
@@ -143,6 +145,15 @@ def _placed(rows: Sequence[_Row], field: str, dtype: torch.dtype, length: int) -
     for b, row in enumerate(rows):
         if (values := getattr(row.sample, field)) is not None:
             values_BT[b, row.completion] = torch.from_numpy(np.array(values[row.own])).to(dtype)
+    return values_BT
+
+
+def _teacher_logprobs(rows: Sequence[_Row], length: int) -> Tensor:
+    """Those of each sample's teacher, 0 where it has none. Shape [B, T]."""
+    values_BT = torch.zeros(len(rows), length)
+    for b, row in enumerate(rows):
+        if (teaching := row.sample.teaching) is not None:
+            values_BT[b, row.completion] = torch.from_numpy(np.array(teaching.logprobs[row.own]))
     return values_BT
 
 

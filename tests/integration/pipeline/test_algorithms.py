@@ -44,7 +44,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "top entropy and normalised weights": {"top_entropy_quantile": 0.5, "importance": {"normalise": True}},
     "gmpo": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence"},
     "vespo": {"loss": "vespo", "old_logprobs": "rollout"},
-    "luspo": {"loss": "gspo", "old_logprobs": "rollout", "normalisation": "sequence_sum", "clip_high": 0.2},
     "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.01, "low": 0.1}},
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.01}},
     "icepop with kl in the loss": {

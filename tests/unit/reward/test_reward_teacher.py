@@ -17,6 +17,7 @@ from services.reward.functions.request import Request
 from services.reward.outcome import AttemptError, Part, RewardOutcome
 from services.reward.remote.teacher import Row, TeacherPrompt, check_teacher, read_logprobs
 from services.reward.rewards.cache import _digest
+from services.reward.rewards.group_scoring import GroupResult
 from services.reward.sample import RewardSample
 from tests.support.rewards import together
 from tests.support.sessions import make_segment, make_session
@@ -110,6 +111,14 @@ def test_logprobs_that_are_no_numbers_are_refused() -> None:
 def test_a_part_goes_into_the_cache_and_comes_back() -> None:
     part = Part.of(TEACHER.outcome, [])  # type: ignore[arg-type]
     assert Part(**codec.unpack(codec.pack(asdict(part)))) == part
+
+
+def test_logprobs_wait_in_redis_for_the_rest_of_their_group() -> None:
+    """Where a group function needs all parts first."""
+    part = Part.of(TEACHER.outcome, [])  # type: ignore[arg-type]
+    result = GroupResult.of(SAMPLE, {"wise": part}, "w", 0.1)
+    back = codec.decode_payload(codec.encode_payload(result), GroupResult)
+    assert back.part("wise") == part
 
 
 class TestRows:

@@ -16,7 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from services.trainer.algorithm.coefficients import Coefficients
-from services.trainer.groups.samples import MicroBatch, Sample, SegmentTokens, TurnEnd
+from services.trainer.groups.samples import (
+    MicroBatch,
+    Sample,
+    SegmentTokens,
+    Teaching,
+    TurnEnd,
+)
 from services.trainer.policy.fsdp.ranks import Ranks
 from services.trainer.policy.policy import Policy
 from services.trainer.policy.state import PolicyState
@@ -107,7 +113,10 @@ def _decode(value: Any) -> Any:
 def _encode_sample(sample: Sample) -> dict[str, Any]:
     values = {item.name: getattr(sample, item.name) for item in fields(Sample)}
     forked = [(_encode_array(segment.prompt_ids), segment.num_completion) for segment in sample.forked]
-    return {name: _encode_array(value) for name, value in values.items()} | {"forked": forked}
+    taught = sample.teaching
+    teaching = taught and (taught.teacher, _encode_array(taught.logprobs), taught.weight)
+    special = {"forked": forked, "teaching": teaching}
+    return {name: _encode_array(value) for name, value in values.items()} | special
 
 
 def _encode_array(value: Any) -> Any:
@@ -117,12 +126,14 @@ def _encode_array(value: Any) -> Any:
 def _decode_sample(encoded: dict[str, Any]) -> Sample:
     values: dict[str, Any] = {name: _decode_array(value) for name, value in encoded.items()}
     ticket, index = encoded["key"]
+    taught = encoded["teaching"]
     return Sample(
         **values
         | {
             "key": (ticket, index),
             "forked": tuple(SegmentTokens(_decode_array(ids), count) for ids, count in encoded["forked"]),
             "turns": tuple(TurnEnd(*turn) for turn in encoded["turns"]),
+            "teaching": taught and Teaching(taught[0], _decode_array(taught[1]), taught[2]),
         }
     )
 

@@ -11,6 +11,7 @@ import torch
 from common.config.algorithm import TeacherTermConfig
 from services.trainer.algorithm.advantages.teaching import taught
 from services.trainer.groups.samples import Sample, form_micro_batches, make_sample, with_teaching
+from services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
 from tests.support.models import (
     MAX_COMPLETION,
     accumulate_all,
@@ -73,6 +74,24 @@ def test_a_sample_without_a_teacher_is_trained_bit_by_bit_as_without_any() -> No
         accumulate_all(policy, [one_batch(samples)])
         gradients.append(gradients_of(policy))
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("place", TERMS)
+def test_samples_come_to_other_ranks_as_they_are(place: str) -> None:
+    samples = taught_samples(6, TERMS[place])
+    _, (batch,) = decode_call(encode_call("accumulate", [one_batch(samples)]))
+    for sample, there in zip(samples, batch.samples, strict=True):
+        assert (sample.teaching is None) == (there.teaching is None)
+        if sample.teaching is not None:
+            assert (sample.teaching.teacher, sample.teaching.weight) == (
+                there.teaching.teacher,
+                there.teaching.weight,
+            )
+            np.testing.assert_array_equal(sample.teaching.logprobs, there.teaching.logprobs)
+    policies = [make_policy(torch.float64, algorithm={"teacher": TERMS[place]}) for _ in range(2)]
+    for policy, given in zip(policies, (one_batch(samples), batch), strict=True):
+        accumulate_all(policy, [given])
+    assert torch.equal(*map(gradients_of, policies))
 
 
 @pytest.mark.parametrize("place", TERMS)
