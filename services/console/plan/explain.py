@@ -87,10 +87,9 @@ def _length(findings: Findings) -> str:
         if is_on
     ]
     evaluated = " and ".join(moments) if findings.config.data.eval and moments else "never"
-    return (
-        f"{trainer.steps:,} steps = {epochs:.3g} epochs; evaluated {evaluated}; "
-        f"checkpoint every {trainer.checkpoint_every} steps"
-    )
+    every = trainer.checkpoint_every
+    kept = f"every {every} steps" if every else "at the end only"
+    return f"{trainer.steps:,} steps = {epochs:.3g} epochs; evaluated {evaluated}; checkpoint {kept}"
 
 
 def _staleness(bound: int) -> str:
