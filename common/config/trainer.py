@@ -252,8 +252,9 @@ class TrainerConfig(Section):
     """Use deterministic kernels, so that replayed steps are bit-identical on the same hardware."""
     keep_weights: int = Field(3, ge=2, le=1000)
     """Versions kept in the weights folder."""
-    checkpoint_every: int = Field(10, ge=1)
-    """Steps between checkpoints; the last step is always kept."""
+    checkpoint_every: int = Field(10, ge=0)
+    """Steps between checkpoints; the last step is always kept. 0 keeps no other, except where the run is
+    stopped or Redis runs low on memory: Redis then holds the whole run, and a crash replays all its steps."""
     keep_checkpoints: int = Field(2, ge=1, le=1000)
     """Checkpoints kept."""
     reissue_after_s: float = Field(15.0, gt=0.0, le=86_400.0)

@@ -156,7 +156,8 @@ class Trainer:
         await self._finish_evaluation()
         await self._announce(manifest)
         self._observe(commit, result)
-        is_due = self.version % self.config.checkpoint_every == 0
+        every = self.config.checkpoint_every
+        is_due = every > 0 and self.version % every == 0
         if is_due and not is_saved and self.version < self.config.steps:
             await self._save()
 

@@ -132,9 +132,13 @@ def check_lengths(
             continue
         if not overlong:
             continue
-        if data.overlong_prompts == "error" or len(overlong) == len(found):
+        is_dropped = data.overlong_prompts == "drop"
+        if data.overlong_prompts == "error" or (is_dropped and len(overlong) == len(found)):
             raise ConfigError(_complaint(overlong, len(found), data))
-        notes.append(f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be left out")
+        becomes = "left out" if is_dropped else f"cut: {data.overlong_prompts}"
+        notes.append(
+            f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be {becomes}"
+        )
 
 
 def _complaint(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
@@ -147,5 +151,6 @@ def _complaint(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataCon
     return (
         f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is {data.max_prompt_tokens:,}. "
         f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. Raise "
-        "the limit (and model.max_model_len), or set data.overlong_prompts to drop."
+        "the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, right or "
+        "middle, which cut."
     )

@@ -104,6 +104,8 @@ def _convert_lengths(draft: Draft) -> None:
         draft.explain(
             "max_prompt_length", f"TRL takes any; here it is {prompt}, and a longer prompt is an error"
         )
+    else:
+        draft.put("data.overlong_prompts", "left", "max_prompt_length")
     draft.put("rollout.sampling.max_tokens", completion, "max_completion_length")
     draft.put("data.max_prompt_tokens", prompt, "max_prompt_length")
     draft.put("model.max_model_len", max(whole or 0, prompt + completion), "prompt and completion")

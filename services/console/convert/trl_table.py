@@ -38,7 +38,7 @@ ROWS = (
     computed("max_completion_length", "rollout.sampling.max_tokens"),
     computed(
         "max_prompt_length, vllm_max_model_length",
-        "data.max_prompt_tokens, model.max_model_len",
+        "data.max_prompt_tokens, data.overlong_prompts, model.max_model_len",
         "older releases cut longer prompts from the left, today's take any",
     ),
     same("temperature", "rollout.sampling.temperature", default=1.0),

@@ -82,8 +82,7 @@ def _convert_data(draft: Draft) -> None:
     if drops:
         draft.put("data.overlong_prompts", "drop", "data.filter_overlong_prompts")
     elif truncation != "error":
-        draft.put("data.overlong_prompts", "drop", "nearest to data.truncation")
-        draft.approximate("data.truncation", "prompts that are too long are dropped here, not cut")
+        draft.put("data.overlong_prompts", truncation, "data.truncation")
 
 
 def _name(file: str, files: list[str]) -> str:

@@ -23,7 +23,11 @@ ROWS = (
         "rollout.sampling.max_tokens, model.max_model_len",
         "their sum is the length",
     ),
-    computed("data.filter_overlong_prompts, data.truncation", "data.overlong_prompts", "filter is drop"),
+    computed(
+        "data.filter_overlong_prompts, data.truncation",
+        "data.overlong_prompts",
+        "filter is drop; left, right and middle cut as in verl",
+    ),
     same("data.shuffle", "data.shuffle"),
     same("data.seed", "seed"),
     same(
@@ -45,7 +49,7 @@ ROWS = (
     computed(
         "trainer.save_freq",
         "trainer.checkpoint_every",
-        "-1: recovery needs checkpoints, so the default stays",
+        "-1: the default, for runs recover from checkpoints; 0 would be the last step only",
     ),
     same("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints"),
     computed(

@@ -101,10 +101,9 @@ def _length(findings: Findings) -> str:
         if is_on
     ]
     evaluated = " and ".join(moments) if findings.config.data.eval and moments else "never"
-    return (
-        f"{trainer.steps:,} steps = {epochs}; evaluated {evaluated}; "
-        f"checkpoint every {trainer.checkpoint_every} steps"
-    )
+    every = trainer.checkpoint_every
+    kept = f"every {every} steps" if every else "at the end only"
+    return f"{trainer.steps:,} steps = {epochs}; evaluated {evaluated}; checkpoint {kept}"
 
 
 def _algorithm(trainer: TrainerConfig) -> str:

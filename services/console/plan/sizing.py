@@ -138,7 +138,8 @@ def limit_of_scores(config: RunConfig, times: StageTimes) -> tuple[str, float]:
 def records_held(config: RunConfig) -> int:
     """Trajectories that Redis holds at most: those under way, and those since the oldest kept checkpoint."""
     trainer = config.trainer
-    kept = trainer.checkpoint_every * trainer.keep_checkpoints if config.streams.trim else trainer.steps
+    is_trimmed = config.streams.trim and trainer.checkpoint_every > 0
+    kept = trainer.checkpoint_every * trainer.keep_checkpoints if is_trimmed else trainer.steps
     steps = 1 + trainer.max_staleness + min(kept, trainer.steps)
     return steps * trainer.groups_per_step * config.largest_group_size
 

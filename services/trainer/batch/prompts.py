@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import structlog
@@ -142,7 +142,7 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
     """Tokenise rows and hold them to `data.max_prompt_tokens`.
 
     Raises:
-        ConfigError: a prompt is too long (unless `overlong_prompts` is `drop`), has no tokens, or does not
+        ConfigError: a prompt is too long (where `overlong_prompts` is `error`), has no tokens, or does not
             fit the chat template. The message names the row.
     """
     use_template = _uses_template(tokenizer, data)
@@ -153,13 +153,28 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
             raise ConfigError(f"{row.origin}: the prompt has no tokens; its text is {text!r}.")
         if len(ids) > data.max_prompt_tokens:
             overlong.append((len(ids), row.origin))
-        else:
-            own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
-            about = row.data_source, row.ground_truth, row.extra, row.number
-            prompts.append(Prompt(ids, text, *about, own, row.source))
+            if data.overlong_prompts in ("error", "drop"):
+                continue
+            ids = cut(ids, data.max_prompt_tokens, data.overlong_prompts)
+            text = str(tokenizer.decode(ids, skip_special_tokens=False))
+        own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
+        prompts.append(
+            Prompt(ids, text, row.data_source, row.ground_truth, row.extra, row.number, own, row.source)
+        )
     if overlong:
         _report_overlong(overlong, len(rows), data)
     return prompts
+
+
+def cut(ids: Int32, limit: int, side: Literal["left", "right", "middle"]) -> Int32:
+    """The ids without those beyond `limit`, taken away at one side or in the middle (verl's `truncation`): of
+    an odd number, the end keeps one more than the beginning."""
+    if len(ids) <= limit:
+        return ids
+    first = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    kept = np.concatenate([ids[:first], ids[len(ids) - (limit - first) :]])
+    kept.flags.writeable = False
+    return kept
 
 
 def _encode(
@@ -251,16 +266,18 @@ def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: D
         raise ConfigError(
             f"{first_origin}: the prompt has {first_length:,} tokens, data.max_prompt_tokens is {limit:,}. "
             f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. "
-            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to 'drop'."
+            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, right "
+            "or middle, which cut."
         )
-    if len(overlong) == num_rows:
+    is_dropped = data.overlong_prompts == "drop"
+    if is_dropped and len(overlong) == num_rows:
         raise ConfigError(
             f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({limit:,}) tokens, the first "
             f"is {first_origin} with {first_length:,}; nothing is left to train on. Raise the limit."
         )
     log.warning(
-        "prompts left out: too long",
-        num_dropped=len(overlong),
+        "prompts left out: too long" if is_dropped else f"prompts cut: too long ({data.overlong_prompts})",
+        num_overlong=len(overlong),
         num_rows=num_rows,
         limit=limit,
         longest=longest,

@@ -13,6 +13,7 @@ from services.trainer import trainer as trainer_module
 from services.trainer.batch.reconciler import Reconciler
 from services.trainer.batch.scheduler import Scheduler
 from services.trainer.batch.stream_join import StreamJoin
+from services.trainer.durable.checkpoint import CheckpointStore
 from services.trainer.trainer import Trainer
 from services.trainer.weights.store import WeightStore
 from tests.support.training import answering, commits_of, messages
@@ -195,3 +196,12 @@ async def test_a_second_trainer_in_the_same_run_folder_is_refused_before_it_does
     with locked(context.run_dir / "trainer.lock", "the test holds it"), refused:
         await run(context)
     assert await broker.execute("EXISTS", keys.prompts(), keys.weights, keys.commits) == 0
+
+
+async def test_a_run_that_keeps_only_its_last_checkpoint_recovers_from_its_streams(make, broker, keys):
+    async with answering(broker, keys):
+        await crash_after_commit(make(checkpoint_every=0, trims=True), 5)
+        assert CheckpointStore(make().run_dir, 2).versions() == []
+        await run(make(checkpoint_every=0, trims=True))
+    await assert_trained_once(broker, keys, 6)
+    assert CheckpointStore(make().run_dir, 2).versions() == [6]

@@ -109,6 +109,12 @@ def test_overlong_prompts_may_be_dropped_unless_none_is_left(tmp_path: Path) -> 
     assert "all 1 prompts" in lengths_problem(folder, rows("a b c"), section)
 
 
+def test_overlong_prompts_that_are_cut_are_counted(tmp_path: Path) -> None:
+    folder, notes = make_folder(tmp_path), list[str]()
+    check_lengths({"train": rows("a b c")}, ModelFacts(folder), data(2, overlong_prompts="left"), notes)
+    assert notes == ["train: 1 of 1 prompts are too long and will be cut: left"]
+
+
 @pytest.fixture
 def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The reward's own check, which starts a process, has tests of its own."""

@@ -100,6 +100,7 @@ def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs() ->
     assert held(max_staleness=0) == (1 + 6) * 20
     assert held(steps=4) == (2 + 4) * 20
     assert records_held(config_of(streams={"trim": False})) == 102 * 20
+    assert records_held(config_of(trainer={"checkpoint_every": 0})) == 102 * 20
     plain = config_of(streams={"archive": {"enabled": False}})
     assert redis_bytes(plain, 1000) == records_held(plain) * 1000 + 100 * (2000 + 16 * 20)
 

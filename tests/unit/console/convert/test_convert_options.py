@@ -77,6 +77,8 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
       "trainer.evaluation.samples": 4}),
     ("verl", {"data.val_files": "a.parquet", R + "val_kwargs.top_p": 0.7},
      {"trainer.evaluation.temperature": 0.0, "trainer.evaluation.top_p": None}),
+    ("verl", {"data.truncation": "left"}, {"data.overlong_prompts": "left"}),
+    ("trl", {"max_prompt_length": 256}, {"data.max_prompt_tokens": 256, "data.overlong_prompts": "left"}),
     ("verl", {"data.train_max_samples": 5}, {"data.max_rows": 5}),
     ("verl", {"actor_rollout_ref.model.lora_rank": 8},
      {"trainer.lora.rank": 8, "trainer.lora.alpha": 16, "trainer.num_ranks": 1}),

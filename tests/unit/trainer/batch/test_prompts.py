@@ -204,9 +204,37 @@ def test_prompts_that_are_too_long_can_be_dropped_with_a_count() -> None:
     with capture_logs() as logs:
         kept = encode_rows(make_rows("1", "1 2 3 4", "2"), make_tokenizer(), config)
     assert [prompt.row for prompt in kept] == [0, 2]
-    assert (logs[0]["num_dropped"], logs[0]["num_rows"], logs[0]["longest"]) == (1, 3, 5)
+    assert (logs[0]["num_overlong"], logs[0]["num_rows"], logs[0]["longest"]) == (1, 3, 5)
     with pytest.raises(ConfigError, match="all 1 prompts have more than"):
         encode_rows(make_rows("1 2 3 4"), make_tokenizer(), config)
+
+
+@pytest.mark.parametrize(
+    ("side", "limit", "kept"),
+    [("left", 3, "2 3 4"), ("right", 3, "<s> 1 2"), ("middle", 3, "<s> 3 4"), ("middle", 4, "<s> 1 3 4")],
+)
+def test_prompts_that_are_too_long_can_be_cut(side: str, limit: int, kept: str) -> None:
+    tokenizer, config = make_tokenizer(), data(max_prompt_tokens=limit, overlong_prompts=side)
+    with capture_logs() as logs:
+        short, long = encode_rows(make_rows("1", "1 2 3 4"), tokenizer, config)
+    assert words(tokenizer, long) == long.text == kept
+    assert (long.own_text, short.text) == ("1 2 3 4", "1")
+    assert (logs[0]["num_overlong"], logs[0]["num_rows"]) == (1, 2) and side in logs[0]["event"]
+
+
+def test_a_chat_is_cut_after_its_template() -> None:
+    tokenizer = make_tokenizer(TEMPLATE)
+    whole = encode_rows(make_rows("1 2 3 4"), tokenizer, data())[0].ids.tolist()
+    cut = encode_rows(make_rows("1 2 3 4"), tokenizer, data(max_prompt_tokens=3, overlong_prompts="left"))
+    assert cut[0].ids.tolist() == whole[-3:]
+
+
+def test_only_the_first_rows_are_read_where_that_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"prompt": "{number}", "ground_truth": 1}}\n' for number in range(5)))
+    config = DataConfig(train=[str(file), str(file)], max_rows=7, shuffle=False)
+    source = load_training_prompts(config, make_tokenizer(), seed=0)
+    assert [prompt.text for prompt in source.prompts] == ["0", "1", "2", "3", "4", "0", "1"]
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
