@@ -112,8 +112,8 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, le=1 << 20)
     """A longer prompt is an error that names its row; see `overlong_prompts`."""
     overlong_prompts: Literal["error", "drop", "left", "right", "middle"] = "error"
-    """`drop` leaves out prompts above the limit; `left`, `right` and `middle` cut tokens off there, with the chat
-    template in place. How many is logged."""
+    """`drop` leaves out prompts above the limit; `left`, `right` and `middle` cut tokens off there, with the
+    chat template in place. How many is logged."""
     max_rows: int | None = Field(None, ge=1)
     """Take only the first rows of the training set, or of each source; null takes all. Overlong prompts count
     among them."""
