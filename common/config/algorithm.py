@@ -7,7 +7,7 @@ services/trainer/algorithm/losses; docs/algorithms.md says which to choose.
 
 import difflib
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,7 +22,6 @@ from common.config.algorithm_table import (
 from common.config.control import EntropyControlConfig, KlControlConfig, check_controls
 from common.config.corrections import Correction, with_correction
 from common.config.losses import (
-    OFF,
     CovarianceConfig,
     DppoConfig,
     ImportanceConfig,
@@ -30,6 +29,7 @@ from common.config.losses import (
     VespoConfig,
     check_loss,
 )
+from common.config.penalties import KlConfig, ReferenceConfig, TeacherTermConfig
 from common.config.section import Section
 from common.config.shaping import LengthPenaltyConfig
 
@@ -42,54 +42,6 @@ _USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
 def is_users_own(name: str) -> bool:
     """Whether a name of an advantage or loss is `path/to/file.py:name` or `package.module:name`."""
     return bool(_USERS_OWN.match(name))
-
-
-class KlConfig(Section):
-    """A penalty for moving away from the reference model."""
-
-    place: Annotated[Literal["off", "loss", "reward"], OFF] = "off"
-    """`loss` adds the penalty to each token's loss, `reward` takes it off each token's reward."""
-    estimator: Literal["k1", "k2", "k3", "k3+", "corrected_k3", "abs"] = "k3"
-    """With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; `k3+` is k3 with k2's
-    gradient, `corrected_k3` k3 times the ratio, `abs` |d|. docs/algorithms.md says how their gradients differ
-    in the loss."""
-    coefficient: float = Field(0.001, gt=0.0, le=100.0)
-    """Weight of the penalty (beta)."""
-    bound: float | None = Field(10.0, gt=0.0, le=1e9)
-    """Largest k3 of one token (verl's); beyond it, k3 has no gradient. null leaves GRPO's formula, in which a
-    token 10 nats below the reference weighs as much as ten thousand others."""
-
-
-class TeacherTermConfig(Section):
-    """What is made of a teacher's logprobs (`reward.rewards.<name>.teacher`), times the teacher's
-    `weight`."""
-
-    place: Literal["reward", "loss"] = "reward"
-    """`reward` adds -(rollout logprob - teacher logprob) to the advantage of each sampled token: reverse KL
-    as a reward per token. `loss` adds an estimate of KL(policy || teacher) to each token's loss."""
-    gamma: float = Field(0.0, ge=0.0, le=1.0)
-    """With `place: reward`: discount of what later tokens of the completion get; 0 looks at the token
-    alone."""
-    clip: float = Field(20.0, gt=0.0, le=20.0)
-    """Largest difference of the two logprobs of one token, either way, in nats."""
-    estimator: Literal["k1", "k2", "k3"] = "k2"
-    """With `place: loss`, with d = logprob - teacher's: `k2` has the gradient d of the reverse KL, `k3` that
-    of the opposite KL, which grows as exp(-d): lower `clip` for it. `k1` has the value d and `k2`'s
-    gradient."""
-
-
-class ReferenceConfig(Section):
-    """The model that `kl` compares with. Without `kl` it is only measured, as the metric `kl`."""
-
-    model: Annotated[Literal["off", "frozen", "updated"], OFF] = "off"
-    """`frozen` stays the starting model; `updated` follows the trained one, every `every` steps."""
-    every: int = Field(100, ge=1)
-    """Steps between updates of an `updated` reference."""
-    mixup: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of the trained model in an update: 1 copies it, less moves the reference towards it (TR-DPO,
-    arXiv 2404.09656)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """How its weights are kept; `bfloat16` halves their memory."""
 
 
 class ValueConfig(Section):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.config.algorithm import ReferenceConfig
+from common.config.penalties import ReferenceConfig
 from services.trainer.policy.forward import TokenScorer
 from services.trainer.weights.store import model_tensors
 

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig, KlConfig, TeacherTermConfig
+from common.config.algorithm import AlgorithmConfig
+from common.config.penalties import KlConfig, TeacherTermConfig
 from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, sequence_means, sequence_sums
 
 

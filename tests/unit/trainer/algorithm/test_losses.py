@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig, KlConfig
+from common.config.algorithm import AlgorithmConfig
+from common.config.penalties import KlConfig
 from services.trainer.algorithm.losses.corrections import importance_weights, kl_penalty, value_loss
 from services.trainer.algorithm.losses.surrogates import clipped_surrogate
 from services.trainer.algorithm.losses.tokens import (

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig, KlConfig
+from common.config.algorithm import AlgorithmConfig
+from common.config.penalties import KlConfig
 from services.trainer.algorithm.advantages.episode import make_episode
 from services.trainer.algorithm.losses.corrections import kl_penalty
 from services.trainer.algorithm.losses.totals import total_metrics
