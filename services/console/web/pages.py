@@ -24,7 +24,10 @@ from services.console.web.watched_run import WatchedRun
 TOPICS = (
     ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),
     ("Update", ("loss", "grad_norm", "learning_rate", "update_skipped", "mini_batches", "micro_batches")),
-    ("Policy", ("entropy", "kl", "rollout_kl", "clip_ratio/", "sampling/", "logprob_gap/", "value")),
+    (
+        "Policy",
+        ("entropy", "kl", "rollout_kl", "clip_ratio/", "sampling/", "selection/", "logprob_gap/", "value"),
+    ),
     ("Completions", ("completion", "step_tokens", "groups_dropped")),
     ("Staleness", ("staleness/",)),
     ("Time", ("step_time_s", "time/", "trainer_idle_share")),
