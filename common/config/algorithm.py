@@ -85,7 +85,8 @@ class AlgorithmConfig(Section):
     `prompt` is ScaleRL, `sequence_sum` is LUSPO."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     """The ratio is clipped at 1 - clip_low. With `old_logprobs: recompute` and one update a step the ratio is
-    1, and nothing is to be clipped."""
+    1, and nothing is to be clipped. `gmpo` bounds log-ratios, `dppo_tv` and `dppo_kl` how far a probability
+    has moved."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
     """The ratio is clipped at 1 + clip_high (DAPO's asymmetric bound); see `clip_low`."""
     dual_clip: float | Literal["auto"] | None = "auto"

@@ -29,7 +29,8 @@ Correction = Literal[
 _NONE = {"mode": "off"}
 _TOKEN = {"mode": "truncate", "level": "token", "low": 0.0, "high": 2.0}
 _SEQUENCE = {"mode": "truncate", "level": "sequence", "low": 0.0, "high": 2.0}
-_GEOMETRIC = {"seq_mean_k1": (0.999, 1.001)}
+# verl's 0.999 to 1.001, which it bounds 1 / r with.
+_GEOMETRIC = {"seq_mean_k1": (1 / 1.001, 1 / 0.999)}
 _K3 = {"seq_mean_k3": 0.01}
 
 

@@ -187,13 +187,16 @@ STABILITY = Row(
         Panel(
             "Importance weights",
             "short",
-            "Mean weight, share that was bounded, and effective sample size.",
+            "Mean weight, effective sample size, and the shares that were bounded or left out.",
             "Mean far from 1 or sample size below a half: lower max_staleness or the learning rate.",
             "Unhealthy numbers",
             (
                 Query(step("sampling/importance_sampling_ratio/mean"), "mean"),
                 Query(step("sampling/importance_sampling_ratio/bounded_mean"), "bounded"),
                 Query(step("sampling/effective_sample_size"), "effective sample size"),
+                Query(step("sampling/rejected_mean"), "rejected"),
+                Query(step("sampling/off_policy_mean"), "off-policy mask"),
+                Query(step("selection/left_out_mean"), "not selected"),
             ),
         ),
         Panel(

@@ -27,7 +27,17 @@ TOPICS = (
     ("Update", ("loss", "grad_norm", "learning_rate", "update_skipped", "mini_batches", "micro_batches")),
     (
         "Policy",
-        ("entropy", "kl", "rollout_kl", "clip_ratio/", "sampling/", "logprob_gap/", "value", "teacher"),
+        (
+            "entropy",
+            "kl",
+            "rollout_kl",
+            "clip_ratio/",
+            "sampling/",
+            "selection/",
+            "logprob_gap/",
+            "value",
+            "teacher",
+        ),
     ),
     ("Completions", ("completion", "step_tokens", "groups_dropped")),
     ("Staleness", ("staleness/",)),

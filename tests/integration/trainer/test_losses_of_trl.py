@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithm.losses.mini_batch import top_entropy
 from tests.support.losses import MAX_COMPLETION, our_loss, rectangle
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
@@ -180,3 +181,15 @@ def test_equals_trls_corrected_kl(trl_trainer_class, has_proximal):
         theirs, theirs_BT, _ = trl_loss(trl_trainer_class, data, algorithm, has_proximal, corrects_kl=True)
         assert ours == pytest.approx(theirs, abs=1e-5)
         np.testing.assert_allclose(ours_BT, theirs_BT, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_chooses_the_tokens_that_trl_chooses_by_entropy(trl_trainer_class, share):
+    alone = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
+    stub = SimpleNamespace(accelerator=alone)
+    for seed in range(3):
+        data = rectangle(seed)
+        entropies_BT, mask_BT = torch.tensor(data.entropies), torch.tensor(data.mask)
+        theirs_BT = trl_trainer_class.get_high_entropy_mask(stub, entropies_BT, mask_BT, 1 - share)
+        ours_N = top_entropy(data.entropies[data.mask].astype(np.float64), share)
+        np.testing.assert_array_equal(ours_N, theirs_BT[mask_BT].numpy())

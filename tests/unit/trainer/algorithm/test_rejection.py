@@ -169,7 +169,7 @@ class TestCorrections:
             assert AlgorithmConfig.model_validate(algorithm.model_dump(mode="json")) == algorithm
         given = AlgorithmConfig(correction="decoupled_geo_rs_token_tis", importance={"high": 5.0})
         assert (given.importance.level, given.importance.high) == ("token", 5.0)
-        assert given.rejection.seq_mean_k1 == (0.999, 1.001)
+        assert given.rejection.seq_mean_k1 == pytest.approx((0.999, 1.001), abs=2e-6)
 
     def test_three_of_them_by_hand(self):
         geo = AlgorithmConfig(correction="bypass_pg_geo_rs_token_tis")

@@ -1,11 +1,14 @@
 """The simulated policy: counts like a real one, and its digest proves what was trained."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.errors import ConfigError
 from services.trainer.policy.policy import Policy
 from services.trainer.policy.simulated_policy import SimulatedPolicy
 from services.trainer.policy.state import PolicyState
+from tests.support.losses import with_statistics
 from tests.support.models import make_policy, make_samples, masked, one_batch, run_config, train
 
 
@@ -71,3 +74,16 @@ def test_simulated_metrics_count_as_the_real_ones(simulated):
 def test_both_are_policies(simulated):
     policies: list[Policy] = [simulated, make_policy()]
     assert all(len(policy.digest()) == 32 for policy in policies)
+
+
+def test_a_simulated_step_has_what_statistics_of_a_mini_batch_need():
+    algorithm = {"top_entropy_quantile": 0.5, "loss": "kl_cov", "old_logprobs": "rollout"}
+    config = run_config("x", trainer={"policy": "simulated", "algorithm": algorithm})
+    samples = make_samples(4)
+    tokens = SimulatedPolicy(config).precompute(samples)
+    scored = [
+        replace(sample, start_logprobs=item.start_logprobs, entropies=item.entropies)
+        for sample, item in zip(samples, tokens, strict=True)
+    ]
+    for sample in with_statistics(scored, config.trainer.algorithm):
+        assert sample.factors is not None and sample.penalised is not None
