@@ -324,6 +324,11 @@ class AlgorithmConfig(Section):
                 "length_penalty makes good rewards differ, and advantage: pass_at_k only asks whether they "
                 "reach pass_threshold; take another advantage, or leave it out"
             )
+        if self.length_penalty.is_on and traits is not None and traits.has_greedy_baseline:
+            raise ValueError(
+                f"length_penalty compares the lengths of a group, and advantage: {self.advantage} compares "
+                "each completion with a greedy one alone; take another advantage, or leave it out"
+            )
         if self.length_penalty.is_on and self.mask_truncated:
             raise ValueError(
                 "length_penalty measures completions against the longest of their group, and mask_truncated "

@@ -153,6 +153,7 @@ async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any, plays: 
             spans=((ticket.min_version, 0),),
             completion_ids=np.array([3 + ticket.ticket % 20, 4 + index], np.int32),
             logprobs=np.full(2, -1.0, np.float32),
+            is_greedy=index < ticket.num_greedy,
         )
         if plays:
             sample = played(sample)

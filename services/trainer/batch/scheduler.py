@@ -56,6 +56,8 @@ class Scheduler:
         self.trainer = config.trainer
         names = {"max_tokens", "temperature", "top_p", "top_k"}
         self.sampling = SamplingParams(**config.rollout.sampling.model_dump(include=names))
+        traits = config.trainer.algorithm.advantage_traits
+        self.num_greedy = int(traits is not None and traits.has_greedy_baseline)
         self.next_ticket = 0
         self.num_replacements = 0
         self.outstanding: dict[int, Outstanding] = {}
@@ -211,6 +213,7 @@ class Scheduler:
             min_version=self._min_version(step),
             group_size=self.trainer.group_size,
             sampling=self.sampling,
+            num_greedy=self.num_greedy,
             replaces=replaces,
             **self.prompts.prompt_at(number).ticket_fields(),
         )
