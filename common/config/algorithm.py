@@ -84,10 +84,13 @@ class ReferenceConfig(Section):
 
 
 class ValueConfig(Section):
-    """A value head on the last hidden state, trained with the policy."""
+    """A value head, trained with the policy."""
 
     head: bool = False
     """Train one; `advantage: gae` needs it."""
+    model: Literal["policy", "own"] = "policy"
+    """What it sits on: the policy's last hidden state, or that of a model of its own (a critic), which begins
+    as a copy of the policy's, and has its own moments and its own bound of the gradient norm."""
     lr: float | None = Field(None, gt=0.0, le=1.0)
     """Peak learning rate of the head; null takes the policy's."""
     coefficient: float = Field(0.5, gt=0.0, le=100.0)
@@ -289,6 +292,11 @@ class AlgorithmConfig(Section):
         )
         if self.advantage == "gae" and not self.value.head:
             raise ValueError("advantage: gae estimates advantages from a value head: set value.head to true")
+        if self.value.model == "own" and self.value.detach:
+            raise ValueError(
+                "value.detach keeps the value loss out of the policy, and with value.model: own it never "
+                "gets there: leave detach out"
+            )
         if self.value.head and self.advantage != "gae":
             raise ValueError(
                 f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, "

@@ -29,6 +29,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "rloo": {"preset": "rloo", **KL},
     "reinforce_plus_plus": {"preset": "reinforce_plus_plus", **KL},
     "ppo": {"preset": "ppo", "value": {"lr": 2e-3}, "entropy_coefficient": 0.001},
+    "critic": {"preset": "ppo", "value": {"lr": 1e-3, "model": "own"}},
     "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "loss": "reinforce"},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 2},
     "opo": {"advantage": "opo"},

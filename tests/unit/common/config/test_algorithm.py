@@ -31,6 +31,16 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
     [
         ({"advantage": "gae"}, {}, "set value.head to true"),
         ({"value": {"head": True}}, {}, "does not use its values"),
+        (
+            {"advantage": "gae", "value": {"head": True, "model": "own", "detach": True}},
+            {},
+            "it never gets there",
+        ),
+        (
+            {"advantage": "gae", "value": {"head": True, "model": "own"}},
+            {"trainer": {"lora": {}}},
+            "a whole second model",
+        ),
         ({"kl": {"place": "loss"}}, {}, "needs a reference model"),
         ({"kl": {"place": "reward"}}, {}, "set reference.model to frozen or updated"),
         ({"kl": {"place": "reward"}, **FROZEN}, FILTERED, "put the penalty into the loss"),
