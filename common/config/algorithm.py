@@ -190,6 +190,7 @@ class AlgorithmConfig(Section):
     def _parts_fit(self) -> "AlgorithmConfig":
         self._check_ratio()
         self._check_parts()
+        self._check_shaping()
         return self
 
     @property
@@ -314,6 +315,9 @@ class AlgorithmConfig(Section):
                 f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
                 "reinforce_plus_plus"
             )
+
+    def _check_shaping(self) -> None:
+        """What shapes rewards fits the advantage that compares them."""
         traits = self.advantage_traits
         if traits is not None and traits.compares_rewards:
             for name, is_set in (
