@@ -45,10 +45,13 @@ def is_users_own(name: str) -> bool:
 
 
 class ValueConfig(Section):
-    """A value head on the last hidden state, trained with the policy."""
+    """A value head, trained with the policy."""
 
     head: bool = False
     """Train one; `advantage: gae` needs it."""
+    model: Literal["policy", "own"] = "policy"
+    """What it sits on: the policy's last hidden state, or that of a model of its own (a critic), which begins
+    as a copy of the policy's, and has its own moments and its own bound of the gradient norm."""
     lr: float | None = Field(None, gt=0.0, le=1.0)
     """Peak learning rate of the head; null takes the policy's."""
     coefficient: float = Field(0.5, gt=0.0, le=100.0)
@@ -171,6 +174,7 @@ class AlgorithmConfig(Section):
         self._check_ratio()
         self._check_parts()
         check_loss(self)
+        self._check_shaping()
         return self
 
     @property
@@ -295,6 +299,11 @@ class AlgorithmConfig(Section):
         )
         if self.advantage == "gae" and not self.value.head:
             raise ValueError("advantage: gae estimates advantages from a value head: set value.head to true")
+        if self.value.model == "own" and self.value.detach:
+            raise ValueError(
+                "value.detach keeps the value loss out of the policy, and with value.model: own it never "
+                "gets there: leave detach out"
+            )
         if self.value.head and self.advantage != "gae":
             raise ValueError(
                 f"value.head is trained, but advantage: {self.advantage} does not use its values; take gae, "
@@ -312,6 +321,9 @@ class AlgorithmConfig(Section):
                 f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
                 "reinforce_plus_plus"
             )
+
+    def _check_shaping(self) -> None:
+        """What shapes rewards fits the advantage that compares them."""
         traits = self.advantage_traits
         if traits is not None and traits.compares_rewards:
             for name, is_set in (
@@ -329,6 +341,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "length_penalty makes good rewards differ, and advantage: pass_at_k only asks whether they "
                 "reach pass_threshold; take another advantage, or leave it out"
+            )
+        if self.length_penalty.is_on and traits is not None and traits.has_greedy_baseline:
+            raise ValueError(
+                f"length_penalty compares the lengths of a group, and advantage: {self.advantage} compares "
+                "each completion with a greedy one alone; take another advantage, or leave it out"
             )
         if self.length_penalty.is_on and self.mask_truncated:
             raise ValueError(

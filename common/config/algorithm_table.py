@@ -19,6 +19,8 @@ class AdvantageTraits:
     """Compares a completion with its siblings: a group of one teaches nothing."""
     has_discount: bool = False
     """Knows rewards of single tokens, so that `gamma` has a meaning."""
+    has_greedy_baseline: bool = False
+    """The first sample of a group is greedy: the others are compared with it, and it is not trained."""
     compares_rewards: bool = False
     """Compares each reward of `reward.rewards` by itself, before anything shapes their sum."""
 
@@ -57,6 +59,7 @@ ADVANTAGES: dict[str, AdvantageTraits] = {
     "grpo_batch": AdvantageTraits("batch"),
     "scale_rl": AdvantageTraits("batch"),
     "gpg": AdvantageTraits("batch"),
+    "remax": AdvantageTraits(has_greedy_baseline=True),
     "gdpo": AdvantageTraits("batch", compares_rewards=True),
 }
 LOSSES: dict[str, LossTraits] = {

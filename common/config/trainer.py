@@ -326,6 +326,11 @@ class TrainerConfig(Section):
             return self
         if self.policy == "simulated":
             raise ValueError("lora needs a model, and policy: simulated has none; take policy transformers")
+        if self.algorithm.value.head and self.algorithm.value.model == "own":
+            raise ValueError(
+                "with lora the value head sits on the policy: algorithm.value.model: own would train a whole "
+                "second model beside a few adapters; leave it out"
+            )
         if reference.model == "updated":
             raise ValueError(
                 "with lora the reference is the model with its adapters off, which stays as it was: "

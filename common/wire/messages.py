@@ -79,6 +79,7 @@ class Ticket(PromptFields):
     min_version: int = Field(ge=0, description="an engine older than this must not start the group")
     group_size: int = Field(ge=1, le=4096)
     sampling: SamplingParams
+    num_greedy: int = Field(0, ge=0, description="the first so many samples are greedy: a baseline")
     row: int = Field(-1, description="row of the dataset")
     replaces: int = Field(-1, description="the ticket in whose place this one was issued")
     outcome: Outcome | None = Field(None, description="of the replaced group, where a curriculum wants it")
@@ -104,6 +105,7 @@ class Trajectory(PromptFields):
     started_at: float = 0.0
     finished_at: float = 0.0
     session: Session | None = Field(None, description="absent for a single turn")
+    is_greedy: bool = Field(False, description="not sampled: a baseline for the others, never trained")
 
     @property
     def key(self) -> TrajectoryKey:

@@ -142,10 +142,12 @@ class GroupGenerator:
     async def _generate_sample(self, delivery: Delivery[Ticket], index: int) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
-        num_turns = count(1)
+        num_turns, is_greedy = count(1), index < ticket.num_greedy
 
         async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
             turn = next(num_turns)
+            if is_greedy:
+                sampling = sampling.model_copy(update={"temperature": 0.0})
             return await self._ask(name if turn == 1 else f"{name}-t{turn}", ids, sampling)
 
         self.num_playing += 1
@@ -159,6 +161,7 @@ class GroupGenerator:
             **{name: getattr(ticket, name) for name in OF_THE_TICKET},
             **played.fields(),
             index=index,
+            is_greedy=is_greedy,
             worker=self.worker,
             started_at=started_at,
             finished_at=time.time(),

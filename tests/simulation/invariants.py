@@ -171,7 +171,7 @@ class Judge:
         for number, commit in enumerate(commits):
             if commit.step != number:
                 break
-            for mini in commit.mini_batches:
+            for mini in commit.mini_batches * commit.passes:
                 parts = [chain]
                 for micro in mini:
                     for ticket, index in micro:

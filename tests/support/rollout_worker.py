@@ -32,6 +32,7 @@ class GatedEngine(SimulatedEngine):
         super().__init__(config)
         self.asked: list[int] = []
         self.request_ids: list[str] = []
+        self.temperatures: dict[int, float] = {}
         self.held: set[int] = set()
         self.refused: set[int] = set()
         self.released = asyncio.Event()
@@ -40,6 +41,7 @@ class GatedEngine(SimulatedEngine):
         index = int(request.request_id.split("-")[2])
         self.asked.append(index)
         self.request_ids.append(request.request_id)
+        self.temperatures[index] = request.sampling.temperature
         if index in self.refused:
             raise ValueError("the prompt is too long")
         if index in self.held:
@@ -98,9 +100,9 @@ async def announce_version(broker: Broker, keys: Keys, folder: Path, version: in
     await append_numbered(broker, keys.weights, [(version, manifest)])
 
 
-async def issue(broker: Broker, keys: Keys, version: int = 0) -> None:
+async def issue(broker: Broker, keys: Keys, version: int = 0, **trainer: Any) -> None:
     """Tickets of all steps up to `version + 1`, two groups each."""
-    scheduler, _ = make_parts(broker, keys, trainer_config(group_size=SIZE))
+    scheduler, _ = make_parts(broker, keys, trainer_config(group_size=SIZE, **trainer))
     await scheduler.admit(version)
 
 

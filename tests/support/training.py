@@ -168,6 +168,7 @@ async def _generate(keys: Keys, lane: Lane, tickets: Any, delivery: Any, plays: 
             logprobs=np.full(2, -1.0, np.float32),
             ground_truth=ticket.ground_truth,
             source=ticket.source,
+            is_greedy=index < ticket.num_greedy,
         )
         if plays:
             sample = played(sample)

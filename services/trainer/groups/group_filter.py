@@ -22,6 +22,9 @@ from services.trainer.groups.samples import (
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS, UNTAUGHT = "bad_numbers", "no_teacher_logprobs"
+NO_BASELINE = "no_greedy_baseline"
+GREEDY = "greedy_baseline"
+"""Why a sample is left out that was not sampled."""
 
 MAX_REWARD = 1e30
 """Beyond this, sums and squares of rewards could overflow; no reward means such a number."""
@@ -60,6 +63,8 @@ class TrainableGroup:
     samples: list[Sample]
     rewards: list[float]
     left_out: list[tuple[int, str]] = field(default_factory=list)
+    baseline: Sample | None = None
+    """The greedy sample that the others are compared with, where the advantage wants one."""
 
     @property
     def ticket(self) -> int:
@@ -97,6 +102,8 @@ class GroupFilter:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.reward, self.trainer = config, config.reward, config.trainer
         self.algorithm = config.trainer.algorithm
+        traits = self.algorithm.advantage_traits
+        self.has_baseline = traits is not None and traits.has_greedy_baseline
 
     def apply(self, group: CompleteGroup, step: int) -> TrainableGroup | Refusal:
         """Check the staleness bound for `step`, apply the failure policy, make samples. Their advantages come
@@ -113,7 +120,14 @@ class GroupFilter:
             # A reward of its own policy says so in the score; the others leave it to the run's.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
                 return Refusal(group.ticket, FAILED_SCORE, group.scores[index].error)
-        if len(rewards) < self.reward.min_group_size:
+        greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
+        sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
+        left_out += [(index, GREEDY) for index in greedy]
+        if not self.has_baseline:
+            rewards, greedy = sampled, {}
+        elif not greedy:
+            return Refusal(group.ticket, NO_BASELINE, "its greedy sample has no score, or it was given none")
+        if len(rewards) < self.reward.min_group_size or not sampled:
             reasons = {score.error for score in group.scores.values() if score.error}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
             return Refusal(group.ticket, FEW_SCORES, detail)
@@ -123,13 +137,16 @@ class GroupFilter:
             values = tuple(rewards.values())
             return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}", values)
         try:
-            samples = [self._sample(group, index, reward, teacher) for index, reward in rewards.items()]
+            samples = [self._sample(group, index, reward, teacher) for index, reward in sampled.items()]
+            baselines = [self._sample(group, index, reward, None) for index, reward in greedy.items()]
         except ValueError as error:
             return Refusal(group.ticket, BAD_NUMBERS, str(error))
         if self.algorithm.normalisation == "prompt":
             num_trained = sum(sample.num_trained for sample in samples)
             samples = [replace(one, group_size=len(samples), group_trained=num_trained) for one in samples]
-        return TrainableGroup(group, samples, list(rewards.values()), left_out).with_precomputed()
+        baseline = baselines[0] if baselines else None
+        trainable = TrainableGroup(group, samples, list(sampled.values()), left_out, baseline)
+        return trainable.with_precomputed()
 
     def _teacher(self, group: CompleteGroup) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""

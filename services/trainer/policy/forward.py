@@ -174,12 +174,7 @@ class TokenScorer:
         """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
         entropies."""
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
-        kwargs: dict[str, Any] = {
-            name: value.to(self._device) if isinstance(value, Tensor) else value
-            for name, value in tile.model_kwargs.items()
-        }
-        # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
-        kwargs |= {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
+        kwargs = self._inputs(tile)
         hidden_NH: Tensor | None = None
         with self._autocast():
             if not self.is_chunked:
@@ -195,6 +190,25 @@ class TokenScorer:
             assert head is not None and hidden_NH is not None, "a chunked model has a head"
             scores = score_hidden(hidden_NH, head, targets_N, temperature, entropy_gradient=entropy_gradient)
             return TileScores(*scores, hidden_NH if keep_hidden else None)
+
+    def hidden(self, tile: Tile) -> Tensor:
+        """The last hidden states alone, of those that predict the tile's scored tokens. Shape [N, H]."""
+        kwargs = self._inputs(tile)
+        with self._autocast():
+            if self.is_chunked:
+                hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
+            else:
+                hidden_BTH = self._model(**kwargs, output_hidden_states=True).hidden_states[-1]
+        hidden_NH: Tensor = hidden_BTH.flatten(0, 1)[tile.sources_N.to(self._device)]
+        return hidden_NH
+
+    def _inputs(self, tile: Tile) -> dict[str, Any]:
+        kwargs = {
+            name: value.to(self._device) if isinstance(value, Tensor) else value
+            for name, value in tile.model_kwargs.items()
+        }
+        # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
+        return kwargs | {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Master weights are float32; matrix products run in the configured dtype."""

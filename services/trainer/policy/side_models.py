@@ -1,9 +1,10 @@
 """The models beside the policy: the reference model of KL penalties, and PPO's value head.
 
 A frozen reference is the model that the run started with, also after a restart; an updated one is part of the
-checkpoint, and moves only in `update`. The value head estimates the reward to come from the policy's last
-hidden state. It starts at zero: the first estimates are zero, no random numbers are drawn, and its first
-gradients do not reach the policy. It is saved in checkpoints and counts in the digest; engines never see it.
+checkpoint, and moves only in `update`. The value head estimates the reward to come from the last hidden state
+of the policy, or of a model of its own (a critic). It starts at zero: the first estimates are zero, no random
+numbers are drawn, and its first gradients reach no hidden state. It is saved in checkpoints and counts in the
+digest; engines never see it.
 """
 
 import copy
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from common.config.algorithm import ValueConfig
 from common.config.penalties import ReferenceConfig
 from services.trainer.policy.forward import TokenScorer
+from services.trainer.policy.packing import Tile
 from services.trainer.weights.store import model_tensors
 
 REFERENCE_PREFIX = "reference."
@@ -59,6 +62,9 @@ VALUE_PREFIX = "value_head."
 class ValueHead(nn.Module):
     """One linear layer in the dtype of the master weights. `detach`: no gradient to the hidden states."""
 
+    reads_policy = True
+    """Whether it sits on the policy's hidden states."""
+
     def __init__(self, model: PreTrainedModel, detach: bool) -> None:
         super().__init__()
         self._detach = detach
@@ -67,8 +73,9 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.layer.weight)
         nn.init.zeros_(self.layer.bias)
 
-    def forward(self, hidden_NH: Tensor) -> Tensor:
-        """The value before each token is chosen. Shape [N], in the dtype of the head."""
+    def forward(self, tile: Tile, hidden_NH: Tensor | None) -> Tensor:
+        """The value before each of the tile's tokens is chosen. Shape [N], in the dtype of the head."""
+        assert hidden_NH is not None, "the policy's hidden states were asked for"
         hidden_NH = hidden_NH.detach() if self._detach else hidden_NH
         with torch.autocast(hidden_NH.device.type, enabled=False):
             values: Tensor = self.layer(hidden_NH.to(self.layer.weight.dtype))
@@ -77,3 +84,37 @@ class ValueHead(nn.Module):
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Its parameters, under the names that optimizer, digest and checkpoint use."""
         return [(f"{VALUE_PREFIX}{name}", parameter) for name, parameter in self.layer.named_parameters()]
+
+
+class Critic(ValueHead):
+    """A value head on a model of its own, which begins as a copy of the policy's: nothing that it learns
+    moves the policy. Make it before the first update and before a checkpoint is loaded."""
+
+    reads_policy = False
+
+    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+        super().__init__(model, detach=False)
+        self.model = copy.deepcopy(model)
+        if (head := self.model.get_output_embeddings()) is not None:
+            embeddings = self.model.get_input_embeddings()
+            # Its logits are never asked for; a matrix that is also the embeddings' goes on learning.
+            head.requires_grad_(head.weight is embeddings.weight)
+        self._scorer = TokenScorer(self.model, compute_dtype)
+
+    def forward(self, tile: Tile, hidden_NH: Tensor | None) -> Tensor:
+        """As of the head; the policy's hidden states are not looked at."""
+        return super().forward(tile, self._scorer.hidden(tile))
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of the head, and of the model whatever is trained."""
+        own = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
+        return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]
+
+
+def make_value_head(
+    model: PreTrainedModel, config: ValueConfig, compute_dtype: torch.dtype
+) -> ValueHead | None:
+    """What estimates values, where the config wants any."""
+    if not config.head:
+        return None
+    return Critic(model, compute_dtype) if config.model == "own" else ValueHead(model, config.detach)

@@ -48,7 +48,7 @@ from services.trainer.policy.optimizer import (
 from services.trainer.policy.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
-from services.trainer.policy.side_models import ReferenceModel, ValueHead
+from services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
 from services.trainer.policy.state import PolicyState
 from services.trainer.weights.store import (
     digest_parameters,
@@ -111,10 +111,14 @@ class TransformersPolicy:
         self._surrogate = find_loss(algorithm)
         self._reference = self._make_reference() if algorithm.needs_reference else None
         self._scorer = self._make_scorer(model)
-        self._value_head = ValueHead(model, algorithm.value.detach) if algorithm.value.head else None
+        self._value_head = make_value_head(model, algorithm.value, dtype)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
+        # A critic's gradients have a bound of their own: they say nothing about the policy's.
+        self._bounded = (
+            [trained, head_parameters] if isinstance(self._value_head, Critic) else [self._parameters]
+        )
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
         self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
@@ -129,6 +133,8 @@ class TransformersPolicy:
             self._tile_tokens = min(CPU_TILE_TOKENS, config.micro_batch_tokens)
         if config.gradient_checkpointing:
             recompute_layers(model)
+            if isinstance(self._value_head, Critic):
+                recompute_layers(self._value_head.model)
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
         return TokenScorer(model, self._dtype)
@@ -173,9 +179,9 @@ class TransformersPolicy:
             tile,
             self._temperature,
             entropy_gradient=algorithm.entropy_coefficient > 0.0,
-            keep_hidden=head is not None,
+            keep_hidden=head is not None and head.reads_policy,
         )
-        values_N = head(scores.hidden_NH) if head is not None else None
+        values_N = head(tile, scores.hidden_NH) if head is not None else None
         tokens = tile_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
         terms = policy_loss(tokens, algorithm, self._surrogate)
         terms.loss.backward()
@@ -200,8 +206,10 @@ class TransformersPolicy:
         if not denominator > 0.0 or all(p.grad is None for _, p in self._parameters):
             self.zero()
             return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
-        norm = finish_gradients(self._parameters, denominator, self._config.optimizer.max_grad_norm)
-        if not math.isfinite(norm):
+        bound = self._config.optimizer.max_grad_norm
+        norm, *others = [finish_gradients(part, denominator, bound) for part in self._bounded]
+        if unbounded := [one for one in (norm, *others) if not math.isfinite(one)]:
+            norm = unbounded[0]
             self.zero()
             return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")
         for group in self._optimizer.param_groups:
@@ -306,12 +314,12 @@ class TransformersPolicy:
             empty(), empty() if has_entropies else nothing, nothing if head is None else empty()
         )
         for tile in self._scored_tiles(samples):
-            scores = scorer.score(tile, temperature, keep_hidden=head is not None)
+            scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
             place(scores.logprobs_N, tile, found.logprobs)
             if has_entropies:
                 place(scores.entropies_N, tile, found.entropies)
             if head is not None:
-                place(head(scores.hidden_NH), tile, found.values)
+                place(head(tile, scores.hidden_NH), tile, found.values)
         return found
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:

@@ -29,6 +29,7 @@ from common.wire.messages import Commit
 
 OTHER_PARAMETERS = {
     "trainer.lora": "other parameters would be trained than those of the run's checkpoints",
+    "trainer.algorithm.value.model": "other parameters would be trained than those of the run's checkpoints",
     "trainer.algorithm.value.head": "other parameters would be trained than those of the run's checkpoints",
     "trainer.num_ranks": "a what-if is computed in one process",
 }

@@ -56,6 +56,14 @@ class TestOneWorker:
         assert (await group_status(broker, keys.prompts(), ROLLOUT_GROUP)).pending == 0
         assert await broker.execute("EXISTS", keys.progress(0)) == 0
 
+    async def test_a_baseline_is_generated_greedily_and_says_so(self, make, broker, keys):
+        await issue(broker, keys, algorithm={"advantage": "remax"})
+        async with make() as worker:
+            await worker.generator.generate(await worker.fetch())
+        assert worker.engine.temperatures == {0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}
+        greedy = {sample.index: sample.is_greedy for sample in await samples_of(broker, keys)}
+        assert greedy == {0: True, 1: False, 2: False, 3: False}
+
     async def test_each_sample_is_published_when_it_is_finished(self, make, broker, keys):
         await issue(broker, keys)
         async with make() as worker:

@@ -80,6 +80,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "a penalty of length": {"algorithm": {"length_penalty": {"tokens": 0.25, "of": "successes"}}},
     "scalerl": {"algorithm": {"preset": "scalerl"}},
     "luspo": {"algorithm": {"preset": "luspo"}, "passes": 2},
+    "remax": {"algorithm": {"advantage": "remax"}},
+    "ppo with a critic": {"algorithm": {"preset": "ppo", "value": {"model": "own"}}, "mini_batches": 2},
     "several passes": {"passes": 2, "mini_batches": 2},
     "several passes over a value head": {"algorithm": {"preset": "ppo"}, "passes": 3},
     "lora": {"lora": {"rank": 2, "alpha": 4}},

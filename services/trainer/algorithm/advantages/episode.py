@@ -93,6 +93,14 @@ class Part(NamedTuple):
     value: float | None
 
 
+def overlong_reward(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> float:
+    """The score, less the overlong punishment."""
+    overlong = algorithm.overlong
+    return sample.reward + overlong_penalty(
+        len(sample.completion_ids), max_tokens, overlong.buffer_share * max_tokens, overlong.penalty
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
     """A sample with its shaped reward: `reward` is the sum of `token_rewards_A`, over A trained tokens.
@@ -105,6 +113,8 @@ class Episode:
     token_rewards_A: Float64s
     parts: tuple["Part", ...] = ()
     """The score's named rewards, before any shaping, where the advantage looks at each by itself."""
+    baseline: float = 0.0
+    """The reward of the group's greedy sample, less what it pays for being overlong; 0 without one."""
 
     @property
     def num_trained(self) -> int:
@@ -140,10 +150,7 @@ def make_episode(
     sampled and by the policy that sampled them (arXiv 2203.02155, eq. 2). The score falls on the last token,
     less what the environment gave for single turns, which falls on the last trained token of each.
     """
-    overlong = algorithm.overlong
-    score = sample.reward + overlong_penalty(
-        len(sample.completion_ids), max_tokens, overlong.buffer_share * max_tokens, overlong.penalty
-    )
+    score = overlong_reward(sample, algorithm, max_tokens)
     token_rewards_A = np.zeros(sample.num_trained)
     score -= length_penalty
     if algorithm.kl.place == "reward":

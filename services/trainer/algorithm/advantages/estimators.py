@@ -132,6 +132,19 @@ def grpo_passk(rewards: Rewards) -> NDArray[np.float64]:
     return scaled_G
 
 
+def remax(rewards: Rewards, baseline: float) -> NDArray[np.float64]:
+    """r - reward of the greedy completion. Shape [G], float64. ReMax, arXiv 2310.10505, eq. 4.
+
+    The baseline needs no siblings and no value head, only one more completion a prompt, which is not trained.
+    Rewards 1, 0 beside a greedy one of 0.25 give 0.75, -0.25.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    rewards_G: NDArray[np.float64] = finite_rewards(rewards) - finite_rewards([baseline])
+    return rewards_G
+
+
 def pass_at_k(rewards: Rewards, k: int, threshold: float = 0.5) -> NDArray[np.float64]:
     """Analytic pass@k advantages. Shape [G], float64.
 

@@ -24,6 +24,7 @@ from services.trainer.algorithm.advantages.episode import (
     Part,
     length_penalties,
     make_episode,
+    overlong_reward,
     whiten,
 )
 from services.trainer.algorithm.advantages.estimators import (
@@ -37,6 +38,7 @@ from services.trainer.algorithm.advantages.estimators import (
     pass_at_k,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
     rloo,
 )
 from services.trainer.algorithm.advantages.teaching import taught
@@ -167,6 +169,11 @@ def _opo(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
     return [Estimate(float(value)) for values_G in values for value in values_G]
 
 
+def _remax(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
+    values = [remax([e.reward for e in group], group[0].baseline) for group in groups]
+    return [Estimate(float(value)) for values_G in values for value in values_G]
+
+
 def _gdpo(groups: Groups, algorithm: AlgorithmConfig) -> list[Estimate]:
     weights = next(([part.weight for part in episode.parts] for group in groups for episode in group), [])
     values = [[[part.value for part in episode.parts] for episode in group] for group in groups]
@@ -232,6 +239,7 @@ _ESTIMATORS: dict[str, Estimator] = {
     "scale_rl": _of_batch(scale_rl),
     "gpg": _of_batch(gpg),
     "gdpo": _gdpo,
+    "remax": _remax,
 }
 """By the names of `common.config.algorithm_table`."""
 
@@ -279,10 +287,14 @@ class Advantages:
 
     def _episodes(self, group: TrainableGroup, algorithm: AlgorithmConfig) -> list[Episode]:
         penalties = length_penalties(group.samples, algorithm)
-        return [
+        episodes = [
             make_episode(sample, algorithm, self._max_tokens, self._parts(group, sample), penalty)
             for sample, penalty in zip(group.samples, penalties, strict=True)
         ]
+        if group.baseline is None:
+            return episodes
+        baseline = overlong_reward(group.baseline, algorithm, self._max_tokens)
+        return [replace(episode, baseline=baseline) for episode in episodes]
 
     def _parts(self, group: TrainableGroup, sample: Sample) -> tuple[Part, ...]:
         score = group.source.scores.get(sample.key[1])

@@ -31,6 +31,16 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
     [
         ({"advantage": "gae"}, {}, "set value.head to true"),
         ({"value": {"head": True}}, {}, "does not use its values"),
+        (
+            {"advantage": "gae", "value": {"head": True, "model": "own", "detach": True}},
+            {},
+            "it never gets there",
+        ),
+        (
+            {"advantage": "gae", "value": {"head": True, "model": "own"}},
+            {"trainer": {"lora": {}}},
+            "a whole second model",
+        ),
         ({"kl": {"place": "loss"}}, {}, "needs a reference model"),
         ({"kl": {"place": "reward"}}, {}, "set reference.model to frozen or updated"),
         ({"kl": {"place": "reward"}, **FROZEN}, FILTERED, "put the penalty into the loss"),
@@ -103,6 +113,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
         ({"advantage": "gdpo", "filter_zero_variance": True}, {"reward": TWO_REWARDS}, "sums are equal"),
         ({"length_penalty": {"tokens": 0.1}, "mask_truncated": True}, {}, "longest of their group"),
         ({"length_penalty": {"turns": 0.1}, "advantage": "pass_at_k"}, {}, "reach pass_threshold"),
+        ({"length_penalty": {"turns": 0.1}, "advantage": "remax"}, {}, "with a greedy one alone"),
         ({"advantage": "gdpo", "length_penalty": {"tokens": 1.0}}, {"reward": TWO_REWARDS}, "by itself"),
         ({"kl_control": {"target": 0.1}}, {}, "kl.place is off"),
         ({"entropy_control": {"target": 0.1, "low": 0.1}}, {}, "lies outside of its low and high"),
@@ -118,7 +129,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}}}
                 {"trainer": {"group_size": 1}, "reward": {"min_group_size": 1}},
                 "be 0. Take",
             )
-            for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "max_rl", "grpo_batch")
+            for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "max_rl", "remax")
         ),
     ],
 )

@@ -12,6 +12,7 @@ from services.trainer.algorithm.advantages.estimators import (
     grpo_passk,
     max_rl,
     opo,
+    remax,
 )
 
 GENERATOR = np.random.default_rng(7)
@@ -36,6 +37,11 @@ class TestByHand:
         assert max_rl([1, 0, 0, 0]).tolist() == [3.0, -1.0, -1.0, -1.0]
         assert max_rl([1, 1, 1, 0]).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
         assert max_rl([-1, -1, 1]).tolist() == [0.0] * 3, "made for rewards that are not negative"
+
+    def test_remax_compares_with_the_greedy_completion(self):
+        assert remax([1, 0, 0.25], 0.25).tolist() == [0.75, -0.25, 0.0]
+        with pytest.raises(ValueError, match="reward 0 of 1"):
+            remax([1, 0], math.nan)
 
     def test_only_the_best_of_a_group_gets_its_lead(self):
         assert dr_grpo_passk([1, 3, 0]).tolist() == [0.0, 2.0, 0.0]
@@ -103,6 +109,7 @@ class TestAgainstReferences:
         np.testing.assert_allclose(
             max_rl(GROUPS[number]), (rewards - rewards.mean()) / rewards.mean(), **CLOSE
         )
+        np.testing.assert_allclose(remax(GROUPS[number], 0.3), rewards - 0.3, **CLOSE)
         others = [torch.cat([rewards[:i], rewards[i + 1 :]]).max() for i in range(len(rewards))]
         lead = torch.stack([rewards.max() - other for other in others])  # max of all - max of the others
         np.testing.assert_allclose(dr_grpo_passk(GROUPS[number]), lead, **CLOSE)

@@ -11,6 +11,8 @@ from services.trainer.groups.group_filter import (
     BAD_NUMBERS,
     FAILED_SCORE,
     FEW_SCORES,
+    GREEDY,
+    NO_BASELINE,
     STALE,
     ZERO_VARIANCE,
     CompleteGroup,
@@ -211,3 +213,46 @@ class TestPoliciesOfSingleRewards:
         config = config.model_copy(update={"reward": config.reward.model_copy(update=update)})
         assert trained(filtered(config, self.with_policy(""))).rewards == [1.0, 0.0, 0.5]
         assert trained(filtered(config, self.with_policy("drop_sample"))).rewards == [1.0, 0.0]
+
+
+class TestGreedyBaseline:
+    @staticmethod
+    def with_greedy(*values: float | None, **fields: Any) -> CompleteGroup:
+        group = group_of(*values, **fields)
+        group.trajectories[0] = group.trajectories[0].model_copy(update={"is_greedy": True})
+        return group
+
+    def test_the_greedy_sample_is_compared_with_and_left_out_with_a_reason(self):
+        config = config_of(algorithm={"advantage": "remax"})
+        verdict = trained(filtered(config, self.with_greedy(0.25, 1.0, 0.0)))
+        assert [sample.key for sample in verdict.samples] == [(7, 1), (7, 2)]
+        assert (verdict.rewards, verdict.left_out) == ([1.0, 0.0], [(0, GREEDY)])
+        assert advantages_of(config, verdict) == [0.75, -0.25]
+
+    def test_the_baseline_pays_for_being_overlong_as_the_others_do(self):
+        overlong = {"penalty": 1.0, "buffer_share": 1.0}
+        config = config_of(
+            algorithm={"advantage": "remax", "overlong": overlong}, rollout__sampling={"max_tokens": 8}
+        )
+        group = self.with_greedy(1.0, 1.0)
+        verdict = trained(filtered(config, group))
+        assert len(group.trajectories[0].completion_ids) == len(group.trajectories[1].completion_ids)
+        assert advantages_of(config, verdict) == [0.0]
+
+    def test_without_a_scored_baseline_the_group_is_replaced(self):
+        config = config_of(algorithm={"advantage": "remax"})
+        for group in (group_of(1.0, 0.0, 0.0), self.with_greedy(None, 1.0, 0.0)):
+            assert refused(filtered(config, group)).reason == NO_BASELINE
+        assert refused(filtered(config, self.with_greedy(1.0, None, None))).reason == FEW_SCORES
+
+    def test_other_advantages_never_train_on_a_greedy_sample(self):
+        verdict = trained(filtered(config_of(), self.with_greedy(1.0, 1.0, 0.0)))
+        assert [sample.key for sample in verdict.samples] == [(7, 1), (7, 2)]
+        assert (verdict.left_out, verdict.baseline) == ([(0, GREEDY)], None)
+        refusal = refused(filtered(config_of(), self.with_greedy(1.0, 0.0)))
+        assert refusal.reason == FEW_SCORES and refusal.detail.startswith("1 of 2")
+
+    def test_zero_variance_counts_the_baseline(self):
+        config = config_of(algorithm={"advantage": "remax", "filter_zero_variance": True})
+        assert refused(filtered(config, self.with_greedy(1.0, 1.0, 1.0))).reason == ZERO_VARIANCE
+        assert advantages_of(config, filtered(config, self.with_greedy(0.0, 1.0, 1.0))) == [1.0, 1.0]

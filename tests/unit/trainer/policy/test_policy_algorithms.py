@@ -1,7 +1,7 @@
 """The policy under every algorithm: gradients whatever the split; reference model and value head."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -296,6 +296,87 @@ class TestValueHead:
         after = policy.digest()
         np.testing.assert_array_equal(self.values(policy, samples), start)
         assert policy.digest() == after
+        policy.release_weights()
+        assert not np.array_equal(self.values(policy, samples), start)
+
+
+class TestCritic:
+    CRITIC: ClassVar[dict[str, Any]] = {
+        "advantage": "gae",
+        "value": {"head": True, "model": "own", "clip": None},
+    }
+
+    def values(self, policy: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
+        return np.concatenate([tokens.values for tokens in policy.precompute(samples)])
+
+    def test_learns_the_returns_and_leaves_the_policy_alone(self):
+        samples = make_samples(8)
+        policy = make_policy(algorithm=self.CRITIC, optimizer={"lr": 0.02}, steps=40)
+        start = policy.logprobs(samples)
+        assert not self.values(policy, samples).any()
+        for _ in range(40):
+            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        np.testing.assert_allclose(self.values(policy, samples), 0.7, atol=0.15)
+        for then, now in zip(start, policy.logprobs(samples), strict=True):
+            np.testing.assert_array_equal(then, now)
+
+    def test_its_gradient_is_that_of_the_loss_written_out(self):
+        samples = make_samples(5)
+        policy = moved_policy(algorithm=self.CRITIC)
+        policy.accumulate(one_batch(with_returns(policy, samples, 0.7)))
+        critic = policy._value_head
+        found = gradients_of(policy).clone()
+        policy.zero()
+        loss = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.completion_ids])).long()
+            hidden = critic.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+            positions = len(sample.prompt_ids) - 1 + np.flatnonzero(sample.mask)
+            values = critic.layer(hidden[positions]).squeeze(-1)
+            loss = loss + 0.5 * 0.5 * (values - 0.7).square().sum()
+        loss.backward()
+        expected = gradients_of(policy)
+        assert expected.any()
+        torch.testing.assert_close(found[-len(expected) :], expected, rtol=1e-7, atol=1e-9)
+        assert not found[: -len(expected)].any(), "with advantages of 0 the policy has no gradient"
+
+    def test_its_gradients_are_bounded_by_themselves(self):
+        """Far returns give the critic a large gradient; the policy's update is that without a critic."""
+        samples = [replace(sample, advantage=1.0) for sample in make_samples(5)]
+        options: dict[str, Any] = {"optimizer": {"lr": 0.1, "eps": 1.0, "max_grad_norm": 0.01}}
+        alone = make_policy(**options)
+        norm = train(alone, [one_batch(samples)]).grad_norm
+        policy = make_policy(algorithm=self.CRITIC, **options)
+        far = [replace(s, advantage=1.0) for s in with_returns(policy, samples, 1e4)]
+        assert train(policy, [one_batch(far)]).grad_norm == pytest.approx(norm, rel=1e-6)
+        for one, other in zip(alone._model.parameters(), policy._model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+    def test_is_in_checkpoint_and_digest_and_not_in_exported_weights(self):
+        samples = make_samples(5)
+        policy = make_policy(algorithm=self.CRITIC)
+        for _ in range(2):
+            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        resumed = make_policy(algorithm=self.CRITIC)
+        resumed.load_state(policy.state())
+        assert resumed.digest() == policy.digest() != make_policy(algorithm=self.CRITIC).digest()
+        for one in (policy, resumed):
+            train(one, [one_batch(with_returns(one, samples, 0.7))])
+        assert resumed.digest() == policy.digest()
+        exported = {name for name, _ in policy.named_parameters_for_export()}
+        assert exported == {name for name, _ in make_policy().named_parameters_for_export()}
+        with pytest.raises(ConfigError, match="the value head"):
+            make_policy(algorithm=PPO).load_state(policy.state())
+
+    def test_values_are_those_of_the_held_weights(self):
+        samples = make_samples(5)
+        policy = make_policy(algorithm=self.CRITIC, optimizer={"lr": 0.1}, mini_batches=2)
+        for _ in range(2):
+            train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        start = self.values(policy, samples)
+        policy.hold_weights()
+        train(policy, [one_batch(with_returns(policy, samples, 0.7))])
+        np.testing.assert_array_equal(self.values(policy, samples), start)
         policy.release_weights()
         assert not np.array_equal(self.values(policy, samples), start)
 
