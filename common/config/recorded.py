@@ -52,6 +52,7 @@ FIXED = {
     "data.max_prompt_tokens": "which rows are used, and so the order of the prompts, follows from it",
     "data.overlong_prompts": "which rows are used, and so the order of the prompts, follows from it",
     "data.shuffle": "tickets are numbered by the position of their prompt",
+    "data.stream": "a checkpoint knows its prompts by another fingerprint",
     "data.curriculum": "which prompt a ticket has follows from it",
     "trainer.groups_per_step": "tickets belong to steps by their number",
     "trainer.group_size": "groups that were issued have this many samples",

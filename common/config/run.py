@@ -234,8 +234,10 @@ class RunConfig(Section):
 
     def _algorithm_fits(self) -> None:
         sampling, trainer = self.rollout.sampling, self.trainer
-        own = [source.sampling for source in self.data.sources]
-        is_filtered = any((one.top_p or 1.0) < 1.0 or (one.top_k or 0) > 0 for one in (sampling, *own))
+        own = [(source.sampling.top_p or 1.0, source.sampling.top_k or 0) for source in self.data.sources]
+        is_filtered = any(
+            top_p < 1.0 or top_k > 0 for top_p, top_k in ((sampling.top_p, sampling.top_k), *own)
+        )
         if is_filtered and trainer.algorithm.old_logprobs == "rollout":
             raise ValueError(
                 "rollout.sampling.top_p < 1 or top_k > 0 needs trainer.algorithm.old_logprobs: recompute. "
