@@ -95,7 +95,8 @@ Train = Annotated[
 
 
 class DataConfig(Section):
-    """Datasets are JSONL or Parquet, in verl's columns or in GSM8K's `question` and `answer`."""
+    """Datasets are JSONL or Parquet, in verl's columns or in GSM8K's `question` and `answer`, or sets of the
+    Hugging Face hub (`hub:OWNER/NAME`; docs/data.md)."""
 
     train: Train
     """File or files with the training prompts, or a list of sources (docs/data.md)."""
@@ -119,6 +120,9 @@ class DataConfig(Section):
     among them."""
     shuffle: bool = True
     """Visit the rows in a new seeded order each epoch."""
+    stream: bool = False
+    """Keep rows on the disk, and read each when its ticket is issued: for sets that do not fit into memory.
+    Parquet then needs the package datasets (`pip install 'tidemill[datasets]'`)."""
     curriculum: CurriculumConfig | None = None
     """Choose prompts by how often they were solved; null visits all alike, `{}` takes the defaults."""
 

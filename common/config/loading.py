@@ -105,6 +105,9 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
             return [resolve(item) for item in value]
         if isinstance(value, str) and value and not Path(value).is_absolute():
             file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+            folder, at, split = value.rpartition("@")  # a split of a dataset's folder
+            if at and (base / folder).is_dir():
+                return f"{(base / folder).resolve()}@{split}"
             if value.startswith((".", "/")) or (base / file).exists():
                 return f"{(base / file).resolve()}{colon}{name}"
         return value

@@ -53,6 +53,7 @@ FIXED = {
     "data.overlong_prompts": "which rows are used, and so the order of the prompts, follows from it",
     "data.max_rows": "which rows are used, and so the order of the prompts, follows from it",
     "data.shuffle": "tickets are numbered by the position of their prompt",
+    "data.stream": "a checkpoint knows its prompts by another fingerprint",
     "data.curriculum": "which prompt a ticket has follows from it",
     "trainer.groups_per_step": "tickets belong to steps by their number",
     "trainer.group_size": "groups that were issued have this many samples",

@@ -268,16 +268,22 @@ class RunConfig(Section):
             self._sampling_fits(source)
         names = {source.name for source in self.data.sources}
         for reward, named in self.reward.rewards.items():
+            if named.sources and not names:
+                raise ValueError(
+                    f"reward.rewards.{reward} has sources, and data.train lists none: list them, or choose "
+                    "by `applies_to`"
+                )
             if unknown := sorted({*named.sources} - names - self.data.eval.keys()):
                 raise ValueError(
                     f"reward.rewards.{reward}.sources names {unknown[0]!r}; data.train has the sources "
                     f"{', '.join(sorted(names)) or 'none'}, and data.eval has "
                     f"{', '.join(self.data.eval) or 'none'}"
                 )
-        for source in self.data.sources:
-            scoring = [r for r in self.reward.named.values() if "train" in r.lanes]
-            if all(r.sources and source.name not in r.sources for r in scoring):
-                raise ValueError(f"no reward scores source {source.name!r}: add it to `sources` of one")
+        for what, lane, known in (("source", "train", names), ("evaluation set", "eval", self.data.eval)):
+            scoring = [reward for reward in self.reward.named.values() if lane in reward.lanes]
+            for name in sorted(known):
+                if all(reward.sources and name not in reward.sources for reward in scoring):
+                    raise ValueError(f"no reward scores {what} {name!r}: add it to `sources` of one")
 
     def _sampling_fits(self, source: SourceConfig) -> None:
         limit, own = self.rollout.sampling.max_tokens, source.sampling.max_tokens
@@ -294,8 +300,10 @@ class RunConfig(Section):
 
     def _algorithm_fits(self) -> None:
         sampling, trainer = self.rollout.sampling, self.trainer
-        own = [source.sampling for source in self.data.sources]
-        is_filtered = any((one.top_p or 1.0) < 1.0 or (one.top_k or 0) > 0 for one in (sampling, *own))
+        own = [(source.sampling.top_p or 1.0, source.sampling.top_k or 0) for source in self.data.sources]
+        is_filtered = any(
+            top_p < 1.0 or top_k > 0 for top_p, top_k in ((sampling.top_p, sampling.top_k), *own)
+        )
         if is_filtered and trainer.algorithm.old_logprobs == "rollout":
             raise ValueError(
                 "rollout.sampling.top_p < 1 or top_k > 0 needs trainer.algorithm.old_logprobs: recompute. "

@@ -1,4 +1,5 @@
-"""Reads prompts from JSONL or Parquet files, with errors that name file, line and columns.
+"""Reads prompts from JSONL or Parquet files, with errors that name file, line and columns; `hub_datasets.py`
+opens what the package datasets has to, and rows of `streamed_rows.py` stay on the disk.
 
 Two layouts are known. verl's: `prompt` (a string or a list of chat messages), `data_source`,
 `reward_model.ground_truth`, `extra_info`. GSM8K's: `question`, and `answer` ending in `#### <number>`.
@@ -10,16 +11,14 @@ module is complete, and holds only what a message can carry.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.errors import ConfigError
-
-if TYPE_CHECKING:
-    from common.config.data import DataConfig, SourceConfig
+from common.run.hub_datasets import is_hub_dataset, open_hub_dataset
 
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
@@ -32,6 +31,8 @@ ChatMessage = dict[str, Any]
 
 _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*$")
 _MAX_SHOWN_COLUMNS = 20
+JSONL = (".jsonl", ".ndjson", ".json")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,44 +58,25 @@ def read_dataset(
         ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
             message names the file and the line (JSONL, from 1) or the row (Parquet, from 0).
     """
-    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    if not files:
-        raise ConfigError("a dataset needs at least one file; got an empty list.")
+    files = files_of(paths)
     rows: list[Row] = []
     for file in files:
         num_before = len(rows)
         for origin, columns in _read_columns(file):
             if max_rows is not None and len(rows) >= max_rows:
                 return rows
-            rows.append(_parse_row(columns, prompt_column, len(rows), origin))
+            rows.append(parse_row(columns, prompt_column, len(rows), origin))
         if len(rows) == num_before:
             raise ConfigError(f"dataset {file} has no rows; give a file with at least one.")
     return rows
 
 
-def read_training_rows(data: "DataConfig") -> dict[str, list[Row]]:
-    """The rows of each source by its name; of the files that `train` names, under the empty name. Raises
-    ConfigError: as `read_dataset`."""
-    if not data.sources:
-        return {"": read_dataset(data.train_files, data.prompt_column, data.max_rows)}
-    return {source.name: _read_source(data, source) for source in data.sources}
-
-
-def _read_source(data: "DataConfig", source: "SourceConfig") -> list[Row]:
-    rows = read_dataset(source.path, data.of_source(source).prompt_column, data.max_rows)
-    return [
-        replace(row, source=source.name, data_source=row.data_source or source.data_source or source.name)
-        for row in rows
-    ]
-
-
-def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dict[str, list[Row]]:
-    """The rows of each evaluation set by its name, at most the first `max_rows` of each. Where training has
-    sources, rows tell which set they are of. Raises ConfigError: as `read_dataset`."""
-    sets = {name: read_dataset(path, data.prompt_column, max_rows) for name, path in data.eval.items()}
-    if not data.sources:
-        return sets
-    return {name: [replace(row, source=name) for row in rows] for name, rows in sets.items()}
+def files_of(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One path or several as a list. Raises ConfigError: there is none."""
+    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    if not files:
+        raise ConfigError("a dataset needs at least one file; got an empty list.")
+    return files
 
 
 def gsm8k_answer(answer: str) -> str | None:
@@ -109,6 +91,19 @@ def gsm8k_answer(answer: str) -> str | None:
 
 def _read_columns(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `(origin, columns)` for each row of a file."""
+    if is_hub_dataset(str(file)):
+        yield from _read_table(str(file))
+        return
+    suffix = suffix_of(file)
+    reader = _read_jsonl if suffix in JSONL else _read_parquet
+    try:
+        yield from reader(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read dataset {file}: {error.strerror or error}.") from None
+
+
+def suffix_of(file: Path) -> str:
+    """How the name of a data file ends. Raises ConfigError: there is no such file, or of no kind known."""
     if file.is_dir():
         raise ConfigError(f"dataset {file} is a folder; name the .jsonl or .parquet files in it.")
     if not file.exists():
@@ -116,26 +111,29 @@ def _read_columns(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"dataset {file} does not exist. Relative paths in a config start at the config's folder."
         )
     suffix = file.suffix.lower()
-    if suffix in (".jsonl", ".ndjson", ".json"):
-        reader = _read_jsonl
-    elif suffix in (".parquet", ".pq"):
-        reader = _read_parquet
-    else:
+    if suffix not in (*JSONL, ".parquet", ".pq"):
         raise ConfigError(f"dataset {file} ends in {suffix or 'nothing'}; expected .jsonl or .parquet.")
-    try:
-        yield from reader(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read dataset {file}: {error.strerror or error}.") from None
+    return suffix
+
+
+def _read_table(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    table = open_hub_dataset(path)
+    for number in range(len(table)):
+        yield f"{path} row {number}", dict(table[number])
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            origin = f"{file} line {number}"
-            # Some Windows tools put a byte order mark before the first line.
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if text.strip():
-                yield origin, _parse_line(text, origin)
+            if line.removeprefix(BYTE_ORDER_MARK).strip():
+                yield jsonl_columns(file, number, line)
+
+
+def jsonl_columns(file: Path, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
+    """Where a line stands, and its columns. Raises ConfigError: it is no JSON object."""
+    origin = f"{file} line {number}"
+    # Some Windows tools put a byte order mark before the first line.
+    return origin, _parse_line(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, origin)
 
 
 def _parse_line(line: bytes, origin: str) -> dict[str, Any]:
@@ -173,7 +171,8 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
 
 
-def _parse_row(columns: dict[str, Any], prompt_column: str, number: int, origin: str) -> Row:
+def parse_row(columns: dict[str, Any], prompt_column: str, number: int, origin: str) -> Row:
+    """A row of its columns. Raises ConfigError: it lacks something."""
     if _is_gsm8k(columns, prompt_column):
         return _parse_gsm8k(columns, number, origin)
     if columns.get(prompt_column) is None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from common.config import DataConfig, RunConfig, parse_config
 from common.errors import ConfigError
 from common.run.chat_template import ChatTemplate, RenderError
-from common.run.dataset import Row, read_training_rows
+from common.run.dataset import Row
+from common.run.training_rows import read_training_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

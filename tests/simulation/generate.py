@@ -36,7 +36,7 @@ STREAMS = (
 def schedule_of(seed: int) -> Schedule:
     """The schedule of a seed."""
     rng = random.Random(f"schedule {seed}")
-    setup = _setup(rng)
+    setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
     names = [f"rollout-{i}" for i in range(setup.rollouts)] + [f"reward-{i}" for i in range(setup.rewards)]
     faults: list[Fault] = []
     at_s = rng.uniform(0.0, SPAN_S)
@@ -49,10 +49,8 @@ def schedule_of(seed: int) -> Schedule:
     return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
-def _setup(rng: random.Random) -> Setup:
+def _setup(rng: random.Random, is_mixed: bool) -> Setup:
     trim = rng.random() < 0.8
-    # Of its own, so that everything else of a seed stays what it was.
-    is_mixed = random.Random(f"mixed {rng.getstate()[1][:8]}").random() < MIXED_SHARE
     return Setup(
         steps=rng.choice((3, 4, 5, 6)),
         groups_per_step=rng.choice((1, 2, 3)),

@@ -6,7 +6,7 @@ All checks run, so that one call shows every mistake; each says what was got, wh
 import importlib.util
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,12 +18,16 @@ from common.process.programs import Program, run_main, run_own
 from common.process.vllm_machine import check_machine
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
-from common.run.dataset import Row, read_evaluation_rows, read_training_rows
+from common.run.dataset import Row
 from common.run.prompt_lengths import with_steps
+from common.run.training_rows import read_evaluation_rows, read_training_rows
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from services.console.check.teachers import check_teachers
 
 SANDBOX_TIMEOUT_S = 120.0
+
+Rows = dict[str, Sequence[Row]]
+"""Of each dataset, by the name that `Findings.rows` has for it."""
 
 
 class PreflightError(TidemillError):
@@ -59,7 +63,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
         PreflightError: it is well-formed, but something it refers to is missing or wrong.
     """
     findings = Findings(load_config(path, overrides))
-    rows: dict[str, list[Row]] = {}
+    rows: Rows = {}
     problems = [
         problem
         for check in (
@@ -94,16 +98,16 @@ def _problem_of(check: Callable[[], None]) -> str:
     return ""
 
 
-def _read_rows(findings: Findings, rows: dict[str, list[Row]]) -> None:
+def _read_rows(findings: Findings, rows: Rows) -> None:
     data, evaluation = findings.config.data, findings.config.trainer.evaluation
-    for name, found in read_training_rows(data).items():
-        rows[f"train {name}".strip()] = found
+    for name, trained in read_training_rows(data).items():
+        rows[f"train {name}".strip()] = trained
     for name, found in read_evaluation_rows(data, evaluation.max_prompts).items():
         rows[f"eval {name}"] = found
     findings.rows = {name: len(found) for name, found in rows.items()}
 
 
-def _count_steps(findings: Findings, rows: dict[str, list[Row]]) -> None:
+def _count_steps(findings: Findings, rows: Rows) -> None:
     """The steps of `trainer.epochs`: what is shown, recorded and run."""
     if train := rows.get("train"):
         findings.config = with_steps(findings.config, train)
@@ -119,18 +123,18 @@ def _look_at_model(findings: Findings) -> None:
         )
 
 
-def _check_rewards(findings: Findings, rows: dict[str, list[Row]], calls_reward: bool) -> None:
+def _check_rewards(findings: Findings, rows: Rows, calls_reward: bool) -> None:
     row = _first_row(rows)
     found = check_reward(findings.config.reward, row, calls_reward and row is not None)
     findings.rewards, findings.reads = found.called, found.reads
 
 
-def _first_row(rows: dict[str, list[Row]]) -> Row | None:
+def _first_row(rows: Rows) -> Row | None:
     """Of the training set, or of the first source."""
     return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
 
 
-def _check_environment(findings: Findings, rows: dict[str, list[Row]]) -> None:
+def _check_environment(findings: Findings, rows: Rows) -> None:
     """A session needs the model's tokenizer: one that is on the hub is not fetched for it."""
     is_here = findings.model is not None and not findings.model.is_remote
     row = _first_row(rows) if is_here else None

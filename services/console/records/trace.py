@@ -91,10 +91,9 @@ def outcome(trace: GroupRecord, sample: SampleRecord | None = None) -> str:
 def _ticket_lines(trace: GroupRecord, is_full: bool) -> Iterator[Line]:
     if (source := trace.prompt_source) is not None:
         yield "prompt", printable_block(source.prompt_text, 0 if is_full else TEXT_CHARACTERS)
-        yield (
-            "",
-            f"{len(source.prompt_ids)} tokens, data source {printable(source.data_source, 60) or NOTHING}",
-        )
+        of = f"source {source.source}, " if source.source else ""
+        named = printable(source.data_source, 60) or NOTHING
+        yield "", f"{len(source.prompt_ids)} tokens, {of}data source {named}"
         if source.ground_truth is not None:
             yield "ground truth", brief(source.ground_truth, is_full)
     if trace.ticket is None:

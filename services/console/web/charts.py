@@ -72,15 +72,34 @@ CHARTS = (
 IDLE_PREFIX = "idle/"
 """Of the roles whose commits tell how busy their workers were, not how idle."""
 
+SOURCE_PREFIX = "source/"
+SOURCE_CHARTS = (
+    ("source_reward", "Reward by source", "reward", ""),
+    ("source_passes", "Pass rate by source", "pass_rate", "share"),
+)
+"""Key, title, metric and unit of the charts with a line for each source."""
+MOST_SOURCES = 8
+"""Lines of these charts."""
+
 
 def chart_trees(
     steps: Mapping[int, StepPoint], evaluations: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS
 ) -> list[dict[str, Any]]:
     """All charts that have points, as JSON: `[x, y]` pairs by line; evaluations come second."""
     rows = _thinned([steps[step] for step in sorted(steps)], max_points)
-    trees = [_tree(chart, rows) for chart in CHARTS]
+    trees = [_tree(chart, rows) for chart in (*CHARTS, *_source_charts(rows))]
     trees.insert(1, _evaluation_tree(evaluations, max_points))
     return [tree for tree in trees if any(line["points"] for line in tree["lines"])]
+
+
+def _source_charts(rows: Iterable[StepPoint]) -> list[Chart]:
+    """A line for each source of the run; nothing where it has none."""
+    names = {name.split("/")[1] for row in rows for name in row.metrics if name.startswith(SOURCE_PREFIX)}
+    shown = sorted(names)[:MOST_SOURCES]
+    return [
+        Chart(key, title, tuple((name, f"{SOURCE_PREFIX}{name}/{metric}") for name in shown), unit)
+        for key, title, metric, unit in SOURCE_CHARTS
+    ]
 
 
 def _tree(chart: Chart, rows: Sequence[StepPoint]) -> dict[str, Any]:

@@ -38,7 +38,6 @@ class Deck:
     def __init__(self, prompts: PromptSource, config: CurriculumConfig) -> None:
         self.prompts, self.config = prompts, config
         self.records: dict[int, Record] = {}
-        self._rows = np.array([prompt.row for prompt in prompts.prompts])
         self._position, self._num_drawn = 0, 0
         self._focus = Fraction(str(config.focus))
         self._between: dict[int, None] = {}
@@ -74,8 +73,8 @@ class Deck:
 
     def learn(self, row: int, num_solved: int, num_scored: int) -> None:
         """Take in what a group of the prompt in this row came to; without scores it says nothing."""
-        place = int(np.searchsorted(self._rows, row))
-        if not num_scored or place >= len(self._rows) or self._rows[place] != row:
+        place = self.prompts.place_of(row)
+        if not num_scored or place is None:
             return
         rate, before = num_solved / num_scored, self.records.get(place)
         if before is not None:

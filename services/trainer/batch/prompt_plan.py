@@ -68,8 +68,8 @@ class PromptPlan:
         if prompt.row != ticket.row:
             # Its commits are of a history that Redis and trainer have lost; what was issued stands.
             log.warning("an adopted ticket has another prompt than planned", ticket=ticket.ticket)
-            rows = {item.row: place for place, item in enumerate(self.sources[source].prompts)}
-            self._curriculum.places[ticket.ticket] = rows[ticket.row]
+            if (place := self.sources[source].place_of(ticket.row)) is not None:
+                self._curriculum.places[ticket.ticket] = place
         if ticket.outcome is not None:
             self._curriculum.untold[ticket.replaces] = ticket.outcome
 
@@ -153,9 +153,9 @@ class PromptPlan:
         if self._curriculum is None or ticket not in self._curriculum.places:
             return None
         source = self.sources[self._source_of(ticket)]
-        prompt = source.prompts[self._curriculum.places[ticket]]
+        row = int(source.rows[self._curriculum.places[ticket]])
         threshold = self._config.trainer.evaluation.success_threshold
-        return source.name, prompt.row, sum(reward >= threshold for reward in rewards), len(rewards)
+        return source.name, row, sum(reward >= threshold for reward in rewards), len(rewards)
 
 
 def _check_limits(limits: Sequence[int | None], config: RunConfig) -> None:

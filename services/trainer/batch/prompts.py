@@ -8,11 +8,12 @@ which source a ticket has.
 
 import dataclasses
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import structlog
@@ -26,11 +27,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.config.data import DataConfig
 from common.config.run import is_path
 from common.errors import ConfigError
-from common.run.dataset import ChatMessage, Row, read_evaluation_rows, read_training_rows
+from common.run.dataset import ChatMessage, Row
+from common.run.training_rows import read_evaluation_rows, read_training_rows
 from common.wire.arrays import Int32
 
 log = structlog.get_logger(__name__)
 
+STREAMED_KEPT = 256
+"""Streamed prompts that are kept after they were read: a ticket's is asked for again when its group is in."""
 BATCH_ROWS = 1024
 """Rows handed to the tokenizer at once."""
 PROGRESS_ROWS = 10_000
@@ -67,6 +71,8 @@ class PromptSource:
         if not prompts:
             raise ValueError("a prompt source needs at least one prompt")
         self.name = name
+        self.rows = prompts.rows if isinstance(prompts, StreamedPrompts) else rows_of(prompts)
+        """The dataset's row of each prompt, ascending."""
         self.prompts = prompts
         self.fingerprint = _fingerprint(prompts, seed, shuffle)
         self._seed = seed
@@ -88,6 +94,11 @@ class PromptSource:
         epoch, place = divmod(position, len(self.prompts))
         return int(self._order(epoch)[place])
 
+    def place_of(self, row: int) -> int | None:
+        """The place in `prompts` of the prompt in a row of the dataset; None where it was left out."""
+        place = int(np.searchsorted(self.rows, row))
+        return place if place < len(self.rows) and self.rows[place] == row else None
+
     def _compute_order(self, epoch: int) -> NDArray[np.int64]:
         num_rows = len(self.prompts)
         if not self._shuffle:
@@ -97,6 +108,11 @@ class PromptSource:
         entropy = [self._seed, epoch, *self.name.encode()]
         keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
         return np.argsort(keys, kind="stable")
+
+
+def rows_of(prompts: Sequence[Prompt]) -> NDArray[np.int64]:
+    """The dataset's row of each prompt."""
+    return np.array([prompt.row for prompt in prompts], dtype=np.int64)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -124,8 +140,9 @@ def load_training_prompts(
     """Read, tokenise and check the training files: each source in order; one without a name where `train`
     names files."""
     own = {source.name: data.of_source(source) for source in data.sources}
+    encode = StreamedPrompts if data.stream else encode_rows
     return [
-        PromptSource(encode_rows(rows, tokenizer, data), seed, own.get(name, data).shuffle, name)
+        PromptSource(encode(rows, tokenizer, data), seed, own.get(name, data).shuffle, name)
         for name, rows in read_training_rows(data).items()
     ]
 
@@ -145,8 +162,47 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
         ConfigError: a prompt is too long (where `overlong_prompts` is `error`), has no tokens, or does not
             fit the chat template. The message names the row.
     """
-    use_template = _uses_template(tokenizer, data)
-    prompts: list[Prompt] = []
+    return list(_encoded(rows, tokenizer, data, _uses_template(tokenizer, data)))
+
+
+class StreamedPrompts(Sequence[Prompt]):
+    """Prompts that are read and tokenised when they are asked for. All are once at the start, to check them
+    and to know their content; kept is the row of each, 8 bytes. Raises ConfigError: as `encode_rows`."""
+
+    def __init__(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        use_template = _uses_template(tokenizer, data)
+        self._encode = partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template)
+        self._source = rows
+        self._read = lru_cache(maxsize=STREAMED_KEPT)(self._read_prompt)
+        kept, digest = array("q"), xxhash.xxh3_128()
+        for prompt in self._encode(rows):
+            kept.append(prompt.row)
+            _digest_prompt(digest, prompt)
+        self.rows: NDArray[np.int64] = np.array(kept, dtype=np.int64)
+        self.content = digest.hexdigest()
+        """A digest over all prompts."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, key: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Prompt]: ...
+    def __getitem__(self, key: int | slice) -> Prompt | list[Prompt]:
+        """One prompt, or several."""
+        if isinstance(key, slice):
+            return [self[place] for place in range(*key.indices(len(self)))]
+        return self._read(int(self.rows[key]))
+
+    def _read_prompt(self, row: int) -> Prompt:
+        (prompt,) = self._encode([self._source[row]])
+        return prompt
+
+
+def _encoded(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool
+) -> Iterator[Prompt]:
     overlong: list[tuple[int, str]] = []
     for row, text, ids in _encode(rows, tokenizer, data, use_template):
         if not len(ids):
@@ -158,12 +214,10 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: D
             ids = cut(ids, data.max_prompt_tokens, data.overlong_prompts)
             text = str(tokenizer.decode(ids, skip_special_tokens=False))
         own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
-        prompts.append(
-            Prompt(ids, text, row.data_source, row.ground_truth, row.extra, row.number, own, row.source)
-        )
-    if overlong:
+        about = row.data_source, row.ground_truth, row.extra, row.number
+        yield Prompt(ids, text, *about, own, row.source)
+    if overlong and (len(rows) > 1 or data.overlong_prompts == "error"):
         _report_overlong(overlong, len(rows), data)
-    return prompts
 
 
 def cut(ids: Int32, limit: int, side: Literal["left", "right", "middle"]) -> Int32:
@@ -287,7 +341,14 @@ def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: D
 def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:
     """xxh3-128 over everything that decides which prompt is at which position, and what it is scored by."""
     digest = xxhash.xxh3_128(f"{len(prompts)} {seed if shuffle else 'in order'}".encode())
+    if isinstance(prompts, StreamedPrompts):
+        digest.update(prompts.content.encode())
+        return digest.hexdigest()
     for prompt in prompts:
-        digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
-        digest.update(prompt.ids.tobytes())
+        _digest_prompt(digest, prompt)
     return digest.hexdigest()
+
+
+def _digest_prompt(digest: xxhash.xxh3_128, prompt: Prompt) -> None:
+    digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
+    digest.update(prompt.ids.tobytes())

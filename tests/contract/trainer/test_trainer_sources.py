@@ -155,3 +155,17 @@ async def test_prompts_that_are_always_or_never_solved_are_left_out(make, broker
     tried = Counter(row % 4 in (1, 2) for _, row in late.elements())
     assert tried[True] / late.total() < 0.3 < 0.45, "half of the rows, and looked at every other epoch"
     assert tried[True], "and they are looked at again"
+
+
+async def test_files_without_a_name_have_a_curriculum_too(make, broker, keys):
+    context = make(broker, keys, algorithm={}, max_staleness=0)
+    files = [source.path for source in context.config.data.sources]
+    tree = context.config.model_dump(mode="json")
+    tree["data"]["train"] = files[:1]
+    await run(make_context(broker, keys, RunConfig.model_validate(tree), context.run_dir))
+    prompts = await prompts_of(broker, keys)
+    assert {(name, size) for name, _, size, *_ in prompts} == {("", 2)}
+    late = Counter(row for _, row, *_ in prompts[12:])
+    assert late[0] > late[1] and late[3] > late[2], "0, 3 and 4 lie between"
+    commits = await assert_nothing_lost(broker, keys, len(prompts))
+    assert all(commit.outcomes and not commit.sizes for commit in commits)

@@ -49,6 +49,14 @@ def test_a_group_dropped_with_a_reason_is_not_lost() -> None:
     assert summary.lost == 0 and summary.dropped == {"zero_variance": 2}
 
 
+def test_a_group_has_the_size_that_its_commit_says() -> None:
+    sizes = {"0": 3, "2": 4}
+    whole = commit(0, {0: [0, 1, 2], 1: [0, 1]}, dropped=((2, -1, "stale"),), sizes=sizes)
+    summary = tally_of(whole, tickets=3)
+    assert (summary.lost, summary.dropped) == (0, {"stale": 4})
+    assert tally_of(commit(0, {0: [0, 1]}, sizes={"0": 3}), tickets=1).lost == 1
+
+
 def test_a_sample_of_a_trained_group_must_be_trained_or_left_out() -> None:
     assert tally_of(commit(0, {0: [1]}), tickets=1).lost == 1
     left_out = commit(0, {0: [1]}, dropped=((0, 0, "failed_score"),))

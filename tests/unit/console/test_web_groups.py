@@ -122,6 +122,14 @@ def test_what_is_not_a_number_is_left_out_of_curves() -> None:
     assert chart_trees(steps, [])[0]["lines"][0]["points"] == [[0, 1.0], [3, 2.0]]
 
 
+def test_each_source_has_a_line_where_the_run_has_several() -> None:
+    steps = {0: StepPoint(0, {"source/a/reward": 0.5, "source/a/pass_rate": 0.25, "source/b/reward": 1.0})}
+    rewards, passes = chart_trees(steps, [])
+    assert (rewards["key"], passes["key"]) == ("source_reward", "source_passes")
+    assert rewards["lines"] == [{"label": "a", "points": [[0, 0.5]]}, {"label": "b", "points": [[0, 1.0]]}]
+    assert passes["lines"] == [{"label": "a", "points": [[0, 0.25]]}]
+
+
 def test_a_score_of_an_impossible_index_takes_no_memory() -> None:
     row = GroupRow(0)
     row.add_score("1-0", Score(ticket=0, index=1 << 40, status=ScoreStatus.OK, value=1.0))

@@ -35,9 +35,10 @@ class Fixed:
 LATE = AttemptError("too late", is_timeout=True)
 
 
-async def total(**rewards: tuple[Any, dict[str, Any]]) -> Total:
+async def total(source: str = "", **rewards: tuple[Any, dict[str, Any]]) -> Total:
     total = together(rewards)
-    return total.sum_up(await total.score(RewardSample((0, 0), False, "gsm8k", "text", "truth")))
+    sample = RewardSample((0, 0), False, "gsm8k", "text", "truth", source=source)
+    return total.sum_up(await total.score(sample))
 
 
 async def test_the_reward_is_the_weighted_sum_and_each_part_is_kept() -> None:
@@ -54,6 +55,20 @@ async def test_what_does_not_apply_is_left_out_of_the_sum() -> None:
     )
     assert (made.status, made.value) == (ScoreStatus.OK, 0.5)
     assert made.components == {"rule": None, "other": None, "judge": 0.5}
+
+
+@pytest.mark.parametrize(("source", "value"), [("math", 1.0), ("code", 0.5), ("chat", 4.5)])
+async def test_each_source_has_the_rewards_that_name_it_and_those_that_name_none(
+    source: str, value: float
+) -> None:
+    made = await total(
+        source,
+        answer=(Fixed(1.0), {"sources": ["math"]}),
+        tests=(Fixed(0.5), {"sources": ["code", "chat"]}),
+        taste=(Fixed(4.0), {"sources": ["chat"], "applies_to": ["gsm8k"]}),
+        style=(Fixed(9.0), {"sources": ["math", "code"], "applies_to": ["other"]}),
+    )
+    assert (made.status, made.value) == (ScoreStatus.OK, value)
 
 
 async def test_where_nothing_applies_the_score_has_failed_and_is_no_zero() -> None:

@@ -70,6 +70,17 @@ async def test_reading_starts_after_a_position(broker, keys):
         assert (await cursor.groups([0]))[0].trajectories[0].text == "1.0"
 
 
+async def test_a_group_is_as_large_as_its_trajectories_say(broker, keys):
+    """Of a run whose sources have groups of 1 and of 2."""
+    await append(broker, keys.trajectories(), make_trajectory(0, 0, group_size=1))
+    await append(broker, keys.scores(), make_score(0, 0, 1.0))
+    await publish(broker, keys, (1, 0, 1.0))
+    async with cursor_of(broker, keys) as cursor:
+        assert len((await cursor.groups([0]))[0].scores) == 1
+        with pytest.raises(MissingRecordsError):
+            await cursor.groups([1])
+
+
 async def test_a_group_that_is_not_whole_is_named(broker, keys):
     await publish(broker, keys, (0, 0, 1.0), (1, 0, 1.0), (1, 1, 1.0))
     async with cursor_of(broker, keys) as cursor:

@@ -37,6 +37,9 @@ def test_changes_are_named_by_field_with_both_values() -> None:
         ({"model": {"path": "model", "dtype": "bfloat16"}}, "model.dtype"),
         ({"data": {"train": "other.jsonl"}}, "data.train"),
         ({"seed": 3}, "seed"),
+        ({"data": {"train": [{"name": "a", "path": "train.jsonl"}]}}, "data.train"),
+        ({"data": {"train": "train.jsonl", "curriculum": {}}}, "data.curriculum"),
+        ({"data": {"train": "train.jsonl", "stream": True}}, "data.stream"),
     ],
 )
 def test_what_would_contradict_the_history_is_refused(after: dict[str, Any], field: str) -> None:

@@ -177,6 +177,18 @@ def test_sources_that_do_not_fit_are_refused(
     assert said in refused(with_sources(*changes, **sections))
 
 
+def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too() -> None:
+    reward = {"reward": {"rewards": {"x": {"function": "math", "sources": ["a", "b"]}}}}
+    assert "data.train lists none" in refused(reward)
+    tree = with_sources(**reward)
+    tree["data"]["eval"] = {"held": "held.jsonl"}
+    assert "no reward scores evaluation set 'held'" in refused(tree)
+    tree["reward"]["rewards"]["x"]["sources"].append("held")
+    config = parse_config(MINIMAL | tree, "run.yaml")
+    named = config.reward.rewards["x"]
+    assert [named.scores_source("any", name) for name in ("a", "held", "", "c")] == [True, True, False, False]
+
+
 def test_a_curriculum_that_leaves_nothing_is_refused() -> None:
     data = MINIMAL["data"] | {"curriculum": {"easy": 0.5, "hard": 0.5}}
     assert "hard (0.5) must be below easy (0.5)" in refused({"data": data})

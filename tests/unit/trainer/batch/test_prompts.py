@@ -278,3 +278,20 @@ def test_a_row_of_text_keeps_it_apart_from_the_template_around_it() -> None:
     assert (plain.own_text, plain.text) == ("", "1 2 ?")
     (chat,) = encode_rows(make_rows([{"role": "user", "content": "1 ?"}]), tokenizer, config)
     assert chat.own_text == ""
+
+
+def test_streamed_prompts_are_those_that_are_held_and_come_in_the_same_order(tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "{"9 " * (i % 4 + 1)}{i}", "ground_truth": {i}}}\n' for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    fields = {"train": str(tmp_path / "rows.jsonl"), "max_prompt_tokens": 5, "overlong_prompts": "drop"}
+    (held,) = load_training_prompts(DataConfig(**fields), make_tokenizer(), seed=3)
+    (streamed,) = load_training_prompts(DataConfig(**fields, stream=True), make_tokenizer(), seed=3)
+    assert len(held) == len(streamed) == 15, "one of four is too long"
+    for position in range(40):
+        ours, theirs = streamed.prompt_at(position), held.prompt_at(position)
+        assert ours.ticket_fields() | {"prompt_ids": 0} == theirs.ticket_fields() | {"prompt_ids": 0}
+        assert ours.ids.tolist() == theirs.ids.tolist()
+    assert streamed.rows.tolist() == held.rows.tolist()
+    (tmp_path / "rows.jsonl").write_text("".join([lines[0].replace("9", "8"), *lines[1:]]))
+    (changed,) = load_training_prompts(DataConfig(**fields, stream=True), make_tokenizer(), seed=3)
+    assert changed.fingerprint != streamed.fingerprint

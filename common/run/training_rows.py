@@ -1,0 +1,73 @@
+"""The rows of a run: of each training source, and of each evaluation set."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+from common.run.dataset import JSONL, Row, files_of, parse_row, read_dataset, suffix_of
+from common.run.hub_datasets import is_hub_dataset, open_hub_dataset, open_parquet
+from common.run.streamed_rows import JsonlFile, RowFile, StreamedRows, TableFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.config.data import DataConfig, SourceConfig
+
+
+def read_training_rows(data: "DataConfig") -> dict[str, Sequence[Row]]:
+    """The rows of each source by its name; of the files that `train` names, under the empty name.
+
+    Raises:
+        ConfigError: as `read_dataset`.
+    """
+    if data.sources:
+        return {source.name: _read_source(data, source) for source in data.sources}
+    if data.stream:
+        return {"": _streamed(data.train_files, partial(_parse, data.prompt_column, None), data.max_rows)}
+    return {"": read_dataset(data.train_files, data.prompt_column, data.max_rows)}
+
+
+def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dict[str, list[Row]]:
+    """The rows of each evaluation set by its name, at most the first `max_rows` of each. Where training has
+    sources, rows tell which set they are of. Raises ConfigError: as `read_dataset`."""
+    sets = {name: read_dataset(path, data.prompt_column, max_rows) for name, path in data.eval.items()}
+    if not data.sources:
+        return sets
+    return {name: [replace(row, source=name) for row in rows] for name, rows in sets.items()}
+
+
+def _read_source(data: "DataConfig", source: "SourceConfig") -> Sequence[Row]:
+    column = data.of_source(source).prompt_column
+    if data.stream:
+        return _streamed(source.path, partial(_parse, column, source), data.max_rows)
+    return [_of_source(row, source) for row in read_dataset(source.path, column, data.max_rows)]
+
+
+def _parse(
+    column: str, source: "SourceConfig | None", columns: dict[str, Any], number: int, origin: str
+) -> Row:
+    row = parse_row(columns, column, number, origin)
+    return row if source is None else _of_source(row, source)
+
+
+def _of_source(row: Row, source: "SourceConfig") -> Row:
+    name = row.data_source or source.data_source or source.name
+    return replace(row, source=source.name, data_source=name)
+
+
+def _streamed(paths: str | list[str], parse: Any, max_rows: int | None) -> StreamedRows:
+    files = [_open(file) for file in files_of(paths)]
+    for file, path in zip(files, files_of(paths), strict=True):
+        if not len(file):
+            raise ConfigError(f"dataset {path} has no rows; give a file with at least one.")
+    return StreamedRows(files, parse, max_rows)
+
+
+def _open(file: "Path") -> RowFile:
+    if is_hub_dataset(str(file)):
+        return TableFile(str(file), open_hub_dataset(str(file)))
+    if suffix_of(file) in JSONL:
+        return JsonlFile(file)
+    return TableFile(str(file), open_parquet(str(file)))
