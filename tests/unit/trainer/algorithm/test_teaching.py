@@ -290,5 +290,8 @@ def test_a_teacher_alone_can_teach_groups_of_one() -> None:
     }
     config = make_config(reward=reward, trainer={"group_size": 1})
     assert config.reward.distils_alone
+    measured = {"rewards": {"wise": TEACHER, "rule": {"function": "math", "weight": 0.0}}}
+    assert make_config(reward=measured).reward.distils_alone
+    assert not config_of().reward.distils_alone and not config_of(weight=0.0).reward.distils_alone
     with pytest.raises(ConfigError, match="every advantage would be 0"):
         make_config(reward={"min_group_size": 1}, trainer={"group_size": 1})
