@@ -212,9 +212,9 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
     @property
     def distils_alone(self) -> bool:
-        """Whether nothing but teachers scores training: all rewards are 0, and all that is learned is
-        theirs."""
-        return all(r.teacher for r in self.rewards.values() if "train" in r.lanes) and bool(self.teachers)
+        """Whether nothing but teachers counts in training: all that is learned is theirs."""
+        counted = [reward for reward in self.rewards.values() if "train" in reward.lanes and reward.weight]
+        return bool(counted) and all(reward.teacher for reward in counted)
 
     def teacher_of(self, data_source: str, source: str = "") -> tuple[str, NamedRewardConfig] | None:
         """Name and config of the teacher of a data source in training; None where it has none."""

@@ -145,8 +145,9 @@ def records_held(config: RunConfig) -> int:
 
 
 def record_bytes(config: RunConfig, prompt_tokens: float, completion_tokens: float) -> float:
-    """Of a trajectory and its score: ids and logprobs of 4 bytes a token, and text of about as much."""
-    tokens = 2 * prompt_tokens + 3 * completion_tokens
+    """Of a trajectory and its score: ids and logprobs (a teacher's too) of 4 bytes a token, and text of about
+    as much."""
+    tokens = 2 * prompt_tokens + (4 if config.reward.teachers else 3) * completion_tokens
     return BYTES_OF_A_TOKEN * tokens + BYTES_OF_AN_ENTRY
 
 

@@ -123,7 +123,8 @@ class TeacherReward:
         await self._calls.close()
 
     async def _rows(self, sample: RewardSample) -> list[Row]:
-        """All segments. With a prompt of the teacher's own, it stands where the row's prompt stood.
+        """All segments. A prompt of the teacher's own stands where that of the first segment stood: the
+        row's, with what an environment added before the model's first token.
 
         Raises:
             AttemptError: a rewritten history does not begin with the row's prompt.
@@ -135,8 +136,8 @@ class TeacherReward:
         for number, segment in enumerate(sample.segments):
             if not np.array_equal(segment.prompt_ids[: len(old)], old):
                 raise AttemptError(
-                    f"segment {number} of the session does not begin with the row's prompt, so there is no "
-                    "place for the teacher's own; leave prompt_column and template out for such sessions",
+                    f"segment {number} of the session does not begin with the first one's prompt: there is "
+                    "no place for the teacher's own; leave prompt_column and template out for such sessions",
                     is_final=True,
                     kind="prompt",
                 )
@@ -173,7 +174,7 @@ class TeacherReward:
         body: dict[str, Any],
         read: Callable[[dict[str, Any]], T],
     ) -> T:
-        key = key_for(replica.is_registered, self._config.api_key_env)
+        key = key_for(replica.url, replica.is_registered, self._config.api_key_env)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             answer = await self._http.post(replica.root + path, json=body, headers=headers)

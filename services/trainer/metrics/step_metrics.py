@@ -48,8 +48,15 @@ def stage_metrics(
         "stages/scores": float(len(scores)),
         "stages/reward_workers": float(len({score.worker for score in scores})),
         "stages/reward_busy_s": _busy_s((s.worker, s.scored_at - s.latency_s, s.scored_at) for s in scores),
-        "stages/record_bytes": float(np.mean([record_bytes(trajectory) for trajectory in trajectories])),
+        "stages/record_bytes": float(np.mean([record_bytes(t) for t in trajectories]))
+        + _teacher_bytes(scores),
     }
+
+
+def _teacher_bytes(scores: Sequence[Score]) -> float:
+    """Of a teacher's logprobs, on average; 0 without one."""
+    taught = [score.teacher_logprobs for score in scores if score.teacher_logprobs is not None]
+    return BYTES_OF_A_TOKEN * sum(map(len, taught)) / len(scores)
 
 
 def record_bytes(trajectory: Trajectory) -> int:

@@ -24,7 +24,7 @@ from services.trainer.groups.group_filter import (
     TrainableGroup,
 )
 from services.trainer.groups.samples import Sample, Teaching, with_teaching
-from services.trainer.metrics.step_metrics import step_metrics
+from services.trainer.metrics.step_metrics import stage_metrics, step_metrics
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.step import MiniBatch, StepResult
 from tests.support.losses import loss_of, make_tokens, tensor
@@ -246,6 +246,18 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher() -> None:
     # -0.5 + 0.25, 0, -0.5 + 1: twice
     assert metrics["teacher/wise/reverse_kl"] == pytest.approx(0.25 / 3)
     assert metrics["teacher/wise/tokens"] == 6.0
+    assert metrics["frac_reward_zero_std"] == 0.0
+    plain = stage_metrics(list(found.source.trajectories.values()), [make_score(7, 0)])
+    assert metrics["stages/record_bytes"] == plain["stages/record_bytes"] + 4 * 3
+
+
+def test_groups_that_a_teacher_counts_for_are_not_without_a_lesson() -> None:
+    for weight, expected in ((1.0, 0.0), (0.0, 1.0)):
+        found = GroupFilter(config_of(weight=weight)).apply(group_of(1.0, 1.0), 5)
+        assert isinstance(found, TrainableGroup)
+        update = UpdateResult(grad_norm=1.0, lr=0.1, skipped=False)
+        metrics = step_metrics(5, StepResult([found], [MiniBatch(update=update)]), 0, 1.0)
+        assert metrics["frac_reward_zero_std"] == expected
 
 
 def test_logprobs_take_the_place_of_sampled_tokens_only() -> None:
@@ -290,5 +302,8 @@ def test_a_teacher_alone_can_teach_groups_of_one() -> None:
     }
     config = make_config(reward=reward, trainer={"group_size": 1})
     assert config.reward.distils_alone
+    measured = {"rewards": {"wise": TEACHER, "rule": {"function": "math", "weight": 0.0}}}
+    assert make_config(reward=measured).reward.distils_alone
+    assert not config_of().reward.distils_alone and not config_of(weight=0.0).reward.distils_alone
     with pytest.raises(ConfigError, match="every advantage would be 0"):
         make_config(reward={"min_group_size": 1}, trainer={"group_size": 1})
