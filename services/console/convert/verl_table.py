@@ -203,7 +203,7 @@ ROWS = (
     ),
     same(M + "use_remove_padding", "trainer.packing"),
     same(M + "use_liger", "trainer.liger", words=lambda is_on: "on" if is_on else "off"),
-    missing(M + "override_config.*", "change config.json in the model's folder"),
+    computed(M + "override_config.*", "model.overrides"),
     computed(
         "trainer.n_gpus_per_node, trainer.nnodes", "trainer.num_ranks", f"their product; {ENGINE_SHARES}"
     ),

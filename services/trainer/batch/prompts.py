@@ -260,8 +260,8 @@ def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: D
         raise ConfigError(
             f"{first_origin}: the prompt has {first_length:,} tokens, data.max_prompt_tokens is {limit:,}. "
             f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. "
-            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, right "
-            "or middle, which cut."
+            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, "
+            "right or middle, which cut."
         )
     is_dropped = data.overlong_prompts == "drop"
     if is_dropped and len(overlong) == num_rows:

@@ -228,6 +228,8 @@ def test_a_published_script_converts_and_passes_the_check(name: str, tmp_path: P
     names = ("steps", "groups_per_step", "mini_batches", "group_size", "max_staleness")
     assert fields[""] == tuple(getattr(trainer, name) for name in names)
     named = {field: value for field, value in fields.items() if field}
+    if "max_position_embeddings" in text:
+        assert findings.config.model.overrides == {"max_position_embeddings": 32768}
     assert {field: value_of(findings.config, field) for field in named} == named
     assert trainer.algorithm == AlgorithmConfig(**algorithm).model_copy(update={"preset": None})
     assert dict(describe(findings))["run"].startswith(f"{trainer.steps:,} steps")
