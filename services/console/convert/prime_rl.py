@@ -40,10 +40,9 @@ def convert_prime_rl(options: Mapping[str, Any]) -> Draft:
     _convert_optimizer(draft)
     _convert_evaluation(draft)
     _convert_machine(draft)
-    draft.copy()
+    draft.finish()
     if "trainer.steps" not in draft.fields:
         draft.lose("max_steps", "without it prime-rl goes on for ever: here for 100 steps")
-    draft.list_the_rest()
     return draft
 
 

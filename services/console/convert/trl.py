@@ -64,8 +64,7 @@ def convert_trl(options: Mapping[str, Any]) -> Draft:
     _convert_importance(draft)
     _convert_steps(draft)
     _convert_machine(draft)
-    draft.copy()
-    draft.list_the_rest()
+    draft.finish()
     return draft
 
 

@@ -51,8 +51,7 @@ def convert_verl(options: Mapping[str, Any]) -> Draft:
     _convert_evaluation(draft)
     _convert_machine(draft, mode)
     _convert_records(draft)
-    draft.copy()
-    draft.list_the_rest()
+    draft.finish()
     return draft
 
 
