@@ -131,7 +131,8 @@ class ConvertOptions:
     file: Annotated[Path, argument("A YAML, JSON, TOML or Python file, or a shell script.")]
     options: Annotated[list[str], argument(_OPTIONS_TEXT, metavar="KEY=VALUE")] = field(default_factory=list)
     project: Annotated[
-        str | None, option("--from", "Whose it is. Without it: what it looks like.", "verl|trl|prime-rl")
+        Literal["verl", "trl", "prime-rl"] | None,
+        option("--from", "Whose it is. Without it: what it looks like."),
     ] = None
     output: Annotated[
         Path | None,

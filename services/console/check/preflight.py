@@ -19,7 +19,7 @@ from common.process.vllm_machine import check_machine
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
 from common.run.dataset import Row, read_dataset
-from common.run.prompt_lengths import with_steps
+from common.run.prompt_lengths import NotMeasuredError, with_steps
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 
 SANDBOX_TIMEOUT_S = 120.0
@@ -102,8 +102,16 @@ def _read_rows(findings: Findings, rows: dict[str, list[Row]]) -> None:
 
 def _count_steps(findings: Findings, rows: dict[str, list[Row]]) -> None:
     """The steps of `trainer.epochs`: what is shown, recorded and run."""
-    if train := rows.get("train"):
-        findings.config = with_steps(findings.config, train)
+    if not (train := rows.get("train")):
+        return
+    try:
+        findings.config = with_steps(findings.config, train, fetches=False)
+    except NotMeasuredError:
+        if findings.model is None or not findings.model.is_remote:
+            raise
+        findings.notes.append(
+            f"the steps of trainer.epochs are counted with the tokenizer of {findings.model.path}"
+        )
 
 
 def _look_at_model(findings: Findings) -> None:
