@@ -19,6 +19,7 @@ DEFAULTS = {
     LOSS + "dppo_mask_low": 0.2,
     LOSS + "dppo_mask_high": 0.2,
     T + "model.ac": True,
+    T + "scheduler.type": "constant",
     OPTIM + "betas1": 0.9,
     OPTIM + "betas2": 0.999,
     "deployment.num_train_gpus": 1,
@@ -145,8 +146,14 @@ def _convert_optimizer(draft: Draft) -> None:
         betas = [draft.take(OPTIM + "betas1"), draft.take(OPTIM + "betas2")]
         draft.put("trainer.optimizer.betas", betas, OPTIM + "betas1, betas2")
     warmup = draft.take(T + "scheduler.warmup_steps")
-    if draft.given.get(T + "scheduler.type", "constant") != "constant":
+    kind = str(draft.take(T + "scheduler.type"))
+    if kind in ("linear", "cosine"):
         warmup = 10 if warmup is None else warmup
+    draft.put(
+        "trainer.optimizer.schedule", "cosine" if kind == "cosine" else "constant", T + "scheduler.type"
+    )
+    if kind == "linear" and draft.take(T + "scheduler.decay_steps") != 0:
+        draft.lose(T + "scheduler.decay_steps", "the rate stays to the end")
     if warmup:
         draft.put("trainer.optimizer.warmup_steps", warmup, T + "scheduler.warmup_steps")
 

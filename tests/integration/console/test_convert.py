@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from common.config import AlgorithmConfig, RunConfig
+from common.config.algorithm_table import LOSSES
 from services.console.__main__ import app
 from services.console.check.preflight import examine
 from services.console.plan.explain import describe
@@ -145,7 +146,12 @@ group_size = 32
 """
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "loss"}}
 NONE: dict[str, Any] = {"importance": {"mode": "off"}}
-PRIME = {"advantage": "dr_grpo", "old_logprobs": "rollout", "clip_high": 0.2}
+PRIME = {
+    "advantage": "dr_grpo",
+    "loss": "dppo" if "dppo" in LOSSES else "ppo",
+    "old_logprobs": "rollout",
+    "clip_high": 0.2,
+}
 CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]] = {
     # file, text, options, rows; steps, groups, updates, group size, staleness and other fields; algorithm
     "verl GRPO": (

@@ -121,6 +121,8 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("prime-rl", {"orchestrator.group_size": 1}, {ALGORITHM + "advantage": "reinforce_plus_plus"}),
     ("prime-rl", {"trainer.scheduler.type": "cosine", "max_steps": 40},
      {"trainer.optimizer.schedule": "cosine", "trainer.optimizer.warmup_steps": 10}),
+    ("prime-rl", {"trainer.scheduler.type": "linear", "trainer.scheduler.warmup_steps": 3},
+     {"trainer.optimizer.schedule": "constant", "trainer.optimizer.warmup_steps": 3}),
     ("prime-rl", {"inference.vllm.tensor_parallel_size": 2, "deployment.num_infer_gpus": 8},
      {"rollout.vllm.tensor_parallel_size": 2, "rollout.workers": 4}),
 ]  # fmt: skip
