@@ -26,6 +26,9 @@ Send = Callable[[dict[str, Any]], None]
 LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 
+PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_", "TIDEMILL_WEIGHTS_TOKEN")
+"""Beginnings of variables that lead to the run's Redis and weights: no business of what a service starts."""
+
 # The child imports from where its parent does, without a variable that would reach what it starts in turn.
 _BOOTSTRAP = (
     "import sys; fd, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]; "
@@ -41,9 +44,15 @@ def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
     with theirs:
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), child.value]
         command += [str(ROOT), *sys.path]  # our own first, until they are there
+        # Users' code may run what a model wrote, and show the model what it prints.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            start_new_session=True,
         )
     return process, ours
 

@@ -11,8 +11,9 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
@@ -45,8 +46,8 @@ class Heartbeat:
     port: int = 0
     address: str = ""
     """Host under which scrapers reach `port`; see `reachable_host`."""
-    started_at: float = field(default_factory=time.time)
-    at: float = 0.0
+    started_at: FiniteFloat = field(default_factory=time.time)
+    at: FiniteFloat = 0.0
     """When it was sent, by the clock of the Redis server."""
     read_at: float = 0.0
     """When it was read, by the same clock; 0 where it was not read from there."""
@@ -93,13 +94,17 @@ async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
     return sorted(beats, key=lambda beat: (beat.role, beat.name))
 
 
+_HEARTBEAT = TypeAdapter(Heartbeat)
+
+
 def _parsed(value: bytes, now_s: float) -> Heartbeat | None:
+    """None where it is no heartbeat: whoever has a worker's password may write what it likes."""
     try:
-        tree: dict[str, Any] = json.loads(value)
-        known = {name: tree[name] for name in Heartbeat.__dataclass_fields__ if name in tree}
-        return Heartbeat(**known | {"read_at": now_s})
-    except (ValueError, TypeError):
+        beat = _HEARTBEAT.validate_json(value)
+    except ValidationError:
         return None
+    beat.read_at = now_s
+    return beat
 
 
 Reporter = Callable[[Heartbeat], None]

@@ -5,7 +5,9 @@ Times are those of the Redis server, so that machines need not agree on theirs.
 
 import asyncio
 import hmac
+import ipaddress
 import os
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -39,13 +41,24 @@ class ReplicaRegistry:
         # Not those from the future either: they spoke before the server's clock was set back.
         first, last = now_s - self._ttl_s, now_s + self._ttl_s
         found = await self._broker.execute("ZRANGEBYSCORE", self._key, first, last)
-        return sorted(url.decode() for url in found)
+        return sorted(url for raw in found if is_address(url := raw.decode(errors="replace")))
 
     async def keep_announcing(self, url: str) -> None:
         """Announce until cancelled."""
         while True:
             await self.announce(url)
             await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)
+
+
+def is_address(url: str) -> bool:
+    """Whether it is one of a server: whoever has a reward worker's password may register what it likes."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isascii()
+        )
+    except ValueError:
+        return False
 
 
 MODEL_TOKEN_VARIABLE = "TIDEMILL_MODEL_TOKEN"  # the variable's name, not a token
@@ -58,10 +71,22 @@ def model_token() -> str:
     return os.environ.get(MODEL_TOKEN_VARIABLE, "")
 
 
-def key_for(is_registered: bool, api_key_env: str) -> str:
-    """What to show a server: the run's token to one that registered, else the key that the config names."""
-    token = model_token() if is_registered else ""
-    return token or (os.environ.get(api_key_env, "") if api_key_env else "")
+def key_for(url: str, is_registered: bool, api_key_env: str) -> str:
+    """What to show a server: the run's token to one that registered, else the key that the config names.
+
+    Without a token, servers of the run are on this machine: who registers from elsewhere gets no key.
+    """
+    if is_registered and (model_token() or not _is_here(url)):
+        return model_token()
+    return os.environ.get(api_key_env, "") if api_key_env else ""
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_shown(authorization: str, token: str) -> bool:

@@ -8,20 +8,16 @@ import contextlib
 import os
 import secrets
 import sys
-import time
-
-from redis.exceptions import RedisError
 
 from common.errors import TidemillError
 from common.redis.broker import redis_url
 from common.redis.client import make_blocking_client
 from common.wire.keys import Keys
-from services.jobs.known_jobs import KnownWorker, run_functions
+from services.jobs.known_jobs import KnownWorker, run_functions, work
 
 NICENESS = 10
 BEAT_S = 5
 """A busy worker says so this often: who asked for a job knows by it that it is not lost."""
-PAUSE_S = 1.0
 
 
 def main(run_id: str, *options: str) -> int:
@@ -33,20 +29,19 @@ def main(run_id: str, *options: str) -> int:
         return error.exit_code
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    while True:
-        worker = KnownWorker(
+
+    def make() -> KnownWorker:
+        return KnownWorker(
             [keys.jobs_queue],
             run_functions(run_id),
+            keys.jobs_names,
             name=f"{keys.jobs_names}{secrets.token_hex(4)}",
             connection=connection,
             job_monitoring_interval=BEAT_S,
         )
-        try:
-            worker.work(logging_level="WARNING", burst="--burst" in options)
-            return 0
-        except RedisError as error:
-            print(f"tidemill jobs: {error}; trying again", file=sys.stderr)
-            time.sleep(PAUSE_S)
+
+    work(make, "tidemill jobs", is_burst="--burst" in options)
+    return 0
 
 
 if __name__ == "__main__":

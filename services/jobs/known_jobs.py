@@ -6,13 +6,18 @@ imported, arguments are validated by the function itself (`pydantic.validate_cal
 that a job of ours does not have are not read.
 """
 
+import contextlib
+import sys
+import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, JsonValue, StrictBool, StringConstraints, validate_call
+from redis.exceptions import RedisError
 from rq import Worker
-from rq.exceptions import NoSuchJobError
+from rq.exceptions import NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
@@ -28,6 +33,10 @@ FIELDS = frozenset((
 # fmt: on
 """What is read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""
 
+PAUSE_S = 1.0
+MAX_DATA_BYTES = 256 << 20
+"""Of a job's function and arguments, unpacked."""
+
 Functions = Mapping[str, Callable[..., Any]]
 
 
@@ -39,6 +48,18 @@ class KnownJob(Job):
     """A job whose function is looked up in `functions`; see `KnownWorker`."""
 
     functions: ClassVar[Functions] = {}
+    queues: ClassVar[frozenset[str]] = frozenset()
+    """Those that its worker reads; RQ keeps books on whatever queue a job says that it is of."""
+
+    names: ClassVar[str] = ""
+    """What ids of its worker's jobs begin with: it may not look at others."""
+
+    @classmethod
+    def fetch(cls, id: str, *arguments: Any, **options: Any) -> "KnownJob":
+        """Raises NoSuchJobError: there is none, or it is none of this worker's."""
+        if not id.startswith(cls.names):
+            raise NoSuchJobError(f"{id} is no job of this worker")
+        return super().fetch(id, *arguments, **options)
 
     def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:
         # Whoever makes it and forgets the serializer: nothing is unpickled.
@@ -66,24 +87,87 @@ class KnownJob(Job):
         """
         known = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
         try:
+            known[b"data"] = _bounded(known[b"data"])
             super().restore(known)
             self._deserialize_data()  # type: ignore[no-untyped-call]
+            if self.origin not in self.queues:
+                raise NoSuchJobError(f"job {self.id} is of the queue {self.origin}")
         except NoSuchJobError:
             raise
         except Exception as error:  # whatever RQ's parsing of hostile fields raises
             raise NoSuchJobError(f"job {self.id} cannot be read: {error!r}") from None
 
 
-class KnownWorker(Worker):
-    """Does the jobs of `queues` that are one of `functions`, and fails all others."""
+def _bounded(data: bytes) -> bytes:
+    """A job's data, unpacked within bounds. RQ unpacks without any, so it gets data that does not grow."""
+    unpacking = zlib.decompressobj()
+    try:
+        plain = unpacking.decompress(data, MAX_DATA_BYTES)
+    except zlib.error:  # it is not packed
+        plain = data
+    if unpacking.unconsumed_tail:
+        raise ValueError(f"its data has more than {MAX_DATA_BYTES:,} bytes")
+    return zlib.compress(plain, 0)
 
-    def __init__(self, queues: Sequence[str], functions: Functions, **options: Any) -> None:
-        job_class = type("KnownJob", (KnownJob,), {"functions": dict(functions)})
+
+class KnownWorker(Worker):
+    """Does the jobs of `queues` that are one of `functions`, and fails all others; ids begin with `names`."""
+
+    def __init__(self, queues: Sequence[str], functions: Functions, names: str, **options: Any) -> None:
+        own = {"functions": dict(functions), "queues": frozenset(queues), "names": names}
+        job_class = type("KnownJob", (KnownJob,), own)
         super().__init__(list(queues), **options | {"serializer": JSONSerializer, "job_class": job_class})
+        self._is_asked_to_stop = self._has_found_nothing = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended because it was to. RQ also ends, without an error, where Redis goes away during a
+        job."""
+        return self._is_asked_to_stop or self._has_found_nothing
+
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """What a signal calls."""
+        self._is_asked_to_stop = True
+        super().request_stop(signum, frame)
+
+    def dequeue_job_and_maintain_ttl(self, *arguments: Any, **options: Any) -> Any:
+        """The next job. RQ ends where an id is no text, and would at every start: such ids are taken out."""
+        while True:
+            try:
+                found = super().dequeue_job_and_maintain_ttl(*arguments, **options)
+                self._has_found_nothing = found is None  # it waits for ever, or was told to until all is done
+                return found
+            except UnicodeDecodeError:
+                for queue in self.queues:
+                    self._take_out_unreadable(queue.intermediate_queue_key)
+
+    def _take_out_unreadable(self, key: str) -> None:
+        for job_id in self.connection.lrange(key, 0, -1):
+            if job_id.decode(errors="ignore").encode() != job_id:
+                self.connection.lrem(key, 0, job_id)
 
     def _set_ip_address(self, connection: Any) -> None:
         """RQ asks for the list of all clients to find its own address, which workers may not read."""
         self.ip_address = "unknown"
+
+
+def work(make: Callable[[], KnownWorker], name: str, is_burst: bool = False) -> None:
+    """Work until a signal, or until nothing is left to do; with a new worker whenever Redis was away. `name`
+    stands before what it says."""
+    while True:
+        worker = make()
+        try:
+            worker.work(logging_level="WARNING", burst=is_burst)
+            if worker.is_done:
+                return
+            problem = "RQ's worker ended"
+        except RedisError as error:
+            problem = str(error)
+        print(f"{name}: {problem}; trying again", file=sys.stderr, flush=True)
+        with contextlib.suppress(StopRequested):
+            time.sleep(PAUSE_S)
+        if worker.is_done:
+            return
 
 
 EntryId = Annotated[str, StringConstraints(pattern=r"^(\d{1,20}(-\d{1,20})?|\+)$")]

@@ -324,4 +324,9 @@ KNOWN = {
             Fault(13.7, "kill", "trainer", {"step": "applied", "count": 5}),
         ),
     ),
+    "Redis loses the config before anybody has read it": Schedule(
+        8794,
+        Setup(steps=3, groups_per_step=1, group_size=2, rollouts=1, rewards=1),
+        (Fault(0.0, "restart", "", {"for_s": 2.28, "lose": 1}),),
+    ),
 }

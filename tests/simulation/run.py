@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from common.run.state import FINISHED
+from services.console.run.folder import RunFolder
 from tests.simulation.faults import Injector
 from tests.simulation.fleet import Fleet, names
 from tests.simulation.install import installed
@@ -92,6 +93,7 @@ def _run(world: World, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
     judge = Judge(world, config, schedule)
     world.on_append = judge.see
     injector = Injector(world, fleet, config, schedule)
+    RunFolder(world.folder, world.run_id).create(config)  # as `tidemill up` does, before Redis is told
     world.cluster.server.apply([[b"SET", world.keys.config.encode(), config.model_dump_json().encode()]])
     context = contextvars.Context()
     for name, role in names(config):

@@ -1,5 +1,6 @@
 """The simulation itself: it repeats itself exactly, and it notices when a mechanism is taken out."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
 from tests.simulation.stand_in import TRUSTED
 from tests.support.preloaded import REPO
+from tests.support.waiting import PATIENCE_S
 
 DIGEST_OF = """
 from tests.simulation.generate import schedule_of
@@ -104,3 +106,17 @@ def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pyt
 
 def test_the_files_of_tests_that_trust_the_stand_in_are_there() -> None:
     assert {path.stem for path in (REPO / "tests" / "contract").rglob("test_*.py")} >= TRUSTED
+
+
+def test_the_command_ends_with_one_line_of_json_and_says_by_its_code_whether_all_went_well() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", "--schedules", "2", "--seed", "3", "--jobs", "1"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["schedules"], summary["violations"], summary["stalls"]) == (2, 0, 0)
+    assert sum(summary["faults"].values()) > 0

@@ -16,7 +16,7 @@ from common.process.heartbeats import FAILURES, Heartbeat
 from common.run.state import FINISHED
 from services.console.processes.supervisor import ServiceStatus
 from services.console.status.snapshot import RunSnapshot
-from services.console.text.formats import NOTHING, duration
+from services.console.text.formats import NOTHING, duration, printable
 
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""
@@ -127,7 +127,7 @@ def _warnings(snapshot: RunSnapshot) -> list[Text]:
     if len(held) > MAX_WARNINGS:
         lines.append(Text(f"and {len(held) - MAX_WARNINGS} older warnings: tidemill status --json", "yellow"))
     for name, note in snapshot.blocked.items():
-        lines.append(Text.assemble(("warning  ", "bold yellow"), f"{name}: {note}"))
+        lines.append(Text.assemble(("warning  ", "bold yellow"), printable(f"{name}: {note}")))
     return lines
 
 
@@ -188,7 +188,7 @@ def _flow(snapshot: RunSnapshot) -> Table:
     for queue_name, states in snapshot.jobs.items():
         table.add_row(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", _job_text(states))
     for name, count in sorted(_reward_failures(snapshot).items()):
-        table.add_row(f"failed: {name}", Text(f"{count:,.0f}", "red"))
+        table.add_row(Text(f"failed: {printable(name)}"), Text(f"{count:,.0f}", "red"))
     for role in ("trainer", "rollout"):
         idle = snapshot.idle_share(role)
         table.add_row(f"{role} idle", f"{idle:.0%}" if idle is not None else NOTHING)
@@ -222,7 +222,7 @@ def _workers(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus]) -> Ta
     beats = {beat.name: beat for beat in snapshot.workers}
     names = list(services) + [name for name in beats if name not in services]
     for name in names:
-        table.add_row(name, *_worker_row(beats.get(name), services.get(name)))
+        table.add_row(Text(printable(name)), *_worker_row(beats.get(name), services.get(name)))
     if not names:
         table.add_row(Text("no process has spoken yet", "dim"))
     return table
@@ -239,7 +239,7 @@ def _worker_row(beat: Heartbeat | None, service: ServiceStatus | None) -> tuple[
         return Text(f"silent for {duration(max(0.0, beat.age_s))}", "bold red"), NOTHING, NOTHING, restarts
     version = str(beat.version) if beat.version >= 0 else NOTHING
     details = [part for part in (beat.detail, restarts) if part]
-    return _state_text(beat.state), version, f"{beat.idle_share:.0%}", "; ".join(details)
+    return _state_text(beat.state), version, f"{beat.idle_share:.0%}", Text(printable("; ".join(details)))
 
 
 def _times(restarts: int) -> str:
@@ -248,8 +248,8 @@ def _times(restarts: int) -> str:
 
 def _state_text(state: str) -> Text:
     if state.startswith(WAIT):
-        return Text(f"waits for {state.removeprefix(WAIT).replace('_', ' ')}", "yellow")
-    return Text(state.replace("_", " ") or NOTHING, "green")
+        return Text(printable(f"waits for {state.removeprefix(WAIT).replace('_', ' ')}"), "yellow")
+    return Text(printable(state.replace("_", " ")) or NOTHING, "green")
 
 
 def _grid(justify: str = "left") -> Table:

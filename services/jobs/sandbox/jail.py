@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from services.jobs.sandbox import seccomp
+from services.jobs.sandbox.emptying import empty
 from services.jobs.sandbox.jail_watch import Watch, descendants, reap
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -147,6 +148,7 @@ def _stay() -> Map:
 def _inside(order: Map, isolation: Map, answers: int) -> None:
     """The first process of the jail: prepare, run one program after the other, answer."""
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel spares it signals that it does not catch
     work = order["folder"]
     isolation["files"] = False
     if isolation["namespaces"]:
@@ -257,8 +259,7 @@ class Jail:
 
     def _clean(self) -> None:
         """An empty folder for each program, owned by who it runs as."""
-        for name in os.listdir(self.work):
-            _remove(Path(self.work, name))
+        empty(self.work)
         if not self.isolation["files"] and self.isolation["user"] == "own":
             os.chown(self.work, self.uid, self.uid)
 
@@ -279,16 +280,6 @@ def _limit(order: Map) -> None:
     }
     for number, limit in limits.items():
         resource.setrlimit(number, limit)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            for name in os.listdir(path):
-                _remove(path / name)
-            path.rmdir()
-        else:
-            path.unlink()
 
 
 def _die_with_parent() -> None:

@@ -135,8 +135,8 @@ def descendants() -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError):
-                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
+                fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
+                if fields[0] != b"Z":
                     children.setdefault(int(fields[1]), []).append(int(name))
     found, heads = [], [root]
     while heads:
@@ -146,8 +146,11 @@ def descendants() -> list[int]:
 
 
 def _used_bytes(pid: int) -> int:
-    """Memory of a process, what was moved to swap included."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        lines = Path("/proc", str(pid), "status").read_text().splitlines()
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS:", "VmSwap:")))
+    """Memory of a process, what was moved to swap included.
+
+    The first line holds the name, which the process chose: any bytes, other ends of lines among them.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path("/proc", str(pid), "status").read_bytes().split(b"\n")
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"VmRSS:", b"VmSwap:")))
     return 0

@@ -23,7 +23,7 @@ from common.redis.broker import redis_url
 from common.redis.client import make_blocking_client
 from common.telemetry import metrics
 from common.wire.keys import Keys
-from services.jobs.known_jobs import KnownWorker
+from services.jobs.known_jobs import KnownWorker, work
 from services.jobs.sandbox.job import functions_of
 
 GONE = "finished"
@@ -74,18 +74,23 @@ def main(run_id: str, configs: str) -> int:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code
     keys = Keys(run_id)
-    worker = MeasuredWorker(
-        [keys.sandbox_queue],
-        functions_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs)),
-        name=f"{keys.sandbox_names}{secrets.token_hex(4)}",
-        connection=connection,
-        job_monitoring_interval=BEAT_S,
-        maintenance_interval=MAINTENANCE_S,
-        worker_ttl=WORKER_TTL_S,
-        log_job_description=False,
-    )
-    worker.log_result_lifespan = False
-    worker.work(logging_level="WARNING")
+
+    def make() -> MeasuredWorker:
+        worker = MeasuredWorker(
+            [keys.sandbox_queue],
+            functions_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs)),
+            keys.sandbox_names,
+            name=f"{keys.sandbox_names}{secrets.token_hex(4)}",
+            connection=connection,
+            job_monitoring_interval=BEAT_S,
+            maintenance_interval=MAINTENANCE_S,
+            worker_ttl=WORKER_TTL_S,
+            log_job_description=False,
+        )
+        worker.log_result_lifespan = False
+        return worker
+
+    work(make, "tidemill sandbox")
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.config.reward_kinds import SandboxConfig
 from common.errors import TidemillError
+from services.jobs.sandbox.emptying import empty
 from services.jobs.sandbox.programs import Case
 
 ROOT = str(Path(__file__).parents[3])
@@ -48,6 +49,7 @@ def run_cases(
     try:
         return _run(cases, config, folder, namespaces)
     finally:
+        empty(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -57,9 +57,14 @@ FIRST_NEW = {"x86_64": 335, "aarch64": 294}
 NEW = {"pidfd_send_signal": 424, "pidfd_open": 434, "close_range": 436, "openat2": 437, "faccessat2": 439}
 NEW |= {"epoll_pwait2": 441, "futex_waitv": 449}
 CHECKED = {
-    "x86_64": {"clone": 56, "socket": 41, "socketpair": 53, "mmap": 9, "fcntl": 72, "ioctl": 16},
-    "aarch64": {"clone": 220, "socket": 198, "socketpair": 199, "mmap": 222, "fcntl": 25, "ioctl": 29},
-}
+    "x86_64": {
+        "clone": 56, "socket": 41, "socketpair": 53, "mmap": 9, "fcntl": 72, "ioctl": 16, "prlimit64": 302,
+    },
+    "aarch64": {
+        "clone": 220, "socket": 198, "socketpair": 199, "mmap": 222, "fcntl": 25, "ioctl": 29,
+        "prlimit64": 261,
+    },
+}  # fmt: skip
 """Calls that are looked at more closely."""
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -106,6 +111,8 @@ def program(machine: str) -> bytes:
             3,
             _step(AND, MAP_KIND) + _step(BITS, MAP_SHARED, 0, 1) + _give(ERROR | errno.EPERM),
         ),
+        # Limits of its own only: where users are mapped, those of the jail's first process were in reach.
+        _argument(calls["prlimit64"], 0, _step(EQUAL, 0, 1, 0) + _give(ERROR | errno.EPERM)),
         _argument(calls["fcntl"], 1, _step(EQUAL, F_SETPIPE_SZ, 0, 1) + _give(ERROR | errno.EPERM)),
         _argument(calls["ioctl"], 1, _step(EQUAL, TIOCSTI, 0, 1) + _give(ERROR | errno.EPERM)),
         _step(GREATER, FIRST_NEW[machine], 1, 0) + _give(ALLOW),

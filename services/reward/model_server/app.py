@@ -41,6 +41,7 @@ log = structlog.get_logger(__name__)
 SHORT_RETRY_S = 1
 MAX_PROBLEMS = 5
 MAX_NOTED = 100
+MAX_BODY_BYTES = 256 << 20
 INLINE_CHARS = 2000
 """Shorter text is tokenised on the loop: a thread would cost more."""
 
@@ -133,7 +134,7 @@ class ScoringApp:
 
     async def _scored(self, http: Request, classify: bool) -> Response:
         try:
-            request = ScoringRequest.model_validate_json(await http.body())
+            request = ScoringRequest.model_validate_json(await _body(http))
             self._check(request)
             self._note_unknown(request)
             rows = await self._rows(request)
@@ -189,6 +190,15 @@ class ScoringApp:
                 yield
 
 
+async def _body(http: Request) -> bytes:
+    content = bytearray()
+    async for part in http.stream():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            raise InputError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
+    return bytes(content)
+
+
 def _refusal(status: int, message: str, retry_after_s: float | None = None) -> Response:
     kind = {400: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}.get(
         status, "InternalServerError"
@@ -210,16 +220,25 @@ OPEN_PATHS = ("/health", "/healthz", "/metrics")
 
 
 class TokenGate:
-    """Around an application; without a token it lets everything through."""
+    """Around an application; without a token it lets everything through but pages of other sites.
+
+    A browser on this machine would send what any page asks it to, `/sleep` too, and says so with `Origin`.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, or pass the request on."""
-        is_open = not self._token or scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        if is_open or is_shown(Headers(scope=scope).get("authorization", ""), self._token):
+        headers = Headers(scope=scope)
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        is_local = not self._token and "origin" not in headers
+        if is_open or is_local or (self._token and is_shown(headers.get("authorization", ""), self._token)):
             await self._app(scope, receive, send)
+            return
+        if not self._token:
+            message = f"no page of a browser is answered without a token: see {MODEL_TOKEN_VARIABLE}"
+            await JSONResponse(failure(message, "PermissionDeniedError", 403), 403)(scope, receive, send)
             return
         message = f"the token is wrong: see {MODEL_TOKEN_VARIABLE}"
         await JSONResponse(failure(message, "AuthenticationError", 401), 401)(scope, receive, send)

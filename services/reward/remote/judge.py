@@ -186,7 +186,7 @@ class OpenAIRequests:
             self._first = openai.AsyncOpenAI(
                 base_url=replica.url, api_key=NO_KEY, max_retries=0, timeout=None, http_client=http
             )
-        key = key_for(replica.is_registered, self._config.api_key_env) or NO_KEY
+        key = key_for(replica.url, replica.is_registered, self._config.api_key_env) or NO_KEY
         self._clients[replica.url] = self._first.with_options(base_url=replica.url, api_key=key)
         return self._clients[replica.url]
 

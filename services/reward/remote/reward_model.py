@@ -58,7 +58,7 @@ class ModelReward:
         await self._calls.close()
 
     async def _send(self, replica: Replica, permit: Permit, body: dict[str, Any]) -> list[Any]:
-        key = key_for(replica.is_registered, self._config.api_key_env)
+        key = key_for(replica.url, replica.is_registered, self._config.api_key_env)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         path = "/pooling" if self._config.head == "token" else "/classify"
         try:

@@ -81,7 +81,7 @@ class RouterProxy:
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
 
         async def send(replica: Replica, permit: Permit) -> Answer:
-            key = key_for(replica.is_registered, self._calls.api_key_env)
+            key = key_for(replica.url, replica.is_registered, self._calls.api_key_env)
             own = {"authorization": f"Bearer {key}"} if key else {}
             answer = await self._send(replica, request.method, target, body, own | headers)
             used = _usage(answer)

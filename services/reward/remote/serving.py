@@ -21,6 +21,7 @@ import structlog
 from common.config import NamedRewardConfig, is_path
 from common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
 from common.errors import ConfigError, EngineError, TidemillError
+from common.process.children import PRIVATE
 from common.process.heartbeats import reachable_host
 from common.process.programs import Program, ending_in_words, is_illegal_instruction, run_own
 from common.process.service import ServiceContext
@@ -94,8 +95,6 @@ VLLM_DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _FILLED = re.compile(r"\{(?:host|port|model)\}")
-PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_")
-"""Beginnings of variables that lead to the run's Redis: no business of a model server."""
 
 
 async def serve(context: ServiceContext) -> None:

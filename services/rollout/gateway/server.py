@@ -54,6 +54,8 @@ IGNORED = frozenset(
 """What a client may send and the run decides: the trainer's numerics rest on the run's own sampling."""
 KEEP_ALIVE_S = 600
 """Clients keep connections while their tools run; closing one earlier looks like a fault."""
+MAX_BODY_BYTES = 64 << 20
+"""One program must not take the memory of all sessions of its worker."""
 NO_RETRY = {"x-should-retry": "false"}
 """For both clients: asking again cannot mend this."""
 
@@ -195,9 +197,14 @@ class _Server(uvicorn.Server):
 
 
 async def _body(request: Request) -> Body:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            raise RequestError(f"the request has more than {MAX_BODY_BYTES:,} bytes", "too_large", 413)
     try:
-        body = json.loads(await request.body())
-    except ValueError as error:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the request must be a JSON object")

@@ -54,6 +54,23 @@ async def test_a_replica_to_avoid_is_asked_only_when_there_is_no_other(http: htt
         assert await _leased(router, {first.url, second.url}) in (first.url, second.url)
 
 
+@pytest.mark.parametrize(
+    "written", [b"\xff", b"http://[", b"http://a:b/", b"http://a:0/", b"x", b"file:///etc", b""]
+)
+async def test_what_is_no_address_is_no_replica(
+    http: httpx.AsyncClient, broker: Broker, keys: Keys, written: bytes
+) -> None:
+    """One password of a reward worker must not end the judge of all others."""
+    registry = ReplicaRegistry(broker, keys, "judge", 30.0)
+    now_s = await broker.server_time_s()
+    await broker.execute("ZADD", keys.replicas("judge"), now_s, written)
+    async with servers(1) as (well,):
+        router = Router("judge", [well.url], RoutingConfig(**FAST), http, registry)
+        async with router:
+            await router.look()
+            assert [replica.url for replica in router.replicas] == [well.url]
+
+
 async def test_a_replica_that_is_down_gets_nothing_until_it_is_up_again(http: httpx.AsyncClient) -> None:
     async with servers(2) as (sick, well), make_router(http, sick, well) as router:
         sick.health = 503

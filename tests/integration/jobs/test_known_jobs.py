@@ -1,9 +1,11 @@
 """A job is one of the few functions that exist for it, whatever its hash in Redis says."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from rq import Queue
+from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
@@ -20,7 +23,9 @@ from common.redis.broker import URL_VARIABLE
 from common.redis.client import make_blocking_client
 from common.redis.embedded import EmbeddedRedis
 from common.wire.keys import Keys
+from services.jobs import known_jobs
 from tests.support.preloaded import REPO
+from tests.support.waiting import PATIENCE_S, wait_until
 
 KEYS = Keys("jobs.1")
 
@@ -140,8 +145,65 @@ def test_arguments_are_checked_before_the_function_is_called(queue: Queue, serve
 
 def test_a_job_that_cannot_be_read_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
     odd = [{"data": b"\x80\x04."}, {"timeout": b"soon"}, {"status": b"odd"}, {"data": b"[1, 2]"}]
+    odd += [{"origin": b""}, {"origin": Keys("another").jobs_queue.encode()}, {"data": b"[" * 100_000}]
     for fields in odd:
         job = asked(queue, JobFunction.ARCHIVE, KEYS.run_id, f"/nowhere/{KEYS.run_id}", {})
         queue.connection.hset(job.key, mapping=fields)
     work(server)
     assert queue.count == 0
+    assert {key for key in queue.connection.keys("rq:*") if b"another" in key} == set()
+
+
+def test_a_job_is_not_unpacked_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousandth of it would do to take a worker's memory."""
+    monkeypatch.setattr(known_jobs, "MAX_DATA_BYTES", 1000)
+    whole = zlib.compress(b'["f", null, [], {}]')
+    own = type("Own", (known_jobs.KnownJob,), {"queues": frozenset(["q"])})
+    fields = {b"origin": b"q", b"created_at": b"2026-01-01T00:00:00.000000Z"}
+    job = own("1", connection=object())
+    job.restore(fields | {b"data": whole})
+    assert job.func_name == "f"
+    twice = zlib.compress(zlib.compress(b" " * 10_000 + b'["f", null, [], {}]'))
+    for data in (zlib.compress(b'["f", null, [], {}]' + b" " * 1000), twice):
+        with pytest.raises(NoSuchJobError):
+            job.restore(fields | {b"data": data})
+
+
+WAITING = """
+import sys, time
+from common.redis.client import make_blocking_client
+from services.jobs.known_jobs import KnownWorker, work
+
+def wait(seconds):
+    time.sleep(seconds)
+
+connection, queue, names = make_blocking_client(sys.argv[1]), sys.argv[2], sys.argv[3]
+options = {"connection": connection, "job_monitoring_interval": 1}
+make = lambda: KnownWorker([queue], {"wait": wait}, names, name=f"{names}{time.time_ns()}", **options)
+work(make, "these tests")
+"""
+
+
+async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    """RQ ends then, with a code that says that all is well."""
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    queue = Queue(KEYS.jobs_queue, connection=make_blocking_client(server.url), serializer=JSONSerializer)
+    command = [sys.executable, "-c", WAITING, server.url, KEYS.jobs_queue, KEYS.jobs_names]
+    worker = await asyncio.to_thread(
+        lambda: subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
+    )
+    try:
+        first = asked(queue, "wait", 4)
+        await wait_until(lambda: first.get_status(refresh=True) is JobStatus.STARTED)
+        server.kill()
+        assert worker.stderr is not None
+        await wait_until(lambda: "trying again" in worker.stderr.readline())
+        server.start()
+        second = asked(queue, "wait", 0)
+        await wait_until(lambda: second.get_status(refresh=True) is JobStatus.FINISHED)
+        worker.terminate()
+        assert worker.wait(PATIENCE_S) == 0
+    finally:
+        worker.kill()
+        server.stop()

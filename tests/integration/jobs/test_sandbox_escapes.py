@@ -1,6 +1,7 @@
 """What hostile code asks the kernel for inside a jail, and does not get."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from services.jobs.sandbox.runner import SandboxError, probe, run_cases
 LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
 ALONE = LIMITS.model_copy(update={"isolation": "prefer"})
 CALL = """
-import ctypes, errno, json
+import ctypes, errno, json, os
 libc = ctypes.CDLL(None, use_errno=True)
 def call(*arguments):
     ctypes.set_errno(0)
@@ -35,6 +36,7 @@ CALLS = {
     "System V memory": "call(29, 0, 1 << 20, 0o1600)",
     "shared mapping": "call(9, 0, 1 << 20, 3, 0x21, -1, 0)",
     "validated shared mapping": "call(9, 0, 1 << 20, 3, 0x23, -1, 0)",
+    "limits of others": "call(302, os.getpid(), 7, 0, 0)",
     "ptrace": "call(101, 0, 0, 0, 0)",
     "memory of others": "call(310, 1, 0, 0, 0, 0, 0)",
     "bpf": "call(321, 0, 0, 0)",
@@ -109,6 +111,50 @@ def test_no_memory_is_out_of_sight_of_the_limit(isolation: dict[str, Any], alloc
         pytest.skip("files in memory are a matter of the jail's own mounts")
     found = ran(f"import mmap, os\n{allocate}\nprint('has it')")
     assert "has it" not in found["stdout"]
+
+
+def test_the_first_process_catches_no_signal(isolation: dict[str, Any]) -> None:
+    """Where users are mapped, code may send it any, and a sandbox that fails is no 0."""
+    if not (isolation["namespaces"] and isolation["files"]):
+        pytest.skip(f"the kernel allows no namespaces here: {isolation}")
+    found = ran("print([line for line in open('/proc/1/status') if line.startswith('SigCgt')][0].split()[1])")
+    assert int(found["stdout"], 16) == 0
+
+
+NAMED = """
+import ctypes, os, time
+for _ in range(3):
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)
+        held = bytearray(120 << 20)
+        time.sleep(60)
+time.sleep(3)
+print("has it")
+"""
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"\rVmRSS: -99999"], ids=["no text", "lines of its own"])
+def test_no_name_hides_what_a_process_uses(namespaces: bool, name: bytes) -> None:
+    found = ran(NAMED.format(name=name), LIMITS if namespaces else ALONE, namespaces)
+    assert found["outcome"] == "memory", found
+
+
+def test_a_nest_of_folders_is_cleared_away(namespaces: bool) -> None:
+    """Deeper than Python calls itself, and than a path can say. It is no failure of the sandbox."""
+    code = """
+import os
+print(os.listdir())
+os.symlink("/", "root"); os.mkdir("shut"); os.mkdir("shut/a"); os.chmod("shut", 0o500); os.mkdir("b", 0)
+for _ in range(3000):
+    os.mkdir("a"); os.chdir("a")
+"""
+    config = LIMITS if namespaces else ALONE
+    before = set(Path(tempfile.gettempdir()).glob("tidemill-jail-*"))
+    tests = {"inputs": ["", ""], "outputs": ["[]", "[]"]}
+    cases = make_cases(code, tests, 2)
+    results, _ = run_cases(cases, config, namespaces=namespaces)
+    assert [case.passed(result) for case, result in zip(cases, results, strict=True)] == [True, True], results
+    assert set(Path(tempfile.gettempdir()).glob("tidemill-jail-*")) <= before
 
 
 def test_nothing_is_run_where_isolation_is_required_and_not_to_be_had(tmp_path: Path) -> None:

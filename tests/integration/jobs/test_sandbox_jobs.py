@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
@@ -107,6 +109,35 @@ async def test_code_is_scored_by_the_workers_of_its_run(jobs: SandboxJobs, start
     assert caught.value.is_final
     worker.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait, 120) == 0
+
+
+RAN = {"passed": 1, "total": 1, "outcomes": ["done"], "wall_s": 0.1, "first_failure": None}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [b"garbage", b"\xff", b"[" * 100_000, b"[1]", b"{}"]
+    + [json.dumps(RAN | change).encode() for change in ({"passed": 2}, {"total": 0}, {"wall_s": math.nan})],
+)
+async def test_a_result_that_cannot_be_read_fails_one_attempt_and_no_other(
+    jobs: SandboxJobs, redis: str, written: bytes
+) -> None:
+    """Whoever has the password of a sandbox worker may write it."""
+    with make_blocking_client(redis) as hostile:
+
+        async def answered(code: str, answer: bytes) -> Any:
+            running = asyncio.create_task(jobs.run(code, TESTS, CONFIG))
+            await wait_until(lambda: hostile.keys("rq:job:*"))
+            key = hostile.keys("rq:job:*")[0].decode()
+            hostile.set(KEYS.sandbox_result(key.removeprefix("rq:job:")), answer)
+            try:
+                return await asyncio.wait_for(running, 30)
+            finally:
+                hostile.delete(key)
+
+        with pytest.raises(AttemptError, match="cannot be read"):
+            await answered("print(1)", written)
+        assert (await answered("print(2)", json.dumps(RAN).encode()))["passed"] == 1
 
 
 async def test_jobs_are_on_the_metrics_of_their_worker(

@@ -137,6 +137,22 @@ def test_a_reward_worker_cannot_give_the_head_a_job(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("job_id", [b"\xff", b"any", b"", f"{KEYS.jobs_names}1".encode()])
+async def test_an_id_of_no_job_in_the_queue_ends_no_worker(
+    users: Users, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job_id: bytes
+) -> None:
+    """Reward workers may write the queue. The worker may not look at jobs of other names."""
+    users.client("reward").rpush(f"rq:queue:{KEYS.sandbox_queue}", job_id)
+    found = await run_code(users, "", monkeypatch, tmp_path)
+    assert found["passed"] == 1
+    assert users.refusals() == []
+    assert users.client("admin").llen(f"rq:queue:{KEYS.sandbox_queue}") == 0
+    assert users.client("sandbox").lrange(f"rq:queue:{KEYS.sandbox_queue}:intermediate", 0, -1) in (
+        [],
+        [job_id],
+    )
+
+
 async def test_a_heartbeat_is_told_for_its_own_role_only(
     users: Users, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,12 @@ async def test_a_verdict_becomes_the_reward_and_its_words_and_tokens_are_kept(wo
     assert metric("remote_cost_total") == cost + 10 * 1 + 5 * 0.5
 
 
+async def test_half_a_surrogate_pair_in_an_answer_is_an_answer_like_any_other(worker: Worker) -> None:
+    async with MisbehavingServer(answers("\ud800 Score: 7")) as server, worker.running(server):
+        score = await worker.score()
+    assert score.value == 7.0 and score.detail["judge"]["judgement"].endswith("Score: 7")
+
+
 async def test_the_completions_api_gets_the_bare_text(worker: Worker) -> None:
     async with MisbehavingServer() as server, worker.running(server, judge={"api": "completions"}):
         assert (await worker.score()).value == 7.0

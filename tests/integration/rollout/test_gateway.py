@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -274,3 +275,19 @@ async def test_without_the_sessions_key_nothing_is_answered() -> None:
             await run.openai.with_options(
                 base_url=str(run.openai.base_url).replace(run.session.token, "other")
             ).models.list()
+
+
+async def test_a_request_without_an_end_is_refused_and_takes_no_memory() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(128):
+            yield bytes(1 << 20)
+
+    async with opened("hello") as run, httpx.AsyncClient() as http:
+        headers = {"authorization": f"Bearer {run.session.key}"}
+        answer = await http.post(f"{run.openai.base_url}chat/completions", content=pieces(), headers=headers)
+        assert answer.status_code == 413 and "too_large" in answer.text
+        deep = await http.post(
+            f"{run.openai.base_url}chat/completions", content="[" * 100_000, headers=headers
+        )
+        assert deep.status_code == 400 and "not JSON" in deep.text
+        assert (await run.say([USER])).content == "hello"

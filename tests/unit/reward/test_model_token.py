@@ -47,6 +47,17 @@ async def test_whoever_shows_the_token_is_let_in_and_anybody_may_ask_for_health(
         assert (await http.post("/classify")).status_code == 200
 
 
+async def test_pages_that_a_browser_has_open_are_not_answered_without_a_token() -> None:
+    """A page can make a browser send such a request to this machine without asking anybody."""
+    async with client("") as http:
+        for origin in ("https://example.org", "null", "http://127.0.0.1:8000"):
+            answer = await http.post("/sleep", headers={"Origin": origin, "Content-Type": "text/plain"})
+            assert answer.status_code == 403 and MODEL_TOKEN_VARIABLE in answer.text
+    async with client(TOKEN) as http:
+        shown = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKEN}"}
+        assert (await http.post("/sleep", headers=shown)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("host", "token", "is_wrong"),
     [
@@ -78,9 +89,10 @@ def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_confi
 ) -> None:
     monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
     monkeypatch.setenv("JUDGE_KEY", "sk-judge")
-    assert key_for(True, "JUDGE_KEY") == TOKEN
-    assert key_for(False, "JUDGE_KEY") == "sk-judge"
-    assert key_for(False, "") == ""
+    far, here = "http://10.0.0.9:8000/v1", "http://127.0.0.1:8000/v1"
+    assert key_for(far, True, "JUDGE_KEY") == key_for(here, True, "JUDGE_KEY") == TOKEN
+    assert key_for(far, False, "JUDGE_KEY") == "sk-judge"
+    assert key_for(far, False, "") == ""
     requests = OpenAIRequests(JudgeConfig(model="m", template="x", api_key_env="JUDGE_KEY"))
     routing = RoutingConfig()
     ours = Replica("http://10.0.0.9:8000/v1", routing, is_registered=True)
@@ -88,4 +100,13 @@ def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_confi
     keys = {replica.url: requests._client(replica).api_key for replica in (theirs, ours)}
     assert keys == {ours.url: TOKEN, theirs.url: "sk-judge"}
     monkeypatch.delenv(MODEL_TOKEN_VARIABLE)
-    assert key_for(True, "JUDGE_KEY") == "sk-judge", "as before there was a token"
+    for url in (here, "http://localhost:1/v1", "http://[::1]:1/v1"):
+        assert key_for(url, True, "JUDGE_KEY") == "sk-judge", "as before there was a token"
+
+
+def test_no_key_goes_to_an_address_that_anybody_may_have_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the Redis password of a reward worker, or of a reward server, may register one."""
+    monkeypatch.delenv(MODEL_TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge")
+    for host in ("10.0.0.9", "127.0.0.1.example.org", "localhost.example.org", "127.0.0.1@10.0.0.9"):
+        assert key_for(f"http://{host}:8000/v1", True, "JUDGE_KEY") == ""

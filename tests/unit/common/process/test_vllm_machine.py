@@ -15,7 +15,13 @@ from common.config import NamedRewardConfig
 from common.errors import ConfigError
 from common.process import vllm_machine
 from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
+from common.run.replicas import MODEL_TOKEN_VARIABLE, complaint
+from services.console.check.preflight import PreflightError, _check_engine
 from services.reward.remote.serving import check_local_replicas, server_command, server_environment
+from services.rollout.engines.vllm_launch import start_vllm
+from tests.support.trajectories import make_config
+
+TOKEN = "a token of the run, long enough"
 
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
@@ -110,6 +116,28 @@ def test_without_libnuma_it_is_said_what_to_install(no_libnuma: None) -> None:
         check_local_replicas("grader", judge())
     with pytest.raises(ConfigError, match=what):
         server_command(context(), judge(), 1)
+
+
+def test_the_engine_and_the_preflight_say_it_too(no_libnuma: None) -> None:
+    config = make_config(rollout={"engine": "vllm"})
+    for look in (lambda: start_vllm(config, "w"), lambda: _check_engine(config)):
+        with pytest.raises((ConfigError, PreflightError), match=r"rollout.engine is vllm.*libnuma1"):
+            look()
+
+
+def test_the_engine_computes_in_float32_unless_it_is_told_otherwise() -> None:
+    """A processor that lists AMX and cannot use it dies of bfloat16."""
+    assert make_config().model.dtype == "float32"
+
+
+def test_a_vllm_server_asks_for_the_runs_token_and_none_serves_everybody_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
+    assert server_environment(context(), judge())["VLLM_API_KEY"] == TOKEN
+    assert TOKEN not in " ".join(server_command(context(), judge(), 1))
+    assert not complaint("0.0.0.0", TOKEN)
+    assert MODEL_TOKEN_VARIABLE in complaint("0.0.0.0", "")
 
 
 def test_a_build_for_gpus_needs_and_gets_nothing(no_libnuma: None, monkeypatch: pytest.MonkeyPatch) -> None:

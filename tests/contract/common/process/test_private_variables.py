@@ -1,0 +1,27 @@
+"""Processes of users' code hold no passwords of the run: a tool may show a model what is there."""
+
+import time
+
+import psutil
+import pytest
+
+from common.process.children import kill_group, spawn
+from common.process.programs import Child
+
+
+@pytest.mark.parametrize("child", list(Child))
+def test_processes_of_users_code_hold_no_passwords(monkeypatch: pytest.MonkeyPatch, child: Child) -> None:
+    secrets = ("REDIS_URL", "REDIS_USERNAME", "REDIS_PASSWORD", "SENTINEL_PASSWORD", "WEIGHTS_TOKEN")
+    for name in secrets:
+        monkeypatch.setenv(f"TIDEMILL_{name}", "s3cret")
+    monkeypatch.setenv("MY_OWN_KEY", "mine")
+    process, channel = spawn(child)
+    try:
+        while not (variables := psutil.Process(process.pid).environ()):
+            time.sleep(0.01)  # the kernel has not written them yet
+    finally:
+        channel.close()
+        kill_group(process)
+        process.wait()
+    assert "s3cret" not in variables.values()
+    assert variables["MY_OWN_KEY"] == "mine"

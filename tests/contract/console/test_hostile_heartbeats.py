@@ -1,0 +1,65 @@
+"""Heartbeats of somebody who has the password of a worker: they hide no other, and end no reader."""
+
+import io
+import json
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
+from common.redis.broker import Broker
+from common.wire.keys import Keys
+from services.console.exporter.exporter import MetricsReader, _set_workers, as_json
+from services.console.status.render import dashboard
+from services.console.status.snapshot import RunSnapshot
+
+ODD: dict[str, Any] = {
+    "at": [None, "soon", [], 10**400, -1e300, float("nan"), float("inf")],
+    "started_at": [None, "x", 1e300, float("-inf")],
+    "idle_share": [None, [], float("nan")],
+    "shares": [5, [1], {"wait:x": "much"}, {"wait:x": None}],
+    "counts": [5, {"outstanding": {}}, {"failures:[/x]:\x1b[2J": 1.0}, {"blocking": float("nan")}],
+    "detail": [7, "[/bold]", "\x1b]0;title\x07", "\ud800"],
+    "state": [{}, "\x1b[2J", "wait:[/x]"],
+    "version": ["new", [], 1e400],
+    "port": ["80/x", -1, {}],
+    "address": [5, "[/x]", "a b"],
+    "pid": ["x"],
+}
+FIELDS = {
+    f"{name} {number}": {name: value} for name, values in ODD.items() for number, value in enumerate(values)
+}
+TEXTS = [b"[" * 100_000, b"", b"\xff", b"null", b"[]", b'{"name": "odd"}']
+
+
+async def assert_no_reader_minds(broker: Broker, keys: Keys, written: bytes) -> None:
+    await publish_heartbeat(broker, keys, Heartbeat("sound", "rollout", state="generate"))
+    await broker.execute("HSET", keys.workers("rollout"), "odd", written)
+    beats = await read_heartbeats(broker, keys)
+    assert [beat.name for beat in beats if beat.is_alive and beat.name != "odd"] == ["sound"]
+    _set_workers(beats)
+    as_json(keys.run_id, await MetricsReader(broker, keys).read(), "")
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(dashboard(RunSnapshot(keys.run_id, 10, 1, workers=beats)))
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("changed", FIELDS.values(), ids=FIELDS)
+async def test_odd_fields_end_no_reader(broker: Broker, keys: Keys, changed: dict[str, Any]) -> None:
+    beat = {"name": "odd", "role": "rollout", "at": time.time()} | changed
+    await assert_no_reader_minds(broker, keys, json.dumps(beat).encode())
+
+
+@pytest.mark.parametrize("written", TEXTS, ids=range(len(TEXTS)))
+async def test_what_is_no_heartbeat_ends_no_reader(broker: Broker, keys: Keys, written: bytes) -> None:
+    await assert_no_reader_minds(broker, keys, written)
+
+
+async def test_a_name_is_shown_as_it_is(broker: Broker, keys: Keys) -> None:
+    await publish_heartbeat(broker, keys, Heartbeat("[/x]\x1b[2J", "rollout", state="generate"))
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    workers = await read_heartbeats(broker, keys)
+    console.print(dashboard(RunSnapshot(keys.run_id, 10, 1, workers=workers)))
+    assert "[/x]\\x1b[2J" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,34 @@
+"""Whatever code writes is judged: an answer that stops its judge would be left out instead of scored 0."""
+
+from typing import Any
+
+import pytest
+
+from services.jobs.sandbox.programs import make_cases
+
+
+def passed(expected: Any, written: str) -> bool:
+    (case,) = make_cases("", {"fn_name": "f", "inputs": [[1]], "outputs": [expected]}, 1)
+    return case.passed({"outcome": "done", "code": 0, "stdout": case.proof + written})
+
+
+@pytest.mark.parametrize(
+    ("expected", "written"),
+    [
+        (1.5, "1" + "0" * 400),
+        ([0.5, 1.5], "[0.5, 1" + "0" * 400 + "]"),
+        (1, "[" * 100_000 + "]" * 100_000),
+        (1, "[" * 100_000),
+        (1, "9" * 10_000),
+        (1.0, "NaN"),
+        (1.0, "Infinity"),
+    ],
+    ids=["large", "large in a list", "nested", "cut off", "too long a number", "no number", "infinite"],
+)
+def test_odd_answers_are_wrong(expected: Any, written: str) -> None:
+    assert not passed(expected, written)
+
+
+def test_large_whole_numbers_are_compared_as_they_are() -> None:
+    assert passed(10**400, "1" + "0" * 400)
+    assert not passed(10**400, "1.5")
