@@ -193,6 +193,13 @@ HEADINGS = {
 }
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes every kind of text as text."""
+
+
+_Dumper.add_multi_representer(str, yaml.SafeDumper.represent_str)
+
+
 def run_name(given: Any) -> str:
     """A name that a run may have; empty where nothing is left of it."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given or "")).strip("._-")[:100]
@@ -205,5 +212,6 @@ def origin(option: str, note: str = "") -> str:
 
 def plain(value: Any) -> str:
     """A value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
+    options: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True}
+    text: str = yaml.dump(value, Dumper=_Dumper, width=10_000, **options)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -101,11 +101,12 @@ def _convert_lengths(draft: Draft) -> None:
     ]
     total = min((int(limit) for limit in limits if limit), default=SEQUENCE)
     completion = draft.take(O + "train.sampling.max_completion_tokens")
-    prompt = total - completion if completion else min(PROMPT_TOKENS, total // 2)
+    fits = completion and completion < total
+    prompt = total - completion if fits else min(PROMPT_TOKENS, total // 2)
     draft.put("model.max_model_len", total, "the smallest of seq_len and max_model_len")
     draft.put("data.max_prompt_tokens", prompt, "what the completion leaves")
-    draft.put("rollout.sampling.max_tokens", completion or total - prompt, "max_completion_tokens")
-    if not completion:
+    draft.put("rollout.sampling.max_tokens", completion if fits else total - prompt, "max_completion_tokens")
+    if not fits:
         draft.approximate(
             "seq_len", f"prime-rl cuts whole sequences: here prompts have at most {prompt} tokens"
         )

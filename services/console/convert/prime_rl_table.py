@@ -118,7 +118,7 @@ ROWS = (
     computed("monitors.wandb.project, wandb.project", "trainer.loggers, trainer.logger_project"),
     computed("run.name, monitors.wandb.name, wandb.name", "run_id"),
     automatic(
-        f"{O}renderer.*, {O}tokenizer.*, tokenizer.*, {T}tokenizer.*",
+        f"{O}model.lora.*, {O}renderer.*, {O}tokenizer.*, tokenizer.*, {T}tokenizer.*",
         "the model's own chat template is used; its tokens are kept",
     ),
     automatic(

@@ -202,6 +202,20 @@ def test_python_is_parsed_and_never_run(tmp_path: Path) -> None:
     assert made.fields["reward.function"] == "train.py:f"
 
 
+def test_defaults_of_the_command_line_count_and_what_must_run_is_said(tmp_path: Path) -> None:
+    text = (
+        'parser.add_argument("--num-generations", type=int, default=4)\n'
+        "GRPOConfig(num_generations=args.num_generations, max_steps=int(x), output_dir=str(y))\n"
+        "GRPOTrainer(model=path, reward_funcs=[f], train_dataset=load(z))\n"
+    )
+    made = convert(write(tmp_path, "train.py", text), [], None)
+    assert (made.fields["trainer.group_size"], made.fields["trainer.epochs"]) == (4, 3)
+    assert (made.fields["model.path"], verdicts(made, "model")) == ("MODEL", ["lost"])
+    assert verdicts(made, "max_steps") == ["lost"] and verdicts(made, "output_dir") == []
+    assert "int(x) is known only when the file runs" in made.text("train.py")
+    assert convert(tmp_path / "train.py", ["max_steps=5"], None).fields["trainer.steps"] == 5
+
+
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
