@@ -15,6 +15,8 @@ class ConfigError(TidemillError):
     """The run cannot start as configured: a bad field, dataset, model folder, reward or address."""
 
     exit_code = 2
+    unknown_fields: tuple[str, ...] = ()
+    """Dotted names in a config file that are no fields."""
 
 
 class BrokerError(TidemillError):

@@ -58,10 +58,12 @@ def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
-        raise ConfigError(
-            f"{origin}: {len(lines)} problem(s)\n" + "\n".join(f"  {line}" for line in lines)
-        ) from None
+        items = error.errors(include_url=False)
+        lines = "".join(f"\n  {_explain(item)}" for item in items)
+        refusal = ConfigError(f"{origin}: {len(items)} problem(s){lines}")
+        unknown = (item["loc"] for item in items if item["type"] == "extra_forbidden")
+        refusal.unknown_fields = tuple(".".join(map(str, loc)) for loc in unknown)
+        raise refusal from None
 
 
 def override_config(config: RunConfig, overrides: Iterable[str]) -> RunConfig:

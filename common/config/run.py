@@ -1,9 +1,9 @@
 """One YAML file per run: its sections, and the checks that span them."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config.data import DataConfig, SourceConfig
 from common.config.reward import RewardConfig
@@ -26,6 +26,18 @@ class ModelConfig(Section):
     """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
     """Prompt plus completion, in tokens; at most the model's context."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the model's config.json that this run replaces, such as `{rope_scaling: {rope_type: yarn,
+    factor: 4.0}, max_position_embeddings: 32768}`: in the trainer, in engines, and in exports."""
+
+    @field_validator("overrides")
+    @classmethod
+    def _overrides_leave_the_model(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        for name in ("model_type", "architectures", "dtype", "torch_dtype"):
+            if name in overrides:
+                why = "it is model.dtype" if "dtype" in name else "the weights are of the model as it is"
+                raise ValueError(f"{name} cannot be overridden: {why}")
+        return overrides
 
 
 class ArchiveConfig(Section):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config import DataConfig, RunConfig, parse_config
+from common.config import DataConfig, RunConfig, is_path, parse_config
 from common.errors import ConfigError
 from common.run.chat_template import ChatTemplate, RenderError
 from common.run.dataset import Row
@@ -68,21 +68,26 @@ def _open_tokenizer(file: Path) -> "Tokenizer":
     return tokenizer
 
 
-def with_steps(config: RunConfig, rows: Sequence[Row] | None = None) -> RunConfig:
+class NotMeasuredError(ConfigError):
+    """Prompts that are dropped for their length cannot be counted here."""
+
+
+def with_steps(config: RunConfig, rows: Sequence[Row] | None = None, fetches: bool = True) -> RunConfig:
     """The config with `trainer.epochs` as `steps`: rows that are trained on // groups_per_step * epochs.
 
-    `rows` are those of the training set, where they have been read already.
+    `rows` are those of the training set, where they have been read already. `fetches`: a tokenizer may be
+    fetched from the hub to measure them.
 
     Raises:
-        ConfigError: the config gives another `steps`, an epoch has no whole step, or prompts are dropped for
-            their length and cannot be measured here.
+        NotMeasuredError: see there.
+        ConfigError: the config gives another `steps`, or an epoch has no whole step.
     """
     trainer = config.trainer
     if trainer.epochs is None:
         return config
     if rows is None:
         rows = read_training_rows(config.data)[""]
-    num_rows = _count_used(config, rows)
+    num_rows = _count_used(config, rows, fetches)
     steps = int(num_rows // trainer.groups_per_step * trainer.epochs)
     groups = f"{trainer.groups_per_step:,} groups a step"
     what = f"trainer.epochs: {trainer.epochs:g} over {num_rows:,} rows, {groups},"
@@ -99,22 +104,35 @@ def with_steps(config: RunConfig, rows: Sequence[Row] | None = None) -> RunConfi
     return parse_config(tree, f"trainer.epochs: {trainer.epochs:g}, which is {steps:,} steps")
 
 
-def _count_used(config: RunConfig, rows: Sequence[Row]) -> int:
+def _count_used(config: RunConfig, rows: Sequence[Row], fetches: bool) -> int:
     """Rows that are trained on: all but those that are dropped for their length."""
     if config.data.overlong_prompts != "drop":
         return len(rows)
-    folder = Path(config.model.path)
-    remedy = "give trainer.steps in place of trainer.epochs"
-    if not (folder / TOKENIZER_FILE).is_file():
-        raise ConfigError(
-            "trainer.epochs counts the rows that data.overlong_prompts: drop leaves, and they cannot be "
-            f"measured here, for model.path {folder} is no folder with a {TOKENIZER_FILE}; give such a "
-            f"folder, or {remedy}"
-        )
+    path = config.model.path
+    folder = (
+        _fetch_tokenizer(path) if fetches and not is_path(path) and not Path(path).is_dir() else Path(path)
+    )
+    reason = f"model.path {path} is no folder with a {TOKENIZER_FILE}"
+    if (folder / TOKENIZER_FILE).is_file():
+        try:
+            return len(rows) - sum(1 for _ in Ruler(folder, config.data).overlong(rows))
+        except RenderError as error:
+            reason = str(error)
+    raise NotMeasuredError(
+        "trainer.epochs counts the rows that data.overlong_prompts: drop leaves, and they cannot be measured "
+        f"here: {reason}. Give trainer.steps in its place."
+    )
+
+
+def _fetch_tokenizer(name: str) -> Path:
+    """The folder of a hub model's tokenizer."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
-        return len(rows) - sum(1 for _ in Ruler(folder, config.data).overlong(rows))
-    except RenderError as error:
-        raise ConfigError(
-            "trainer.epochs counts the rows that data.overlong_prompts: drop leaves, and they cannot be "
-            f"measured here: {error}; {remedy}"
+        return Path(snapshot_download(name, allow_patterns=["tokenizer*", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise NotMeasuredError(
+            f"trainer.epochs: the tokenizer of model.path {name}, which data.overlong_prompts: drop measures "
+            f"with, cannot be had: {error}. Give a folder, or trainer.steps in place of trainer.epochs."
         ) from None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import typer
 
-from common.errors import TidemillError
+from common.errors import ConfigError, TidemillError
 from services.console.cli import dead, records, runs
 
 app = typer.Typer(
@@ -57,6 +57,10 @@ def main() -> None:
         app()
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
+        if isinstance(error, ConfigError) and error.unknown_fields:
+            from services.console.convert.aliases import names_elsewhere
+
+            print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

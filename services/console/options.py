@@ -131,10 +131,11 @@ _OPTIONS_TEXT = "Further options, which win: key=value; for a script also NAME=v
 class ConvertOptions:
     """`tidemill convert`."""
 
-    file: Annotated[Path, argument("A YAML, JSON, TOML or Python file, or a shell script.")]
+    file: Annotated[Path, argument("A YAML, JSON, TOML or Python file, or a shell script.", metavar="FILE")]
     options: Annotated[list[str], argument(_OPTIONS_TEXT, metavar="KEY=VALUE")] = field(default_factory=list)
     project: Annotated[
-        str | None, option("--from", "Whose it is. Without it: what it looks like.", "verl|trl|prime-rl")
+        Literal["verl", "trl", "prime-rl"] | None,
+        option("--from", "Whose it is. Without it: what it looks like."),
     ] = None
     output: Annotated[
         Path | None,

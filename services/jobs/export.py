@@ -9,11 +9,13 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, TidemillError, WeightsError
 from common.files import aside_folder, publish_folder
+from common.run.model_overrides import overridden
 from common.run.state import BEST_FILE
 from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, verified_files
 from common.wire.messages import WeightManifest
@@ -25,8 +27,17 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 """Weights of the starting model, and lists of them, stay behind."""
 
 
-def export(run_dir: str, model: str, dtype: str, version: str, output: str) -> dict[str, Any]:
+def export(
+    run_dir: str,
+    model: str,
+    dtype: str,
+    version: str,
+    output: str,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Write `version` (a number, `best` or `last`) into the folder `output`; entry point of RQ.
+
+    `overrides` are those of the run's model.
 
     Returns what was written, as plain JSON.
 
@@ -47,7 +58,7 @@ def export(run_dir: str, model: str, dtype: str, version: str, output: str) -> d
         _copy_model_files(source, aside)
         for path in paths:
             shutil.copyfile(path, aside / path.name)
-        _set_dtype(aside / "config.json", dtype)
+        _change_config(aside / "config.json", dtype, overrides or {})
         _write_index(aside, [path.name for path in paths])
         origin = {"run_id": run.name, "version": number, "digest": manifest.digest, "model": model}
         (aside / ORIGIN_FILE).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
@@ -110,9 +121,9 @@ def _copy_model_files(source: Path, target: Path) -> None:
         raise ConfigError(f"{source} has no config.json; an export needs that of the starting model.")
 
 
-def _set_dtype(path: Path, dtype: str) -> None:
-    """Let readers load the weights as they are stored."""
-    tree = json.loads(path.read_bytes())
+def _change_config(path: Path, dtype: str, overrides: Mapping[str, Any]) -> None:
+    """Let readers load the weights as they are stored, into the model that was trained."""
+    tree = overridden(json.loads(path.read_bytes()), overrides)
     tree.pop("torch_dtype", None)
     path.write_text(json.dumps({**tree, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
@@ -142,10 +153,11 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--version", default=LAST)
+    parser.add_argument("--overrides", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("-o", "--output", required=True)
     given = parser.parse_args()
     try:
-        result = export(given.run_dir, given.model, given.dtype, given.version, given.output)
+        result = export(given.run_dir, given.model, given.dtype, given.version, given.output, given.overrides)
     except TidemillError as error:
         print(error, file=sys.stderr)
         return error.exit_code

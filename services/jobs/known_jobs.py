@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, StrictBool, StringConstraints, validate_call
+from pydantic import AfterValidator, Field, JsonValue, StrictBool, StringConstraints, validate_call
 from redis.exceptions import RedisError
 from rq import Worker
 from rq.exceptions import NoSuchJobError, StopRequested
@@ -215,10 +215,11 @@ def run_functions(run_id: str) -> Functions:
         dtype: Annotated[str, StringConstraints(pattern=r"^\w{1,32}$")],
         version: Version,
         output: Annotated[Text, AfterValidator(_absolute)],
+        overrides: dict[Text, JsonValue] | None = None,
     ) -> dict[str, Any]:
         from services.jobs import export
 
-        return export.export(run_dir, model, dtype, version, output)
+        return export.export(run_dir, model, dtype, version, output, overrides)
 
     return {JobFunction.ARCHIVE: archive, JobFunction.EXPORT: export}
 

@@ -13,6 +13,7 @@ from common.config import DataConfig, ModelConfig, is_path
 from common.errors import ConfigError
 from common.run.chat_template import RenderError
 from common.run.dataset import Row
+from common.run.model_overrides import overridden
 from common.run.prompt_lengths import TOKENIZER_FILE, Ruler
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -52,7 +53,7 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
         )
     if not needs_weights and not (folder / "config.json").is_file():
         return ModelFacts(folder)
-    tree = _read_config(folder)
+    tree = overridden(_read_config(folder), model.overrides)
     weights = {file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)}
     if needs_weights and not weights:
         raise ConfigError(

@@ -19,7 +19,7 @@ from common.process.vllm_machine import check_machine
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
 from common.run.dataset import Row
-from common.run.prompt_lengths import with_steps
+from common.run.prompt_lengths import NotMeasuredError, with_steps
 from common.run.training_rows import read_evaluation_rows, read_training_rows
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from services.console.check.teachers import check_teachers
@@ -109,8 +109,16 @@ def _read_rows(findings: Findings, rows: Rows) -> None:
 
 def _count_steps(findings: Findings, rows: Rows) -> None:
     """The steps of `trainer.epochs`: what is shown, recorded and run."""
-    if train := rows.get("train"):
-        findings.config = with_steps(findings.config, train)
+    if not (train := rows.get("train")):
+        return
+    try:
+        findings.config = with_steps(findings.config, train, fetches=False)
+    except NotMeasuredError:
+        if findings.model is None or not findings.model.is_remote:
+            raise
+        findings.notes.append(
+            f"the steps of trainer.epochs are counted with the tokenizer of {findings.model.path}"
+        )
 
 
 def _look_at_model(findings: Findings) -> None:

@@ -17,6 +17,7 @@ from services.console.convert.table import NOT_GIVEN, Table
 
 Verdict = Literal["lost", "approximated", "automatic"]
 WIDTH = 108
+WARMUP = "trainer.optimizer.warmup_steps"
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 """What an option of theirs that we lack may be without anything being lost."""
 
@@ -86,10 +87,17 @@ class Draft:
             if value is not NOT_GIVEN and value is not None and row.target not in self.fields:
                 self.put(row.target, row.words(value) if row.words else value, origin(option, row.note))
 
-    def list_the_rest(self) -> None:
-        """Name every option that nothing was made of; and let groups of one be trained."""
+    def finish(self) -> None:
+        """Copy what is `same`, mend what our config would refuse, and name what nothing was made of."""
+        self.copy()
         if self.fields.get("trainer.group_size") == 1:
             self.put("reward.min_group_size", 1, "groups of one")
+        steps = self.fields.get("trainer.steps", 0)
+        if 1 < steps <= self.fields.get(WARMUP, 0):
+            self.put(WARMUP, steps - 1, f"{self.comments[WARMUP]}: cut, for the run has {steps} steps")
+        self._list_the_rest()
+
+    def _list_the_rest(self) -> None:
         for option, value in self.given.items():
             if option in self._taken:
                 continue
@@ -185,6 +193,13 @@ HEADINGS = {
 }
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes every kind of text as text."""
+
+
+_Dumper.add_multi_representer(str, yaml.SafeDumper.represent_str)
+
+
 def run_name(given: Any) -> str:
     """A name that a run may have; empty where nothing is left of it."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given or "")).strip("._-")[:100]
@@ -197,5 +212,6 @@ def origin(option: str, note: str = "") -> str:
 
 def plain(value: Any) -> str:
     """A value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
+    options: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True}
+    text: str = yaml.dump(value, Dumper=_Dumper, width=10_000, **options)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -19,6 +19,7 @@ DEFAULTS = {
     LOSS + "dppo_mask_low": 0.2,
     LOSS + "dppo_mask_high": 0.2,
     T + "model.ac": True,
+    T + "scheduler.type": "constant",
     OPTIM + "betas1": 0.9,
     OPTIM + "betas2": 0.999,
     "deployment.num_train_gpus": 1,
@@ -40,10 +41,9 @@ def convert_prime_rl(options: Mapping[str, Any]) -> Draft:
     _convert_optimizer(draft)
     _convert_evaluation(draft)
     _convert_machine(draft)
-    draft.copy()
+    draft.finish()
     if "trainer.steps" not in draft.fields:
         draft.lose("max_steps", "without it prime-rl goes on for ever: here for 100 steps")
-    draft.list_the_rest()
     return draft
 
 
@@ -101,11 +101,12 @@ def _convert_lengths(draft: Draft) -> None:
     ]
     total = min((int(limit) for limit in limits if limit), default=SEQUENCE)
     completion = draft.take(O + "train.sampling.max_completion_tokens")
-    prompt = total - completion if completion else min(PROMPT_TOKENS, total // 2)
+    fits = completion and completion < total
+    prompt = total - completion if fits else min(PROMPT_TOKENS, total // 2)
     draft.put("model.max_model_len", total, "the smallest of seq_len and max_model_len")
     draft.put("data.max_prompt_tokens", prompt, "what the completion leaves")
-    draft.put("rollout.sampling.max_tokens", completion or total - prompt, "max_completion_tokens")
-    if not completion:
+    draft.put("rollout.sampling.max_tokens", completion if fits else total - prompt, "max_completion_tokens")
+    if not fits:
         draft.approximate(
             "seq_len", f"prime-rl cuts whole sequences: here prompts have at most {prompt} tokens"
         )
@@ -146,8 +147,14 @@ def _convert_optimizer(draft: Draft) -> None:
         betas = [draft.take(OPTIM + "betas1"), draft.take(OPTIM + "betas2")]
         draft.put("trainer.optimizer.betas", betas, OPTIM + "betas1, betas2")
     warmup = draft.take(T + "scheduler.warmup_steps")
-    if draft.given.get(T + "scheduler.type", "constant") != "constant":
+    kind = str(draft.take(T + "scheduler.type"))
+    if kind in ("linear", "cosine"):
         warmup = 10 if warmup is None else warmup
+    draft.put(
+        "trainer.optimizer.schedule", "cosine" if kind == "cosine" else "constant", T + "scheduler.type"
+    )
+    if kind == "linear" and draft.take(T + "scheduler.decay_steps") != 0:
+        draft.lose(T + "scheduler.decay_steps", "the rate stays to the end")
     if warmup:
         draft.put("trainer.optimizer.warmup_steps", warmup, T + "scheduler.warmup_steps")
 

@@ -62,10 +62,15 @@ ROWS = (
     missing(
         f"{OPTIM}type, {OPTIM}mu, {OPTIM}momentum, {OPTIM}nesterov", "the optimizer is AdamW", off="adamw"
     ),
-    same(T + "scheduler.type", "trainer.optimizer.schedule"),
+    computed(
+        T + "scheduler.type",
+        "trainer.optimizer.schedule",
+        "linear there is constant but for its end: constant",
+    ),
     computed(T + "scheduler.warmup_steps", "trainer.optimizer.warmup_steps"),
     missing(
-        f"{T}scheduler.decay_steps, {T}scheduler.min_lr", "the rate falls to 0 over all steps after warm-up"
+        f"{T}scheduler.decay_steps, {T}scheduler.min_lr",
+        "cosine falls to 0 over all steps after warm-up, constant stays",
     ),
     computed(
         f"{O}eval.interval, {O}eval.skip_first_step", "trainer.evaluation.every, trainer.evaluation.at_start"
@@ -113,7 +118,7 @@ ROWS = (
     computed("monitors.wandb.project, wandb.project", "trainer.loggers, trainer.logger_project"),
     computed("run.name, monitors.wandb.name, wandb.name", "run_id"),
     automatic(
-        f"{O}renderer.*, {O}tokenizer.*, tokenizer.*, {T}tokenizer.*",
+        f"{O}model.lora.*, {O}renderer.*, {O}tokenizer.*, tokenizer.*, {T}tokenizer.*",
         "the model's own chat template is used; its tokens are kept",
     ),
     automatic(

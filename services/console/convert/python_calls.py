@@ -1,6 +1,7 @@
 """The arguments of `GRPOConfig(...)` and `GRPOTrainer(...)` in a Python file, which is parsed, never run."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ TRAINER_ARGUMENTS = (
 )
 
 
+class Source(str):
+    """What stands in place of a value: an expression that only running the file would evaluate."""
+
+    __slots__ = ()
+
+
 def read_calls(text: str, path: Path) -> dict[str, Any]:
-    """Arguments by name: literals as they are, everything else as its source text.
+    """Arguments by name: literals as they are, everything else as its source text; `args.name` is the default
+    that `add_argument` gives it.
 
     Raises:
         ConfigError: the file is not Python, or has no such call.
@@ -34,6 +42,7 @@ def read_calls(text: str, path: Path) -> dict[str, Any]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    names |= dict(_command_line(tree))
     found: dict[str, Any] = {}
     has_call = False
     for node in ast.walk(tree):
@@ -52,11 +61,23 @@ def read_calls(text: str, path: Path) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
-    if isinstance(node, ast.Name) and node.id in names and depth < 8:
-        return _literal(names[node.id], names, depth + 1)
+    name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
+    if name in names and depth < 8:
+        return _literal(names[name], names, depth + 1)
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(item, names, depth + 1) for item in node.elts]
     try:
         return ast.literal_eval(node)
     except ValueError:
-        return ast.unparse(node)
+        return Source(ast.unparse(node))
+
+
+def _command_line(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """`args.name` and its default, for each `parser.add_argument("--name", default=...)`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(".add_argument"):
+            continue
+        option = next((item.value for item in node.args if isinstance(item, ast.Constant)), "")
+        default = next((keyword.value for keyword in node.keywords if keyword.arg == "default"), None)
+        if default is not None:
+            yield f"args.{str(option).lstrip('-').replace('-', '_')}", default

@@ -133,12 +133,10 @@ def _from_script(text: str, variables: Iterable[str], project: Project | None) -
         if hydra and project != "trl":
             module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
             return {"module": module, **dict(_from_words(hydra))}
-        if any(word in ("trl", "grpo") or word.endswith(".py") for word in words):
-            start = next(
-                (at for at, word in enumerate(words) if word == "grpo" or word.endswith(".py")), None
-            )
-            if start is not None:
-                return processes | dict(_from_words(words[start + 1 :]))
+    for words in reversed(commands):
+        start = next((at for at, word in enumerate(words) if word == "grpo" or word.endswith(".py")), None)
+        if start is not None:
+            return processes | dict(_from_words(words[start + 1 :]))
     return processes
 
 

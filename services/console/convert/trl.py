@@ -8,6 +8,7 @@ from typing import Any
 
 from common.config.algorithm_table import LOSSES
 from services.console.convert.draft import Draft, origin, run_name
+from services.console.convert.python_calls import Source
 from services.console.convert.trl_table import FILE, PROCESSES, TABLE
 
 ALGORITHM = "trainer.algorithm."
@@ -49,12 +50,21 @@ NORMALISATIONS = {
     "cispo": "token",
 }
 PROMPT_TOKENS = 1024
+OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
+"""Arguments that no literal can be: their source says what they are."""
 TRACKERS = ("wandb", "mlflow", "trackio")
 
 
 def convert_trl(options: Mapping[str, Any]) -> Draft:
     """The config that trains as these options do; what is not among them is as in TRL."""
-    draft = Draft(TABLE, options, DEFAULTS)
+    unknown = {
+        name: value for name, value in options.items() if isinstance(value, Source) and name not in OBJECTS
+    }
+    draft = Draft(TABLE, {name: value for name, value in options.items() if name not in unknown}, DEFAULTS)
+    for name, value in unknown.items():
+        row = TABLE.find(name)
+        if row is None or row.kind != "automatic":
+            draft.lose(name, f"{value} is known only when the file runs: give {name}=VALUE after the file")
     _convert_batches(draft)
     _convert_lengths(draft)
     _convert_data(draft)
@@ -64,8 +74,7 @@ def convert_trl(options: Mapping[str, Any]) -> Draft:
     _convert_importance(draft)
     _convert_steps(draft)
     _convert_machine(draft)
-    draft.copy()
-    draft.list_the_rest()
+    draft.finish()
     return draft
 
 

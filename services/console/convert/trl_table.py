@@ -45,8 +45,7 @@ ROWS = (
     same("top_p", "rollout.sampling.top_p"),
     same("top_k", "rollout.sampling.top_k", words=lambda count: max(int(count or 0), 0)),
     missing(
-        "min_p, generation_kwargs, cache_implementation, chat_template_kwargs.*, "
-        "vllm_structured_outputs_regex",
+        "min_p, generation_kwargs, cache_implementation, vllm_structured_outputs_regex",
         "sampling has temperature, top_p and top_k",
     ),
     missing("repetition_penalty", "sampling has temperature, top_p and top_k", off=1),
@@ -147,6 +146,7 @@ ROWS = (
         "tools, environment_factory, rollout_func, max_tool_calling_iterations",
         "see rollout.environment, which plays TRL's tools and environments (docs/environments.md)",
     ),
+    missing("chat_template_kwargs, chat_template_kwargs.*", "the template is rendered without them"),
     missing("trust_remote_code", "code from a hub is not run"),
     missing("chat_template_path", "put the template into the model's folder"),
     automatic(

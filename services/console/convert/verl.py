@@ -51,8 +51,7 @@ def convert_verl(options: Mapping[str, Any]) -> Draft:
     _convert_evaluation(draft)
     _convert_machine(draft, mode)
     _convert_records(draft)
-    draft.copy()
-    draft.list_the_rest()
+    draft.finish()
     return draft
 
 
@@ -67,6 +66,16 @@ def _convert_model(draft: Draft) -> None:
     prompt, response = draft.take("data.max_prompt_length"), draft.take("data.max_response_length")
     if not draft.has(R + "max_model_len"):
         draft.put("model.max_model_len", prompt + response, "max_prompt_length + max_response_length")
+    prefix = M + "override_config."
+    tree: dict[str, Any] = {}
+    for option in [name for name in draft.given if name.startswith(prefix)]:
+        *sections, name = option.removeprefix(prefix).split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = draft.take(option)
+    if tree:
+        draft.put("model.overrides", tree, M + "override_config")
     if rank := draft.take(M + "lora_rank"):
         draft.put("trainer.lora.rank", rank, M + "lora_rank")
         draft.put("trainer.lora.alpha", draft.take(M + "lora_alpha"), M + "lora_alpha")

@@ -33,6 +33,8 @@ LOSS_MODES = {
     "kl_cov": "kl_cov",
 }
 """The same for losses."""
+HIGHEST_DUAL_CLIP = 1000.0
+"""A bound above this is as good as none."""
 AGGREGATIONS = {
     "token-mean": "token",
     "seq-mean-token-mean": "sequence",
@@ -87,6 +89,11 @@ def _convert_advantage(draft: Draft) -> None:
     if ours not in ADVANTAGES:
         draft.lose("algorithm.adv_estimator", f"no such advantage here: grpo in place of {theirs}")
         ours = "grpo"
+    if ADVANTAGES[ours].compares_siblings and draft.given.get(R + "n", 1) < 2:
+        draft.lose(
+            R + "n", f"{ours} compares completions of a group: reinforce_plus_plus compares with the batch"
+        )
+        ours = "reinforce_plus_plus"
     draft.put(FIELD + "advantage", ours, "algorithm.adv_estimator")
     discount, trace = draft.take("algorithm.gamma"), draft.take("algorithm.lam")
     if ADVANTAGES[ours].has_discount and discount != 1:
@@ -131,7 +138,8 @@ def _convert_loss(draft: Draft) -> None:
     draft.put(FIELD + "clip_high", high, A + "clip_ratio_high")
     bound = draft.take(A + "clip_ratio_c")
     if ours == "ppo" and moves and bound > 1 + high:
-        draft.put(FIELD + "dual_clip", float(bound), A + "clip_ratio_c")
+        is_none = bound > HIGHEST_DUAL_CLIP
+        draft.put(FIELD + "dual_clip", None if is_none else float(bound), A + "clip_ratio_c")
     elif draft.has(A + "clip_ratio_c") and theirs == "vanilla":
         draft.explain(A + "clip_ratio_c", "with one update a step the ratio is always 1")
     elif draft.has(A + "clip_ratio_c"):

@@ -203,7 +203,7 @@ ROWS = (
     ),
     same(M + "use_remove_padding", "trainer.packing"),
     same(M + "use_liger", "trainer.liger", words=lambda is_on: "on" if is_on else "off"),
-    missing(M + "override_config.*", "change config.json in the model's folder"),
+    computed(M + "override_config.*", "model.overrides"),
     computed(
         "trainer.n_gpus_per_node, trainer.nnodes", "trainer.num_ranks", f"their product; {ENGINE_SHARES}"
     ),
@@ -303,6 +303,17 @@ ROWS = (
     missing("distillation.*", "there are no teachers"),
     missing(
         "actor_rollout_ref.ref.*", "the reference is the starting model, as trainer.algorithm.reference says"
+    ),
+    missing(
+        f"{R}expert_parallel_size, {R}data_parallel_size, {R}pipeline_model_parallel_size",
+        "more rollout.workers, or rollout.vllm.extra",
+        off=1,
+    ),
+    missing("*.override_optimizer_config.*, *.lr_decay_steps", "the optimizer is AdamW, on the GPUs"),
+    automatic(
+        "trainer.use_legacy_worker_impl, trainer.rollout_data_dir, trainer.validation_data_dir, "
+        "trainer.resume_from_path",
+        "every completion is in the run's archive, and a run is resumed by its name",
     ),
     missing(A + "loss_scale_factor", "Adam does not see a constant factor, except through max_grad_norm"),
 )

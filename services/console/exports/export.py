@@ -33,13 +33,15 @@ def export(run_id: str | None, version: str, output: Path, now: bool, runs_dir: 
     """
     folder = find_run(run_id, folder_of_runs(runs_dir))
     config = _config_of(folder)
-    arguments = {
+    arguments: dict[str, Any] = {
         "run_dir": str(folder.path.absolute()),
         "model": config.model.path,
         "dtype": config.model.dtype,
         "version": version,
         "output": str(output.resolve()),
     }
+    if config.model.overrides:  # workers of older releases know no such argument
+        arguments["overrides"] = config.model.overrides
     queue = None if now else _queue_with_worker(folder)
     job_id = Keys(folder.run_id).jobs_names + secrets.token_hex(8)
     result = _export_here(arguments) if queue is None else _export_by_job(queue, job_id, arguments)
@@ -73,7 +75,7 @@ def _queue_with_worker(folder: RunFolder) -> Queue | None:
         return None  # its Redis is gone, as after every finished run; the files are here
 
 
-def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, str]) -> dict[str, Any]:
+def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
     job = queue.enqueue_call(JobFunction.EXPORT, kwargs=arguments, job_id=job_id, timeout=JOB_TIMEOUT_S)
     while (status := job.get_status(refresh=True)) not in (JobStatus.FINISHED, JobStatus.FAILED):
         if status in (JobStatus.STOPPED, JobStatus.CANCELED, None):
@@ -86,10 +88,12 @@ def _export_by_job(queue: Queue, job_id: str, arguments: dict[str, str]) -> dict
     return dict(result.return_value)
 
 
-def _export_here(arguments: dict[str, str]) -> dict[str, Any]:
+def _export_here(arguments: dict[str, Any]) -> dict[str, Any]:
     command = run_own(Program.EXPORT, arguments["run_dir"])
     for name in ("model", "dtype", "version", "output"):
         command += [f"--{name}", arguments[name]]
+    if overrides := arguments.get("overrides"):
+        command += ["--overrides", json.dumps(overrides)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip() or f"it ended with {done.returncode}"

@@ -20,6 +20,7 @@ from common.process.programs import run_main
 from common.process.service import METRICS_HOST_VARIABLE
 from common.redis.broker import Broker
 from common.redis.client import URL_VARIABLE
+from common.run.prompt_lengths import with_steps
 from common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
 from common.wire.keys import Keys
 from services.console.check.preflight import examine
@@ -40,7 +41,7 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
-    config = examine(options.config, options.overrides).config
+    config = with_steps(examine(options.config, options.overrides).config)
     runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)

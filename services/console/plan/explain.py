@@ -103,7 +103,9 @@ def _length(findings: Findings) -> str:
     evaluated = " and ".join(moments) if findings.config.data.eval and moments else "never"
     every = trainer.checkpoint_every
     kept = f"every {every} steps" if every else "at the end only"
-    return f"{trainer.steps:,} steps = {epochs}; evaluated {evaluated}; checkpoint {kept}"
+    is_counted = trainer.epochs is None or "steps" in trainer.model_fields_set
+    steps = f"{trainer.steps:,} steps = " if is_counted else ""
+    return f"{steps}{epochs}; evaluated {evaluated}; checkpoint {kept}"
 
 
 def _algorithm(trainer: TrainerConfig) -> str:

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from services.console.convert.prime_rl_table import TABLE as PRIME_RL
+from services.console.convert.aliases import TABLES
 from services.console.convert.table import Row, Table
-from services.console.convert.trl_table import TABLE as TRL
-from services.console.convert.verl_table import TABLE as VERL
 
 HEADING = "## Every option"
-TABLES = (VERL, TRL, PRIME_RL)
+
 PREAMBLE = f"""{HEADING}
 
 Generated from the tables of `tidemill convert`: `python -m services.console.reference.option_tables

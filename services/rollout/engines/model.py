@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from common.config.run import ModelConfig, is_path
 from common.errors import ConfigError, WeightsError
 from common.run.chat_template import exact_attention
+from common.run.model_overrides import with_overrides
 from services.rollout.engines.engine import GenerationRequest, check_ids, check_length
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
 
     try:
         hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
+        hf_config = with_overrides(hf_config, model, local_files_only=is_local)
     except (OSError, ValueError) as error:
         raise ConfigError(_unusable(model.path, "its configuration cannot be read", error)) from None
     try:
@@ -134,9 +136,12 @@ def load_model(model: ModelConfig, device: str) -> Any:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     is_local = Path(model.path).is_dir()
     try:
-        attention = exact_attention(AutoConfig.from_pretrained(model.path, local_files_only=is_local))
+        hf_config = AutoConfig.from_pretrained(model.path, local_files_only=is_local)
+        hf_config = with_overrides(hf_config, model, local_files_only=is_local)
+        attention = exact_attention(hf_config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.path,
+            config=hf_config,
             dtype=getattr(torch, model.dtype),
             local_files_only=is_local,
             output_loading_info=True,

@@ -8,6 +8,7 @@ from common.config.run import RunConfig
 from common.errors import ConfigError, EngineError
 from common.process.programs import VLLM_EXTENSION
 from common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
+from common.run.model_overrides import for_vllm, with_overrides
 from services.rollout.engines.engine import request_key
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def start_vllm(config: RunConfig, worker: str) -> "AsyncLLM":
 
 def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     """Translate the run's config; `rollout.vllm.extra` overrides everything."""
+    from transformers import AutoConfig
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -91,6 +93,9 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     }
     if config.shared_turn_s is not None:
         fields["enable_sleep_mode"] = True
+    if config.model.overrides:
+        changed = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
+        fields["hf_overrides"] = for_vllm(changed, config.model.overrides)
     if current_platform.is_cpu():
         if options.extra.get("dtype", config.model.dtype) in ("auto", "bfloat16"):
             check_bfloat16(f"model.dtype is {config.model.dtype}")

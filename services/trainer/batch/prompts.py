@@ -209,7 +209,7 @@ def _encoded(
             raise ConfigError(f"{row.origin}: the prompt has no tokens; its text is {text!r}.")
         if len(ids) > data.max_prompt_tokens:
             overlong.append((len(ids), row.origin))
-            if data.overlong_prompts in ("error", "drop"):
+            if data.overlong_prompts == "error" or data.overlong_prompts == "drop":
                 continue
             ids = cut(ids, data.max_prompt_tokens, data.overlong_prompts)
             text = str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -29,6 +29,7 @@ from common.config.run import ModelConfig
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.run.chat_template import exact_attention
+from common.run.model_overrides import with_overrides
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +92,7 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """Load `model.path` in float32 onto the device, with every dropout at 0. Raises ConfigError: no model
     there, weights missing, or a context shorter than `model.max_model_len`."""
     try:
-        model_config = AutoConfig.from_pretrained(config.path)
+        model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         _disable_dropout(model_config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -100,6 +101,8 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
             output_loading_info=True,
             attn_implementation=choose_attention(model_config, device, compute_dtype(config)),
         )
+    except ConfigError:
+        raise
     except Exception as error:
         # Whatever transformers raises here (it uses a dozen types) is about the folder the user named.
         reason = " ".join(str(error).split())[:500]

@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from common.config import AlgorithmConfig, RunConfig
+from common.config.algorithm_table import LOSSES
 from services.console.__main__ import app
 from services.console.check.preflight import examine
 from services.console.plan.explain import describe
@@ -145,7 +146,12 @@ group_size = 32
 """
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "loss"}}
 NONE: dict[str, Any] = {"importance": {"mode": "off"}}
-PRIME = {"advantage": "dr_grpo", "old_logprobs": "rollout", "clip_high": 0.2}
+PRIME = {
+    "advantage": "dr_grpo",
+    "loss": "dppo" if "dppo" in LOSSES else "ppo",
+    "old_logprobs": "rollout",
+    "clip_high": 0.2,
+}
 CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]] = {
     # file, text, options, rows; steps, groups, updates, group size, staleness and other fields; algorithm
     "verl GRPO": (
@@ -228,6 +234,8 @@ def test_a_published_script_converts_and_passes_the_check(name: str, tmp_path: P
     names = ("steps", "groups_per_step", "mini_batches", "group_size", "max_staleness")
     assert fields[""] == tuple(getattr(trainer, name) for name in names)
     named = {field: value for field, value in fields.items() if field}
+    if "max_position_embeddings" in text:
+        assert findings.config.model.overrides == {"max_position_embeddings": 32768}
     assert {field: value_of(findings.config, field) for field in named} == named
     assert trainer.algorithm == AlgorithmConfig(**algorithm).model_copy(update={"preset": None})
     assert dict(describe(findings))["run"].startswith(f"{trainer.steps:,} steps")

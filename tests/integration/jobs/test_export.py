@@ -68,6 +68,16 @@ def test_an_export_is_the_policy(run: Path, tmp_path: Path) -> None:
     assert again.returncode == 2 and "not empty" in again.stderr and "Traceback" not in again.stderr
 
 
+def test_an_export_has_the_overrides_of_its_model(run: Path, tmp_path: Path) -> None:
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["model"]["overrides"] = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = tidemill(run, "--now", "-o", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.rope_parameters
+    assert (found["rope_type"], found["factor"]) == ("linear", 2.0)
+
+
 async def test_a_worker_of_the_run_does_it_where_there_is_one(
     run: Path, tmp_path: Path, redis_server: EmbeddedRedis
 ) -> None:

@@ -172,3 +172,19 @@ def test_a_redis_that_cannot_be_reached_is_a_mistake(
 
 def test_findings_without_a_model_are_explained_too() -> None:
     assert dict(describe(Findings(make_config())))["model"].startswith("model")
+
+
+def test_epochs_are_shown_as_steps(run_files: Path) -> None:
+    run_files.write_text(run_files.read_text().replace("steps: 5, groups_per_step: 4", "groups_per_step: 2"))
+    findings = examine(run_files, ["trainer.epochs=4", "trainer.checkpoint_every=0"])
+    assert findings.config.trainer.steps == 4  # 3 rows // 2 * 4
+    said = dict(describe(findings))["run"]
+    assert said.startswith("4 steps = 4 epochs; ") and said.endswith("checkpoint at the end only")
+
+
+def test_epochs_with_the_tokenizer_of_a_hub_are_counted_at_the_start(run_files: Path) -> None:
+    run_files.write_text(run_files.read_text().replace("steps: 5, groups_per_step: 4", "groups_per_step: 2"))
+    fields = ["trainer.epochs=4", "model.path=owner/name", "data.overlong_prompts=drop"]
+    findings = examine(run_files, fields)
+    assert any("counted with the tokenizer of owner/name" in note for note in findings.notes)
+    assert dict(describe(findings))["run"].startswith("4 epochs; ")

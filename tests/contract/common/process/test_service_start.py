@@ -64,6 +64,17 @@ class TestRegistering:
         assert config.run_id == keys.run_id
         assert await read_config(broker, keys) == config
 
+    async def test_epochs_are_steps_before_anyone_else_sees_the_run(self, broker, keys, tmp_path):
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "ground_truth": 1}\n' * 7)
+        tree = make_config().model_dump(mode="json", exclude_unset=True)
+        tree["data"]["train"] = str(tmp_path / "rows.jsonl")
+        tree["trainer"] = {"epochs": 2, "groups_per_step": 3, "group_size": 2}
+        (tmp_path / "epochs.yaml").write_text(yaml.safe_dump(tree))
+        for _ in range(2):
+            await find("trainer", broker, keys, config=tmp_path / "epochs.yaml")
+            recorded = (await read_config(broker, keys)).trainer
+            assert (recorded.steps, recorded.epochs) == (4, 2.0)  # 7 // 3 * 2
+
     async def test_a_trainer_that_is_started_again_finds_its_own_run(self, broker, keys, file):
         first = await find("trainer", broker, keys, config=file)
         assert await find("trainer", broker, keys, config=file) == first

@@ -8,7 +8,7 @@ import pytest
 from common.config import RunConfig, parse_config
 from common.errors import ConfigError
 from common.run.dataset import Row
-from common.run.prompt_lengths import with_steps
+from common.run.prompt_lengths import NotMeasuredError, with_steps
 from tests.support.checked_runs import make_folder
 
 
@@ -49,10 +49,26 @@ def test_an_epoch_without_a_whole_step_is_refused() -> None:
         with_steps(config(epochs=1, groups_per_step=32), rows(10))
 
 
-def test_a_model_without_a_folder_cannot_tell_what_is_dropped() -> None:
-    with pytest.raises(ConfigError, match=r"give trainer.steps in place"):
-        with_steps(config({"overlong_prompts": "drop"}, "owner/name", epochs=1, groups_per_step=2), rows(4))
+def test_the_tokenizer_of_a_hub_model_is_fetched_where_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping = config({"overlong_prompts": "drop"}, "owner/name", epochs=1, groups_per_step=2)
+    with pytest.raises(NotMeasuredError, match=r"Give trainer.steps in its place"):
+        with_steps(dropping, rows(10, long=3), fetches=False)
+    folder = make_folder(tmp_path / "model")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
+    assert with_steps(dropping, rows(10, long=3)).trainer.steps == 3
     assert with_steps(config(None, "owner/name", epochs=1, groups_per_step=2), rows(4)).trainer.steps == 2
+
+
+def test_a_hub_model_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    dropping = config({"overlong_prompts": "drop"}, "owner/name", epochs=1, groups_per_step=2)
+    with pytest.raises(NotMeasuredError, match=r"owner/name.*no network.*or trainer.steps"):
+        with_steps(dropping, rows(4))
 
 
 def test_warm_up_is_held_against_the_steps_of_the_epochs() -> None:

@@ -77,6 +77,13 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
       "trainer.evaluation.samples": 4}),
     ("verl", {"data.val_files": "a.parquet", R + "val_kwargs.top_p": 0.7},
      {"trainer.evaluation.temperature": 0.0, "trainer.evaluation.top_p": None}),
+    ("verl", {"actor_rollout_ref.model.override_config.rope_scaling.factor": 4.0,
+              "actor_rollout_ref.model.override_config.max_position_embeddings": 4096},
+     {"model.overrides": {"rope_scaling": {"factor": 4.0}, "max_position_embeddings": 4096}}),
+    ("verl", {R + "n": 1}, {ALGORITHM + "advantage": "reinforce_plus_plus", "reward.min_group_size": 1}),
+    ("verl", {A + "clip_ratio_c": 1e4}, {ALGORITHM + "dual_clip": None}),
+    ("verl", {A + "optim.lr_warmup_steps": 10, "trainer.total_training_steps": 10},
+     {"trainer.optimizer.warmup_steps": 9}),
     ("verl", {"data.truncation": "left"}, {"data.overlong_prompts": "left"}),
     ("trl", {"max_prompt_length": 256}, {"data.max_prompt_tokens": 256, "data.overlong_prompts": "left"}),
     ("verl", {"data.train_max_samples": 5}, {"data.max_rows": 5}),
@@ -114,6 +121,8 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("prime-rl", {"orchestrator.group_size": 1}, {ALGORITHM + "advantage": "reinforce_plus_plus"}),
     ("prime-rl", {"trainer.scheduler.type": "cosine", "max_steps": 40},
      {"trainer.optimizer.schedule": "cosine", "trainer.optimizer.warmup_steps": 10}),
+    ("prime-rl", {"trainer.scheduler.type": "linear", "trainer.scheduler.warmup_steps": 3},
+     {"trainer.optimizer.schedule": "constant", "trainer.optimizer.warmup_steps": 3}),
     ("prime-rl", {"inference.vllm.tensor_parallel_size": 2, "deployment.num_infer_gpus": 8},
      {"rollout.vllm.tensor_parallel_size": 2, "rollout.workers": 4}),
 ]  # fmt: skip
@@ -191,6 +200,20 @@ def test_python_is_parsed_and_never_run(tmp_path: Path) -> None:
     made = convert(write(tmp_path, "train.py", text), [], None)
     assert (made.fields["trainer.group_size"], made.fields["seed"]) == (4, 1)
     assert made.fields["reward.function"] == "train.py:f"
+
+
+def test_defaults_of_the_command_line_count_and_what_must_run_is_said(tmp_path: Path) -> None:
+    text = (
+        'parser.add_argument("--num-generations", type=int, default=4)\n'
+        "GRPOConfig(num_generations=args.num_generations, max_steps=int(x), output_dir=str(y))\n"
+        "GRPOTrainer(model=path, reward_funcs=[f], train_dataset=load(z))\n"
+    )
+    made = convert(write(tmp_path, "train.py", text), [], None)
+    assert (made.fields["trainer.group_size"], made.fields["trainer.epochs"]) == (4, 3)
+    assert (made.fields["model.path"], verdicts(made, "model")) == ("MODEL", ["lost"])
+    assert verdicts(made, "max_steps") == ["lost"] and verdicts(made, "output_dir") == []
+    assert "int(x) is known only when the file runs" in made.text("train.py")
+    assert convert(tmp_path / "train.py", ["max_steps=5"], None).fields["trainer.steps"] == 5
 
 
 @pytest.mark.parametrize(

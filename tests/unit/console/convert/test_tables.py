@@ -1,12 +1,16 @@
 """The tables of options: every field in them exists, and the page says what they say."""
 
+from pathlib import Path
+
 import pytest
 
 from common.config import RunConfig
 from common.process.programs import ROOT
+from services.console.__main__ import main
+from services.console.convert.aliases import TABLES, names_elsewhere
 from services.console.convert.draft import section_of
 from services.console.convert.table import Row, Table
-from services.console.reference.option_tables import HEADING, TABLES, as_markdown
+from services.console.reference.option_tables import HEADING, as_markdown
 
 ROWS = [(table, row) for table in TABLES for row in table.rows]
 
@@ -49,3 +53,23 @@ def test_a_row_with_the_name_goes_before_one_with_a_pattern() -> None:
 def test_the_page_is_current() -> None:
     page = (ROOT / "docs" / "coming-from.md").read_text()
     assert page == page.partition(HEADING)[0] + as_markdown()
+
+
+def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "model: {path: m}\ndata: {train: t, prompt_key: q}\ntrainer: {num_generations: 4, zzz: 1}\n"
+    )
+    monkeypatch.setattr("sys.argv", ["tidemill", "check", str(tmp_path / "c.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "  data.prompt_key is data.prompt_column (verl's data.prompt_key)" in said
+    assert "  trainer.num_generations is trainer.group_size (TRL's num_generations)" in said
+    assert "zzz is" not in said and "tidemill convert" in said
+
+
+def test_names_that_nobody_knows_have_no_hint() -> None:
+    assert names_elsewhere(["trainer.zzz"]) == names_elsewhere([]) == ""

@@ -1,0 +1,68 @@
+"""vLLM with `model.overrides`: logprobs are those of the model with an edited config; min-p filters them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import ModelConfig, RunConfig
+from common.wire.messages import SamplingParams
+from services.rollout.engines import build_engine
+from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.model import load_model
+from tests.support.models import tiny_model
+from tests.support.vllm_machine import need_vllm
+
+need_vllm()
+
+OVERRIDES = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "max_position_embeddings": 1024}
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+PROMPT = [6 + (j * 29) % 50 for j in range(12)]
+
+
+async def test_the_engine_computes_with_the_overrides(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, 0, **SHAPE)
+    section = {"path": str(folder), "max_model_len": 512, "overrides": OVERRIDES}
+    config = RunConfig.model_validate(
+        {
+            "model": section,
+            "data": {"train": "none", "max_prompt_tokens": 100},
+            "rollout": {
+                "engine": "vllm",
+                "num_threads": 1,
+                "sampling": {"max_tokens": 128},
+                "vllm": {"max_num_seqs": 16, "enforce_eager": True},
+            },
+        }
+    )
+    engine = build_engine(config, "test-worker")
+    await engine.start()
+    try:
+        wide, narrow = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, min_p=0.6)
+        plain = await engine.generate(GenerationRequest("plain", PROMPT, wide))
+        filtered = await engine.generate(GenerationRequest("filtered", PROMPT, narrow))
+    finally:
+        await engine.close()
+    model = load_model(ModelConfig.model_validate(section), "cpu")
+
+    def logprobs(completion: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*PROMPT, *completion]])).logits[0, len(PROMPT) - 1 : -1]
+        return torch.log_softmax(logits.float(), -1)
+
+    expected_TV = logprobs(plain.token_ids)
+    expected = expected_TV[torch.arange(len(plain.token_ids)), plain.token_ids].tolist()
+    assert plain.logprobs == pytest.approx(expected, abs=1e-3)
+    whole_TV = logprobs(filtered.token_ids)
+    floor_T1 = whole_TV.amax(-1, keepdim=True) + torch.tensor(0.6).log()
+    kept_TV = torch.log_softmax(whole_TV.masked_fill(whole_TV < floor_T1, -torch.inf), -1)
+    expected = kept_TV[torch.arange(len(filtered.token_ids)), filtered.token_ids].tolist()
+    assert filtered.logprobs == pytest.approx(expected, abs=1e-3)
