@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from common.config.algorithm import TeacherTermConfig
+from common.config.penalties import TeacherTermConfig
 from services.trainer.algorithm.advantages.episode import Float64s
 from services.trainer.algorithm.advantages.estimators import returns
 from services.trainer.groups.samples import Sample, Teaching
