@@ -128,7 +128,7 @@ class KnownWorker(Worker):
     def request_stop(self, signum: int, frame: Any) -> None:
         """What a signal calls."""
         self._is_asked_to_stop = True
-        super().request_stop(signum, frame)
+        super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def dequeue_job_and_maintain_ttl(self, *arguments: Any, **options: Any) -> Any:
         """The next job. RQ ends where an id is no text, and would at every start: such ids are taken out."""
