@@ -57,7 +57,8 @@ def print_step(console: Console, trace: StepRecord, is_full: bool) -> None:
     if len(commit.groups) > MAX_GROUPS and not is_full:
         more = len(commit.groups) - MAX_GROUPS
         console.print(Text(f"  … {more:,} more groups; --full shows all", "dim"))
-    console.print(Text("\nin which micro-batches", "bold"))
+    passes = f", {commit.passes} times over" if commit.passes > 1 else ""
+    console.print(Text(f"\nin which micro-batches{passes}", "bold"))
     console.print(_batches_table(trace))
     console.print(Text("\nwhere the time went", "bold"))
     console.print(_times_table(trace))

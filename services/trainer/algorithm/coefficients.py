@@ -65,6 +65,25 @@ class Coefficients:
         return {"coefficients": asdict(self)} if algorithm.is_adaptive else {}
 
 
+class HasCoefficients:
+    """What a policy does with them. `_algorithm` is the section with those of the current step."""
+
+    def _set_coefficients(self, algorithm: AlgorithmConfig, saved: Mapping[str, Any] | None = None) -> None:
+        self._given = algorithm
+        self._hold(Coefficients.at_start(algorithm, saved))
+
+    def _hold(self, coefficients: Coefficients) -> None:
+        self._coefficients, self._algorithm = coefficients, coefficients.applied(self._given)
+
+    def coefficients(self) -> Coefficients:
+        """Those of the current step."""
+        return self._coefficients
+
+    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
+        """Move them, for the steps to come."""
+        self._hold(self._coefficients.after(kl, entropy, num_samples, self._given))
+
+
 def coefficient_metrics(algorithm: AlgorithmConfig) -> dict[str, float]:
     """What a step is trained with, of those that move: `algorithm` is the section as applied."""
     metrics = {}

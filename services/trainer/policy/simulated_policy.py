@@ -18,7 +18,7 @@ from torch import Tensor
 from common.config.run import RunConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import Coefficients
+from services.trainer.algorithm.coefficients import HasCoefficients
 from services.trainer.algorithm.losses.tokens import denominator
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
@@ -27,14 +27,14 @@ from services.trainer.policy.state import PolicyState
 from services.trainer.weights.store import WEIGHTS_FILE
 
 
-class SimulatedPolicy:
+class SimulatedPolicy(HasCoefficients):
     """Implements `Policy` with the delays of `trainer.simulated`."""
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer
         self._max_completion_tokens = config.max_completion_tokens
         self._needs_reference = config.trainer.algorithm.needs_reference
-        self._coefficients = Coefficients.at_start(config.trainer.algorithm)
+        self._set_coefficients(config.trainer.algorithm)
         self._num_updates = 0
         self._chain = xxhash.xxh3_128(b"simulated").digest()
         self._pending: list[bytes] = []
@@ -65,15 +65,6 @@ class SimulatedPolicy:
         self._chain = xxhash.xxh3_128(b"".join([self._chain, *self._pending])).digest()
         self.zero()
         return UpdateResult(grad_norm=1.0, lr=self._trainer.optimizer.lr)
-
-    def coefficients(self) -> Coefficients:
-        """Those of the current step."""
-        return self._coefficients
-
-    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
-        """As of a model, whose KL divergence and entropy are 0 here."""
-        algorithm = self._trainer.algorithm
-        self._coefficients = self._coefficients.after(kl, entropy, num_samples, algorithm)
 
     def zero(self) -> None:
         """Forget the micro-batches since the last update."""
@@ -137,8 +128,7 @@ class SimulatedPolicy:
             )
         updates, *chain = state.tensors["simulated"].tolist()
         self._num_updates, self._chain = updates, bytes(chain)
-        saved = state.values.get("coefficients")
-        self._coefficients = Coefficients.at_start(self._trainer.algorithm, saved)
+        self._set_coefficients(self._trainer.algorithm, state.values.get("coefficients"))
         self.zero()
 
     def digest(self) -> str:

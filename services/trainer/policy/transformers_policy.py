@@ -23,7 +23,7 @@ from common.config.run import RunConfig
 from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import Coefficients
+from services.trainer.algorithm.coefficients import HasCoefficients
 from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
 from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import denominator
@@ -88,7 +88,7 @@ def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedMod
     }
 
 
-class TransformersPolicy:
+class TransformersPolicy(HasCoefficients):
     """Implements `Policy` for one model on one device."""
 
     def __init__(
@@ -107,7 +107,7 @@ class TransformersPolicy:
         self._temperature = temperature
         self._max_completion_tokens = max_completion_tokens
         algorithm = config.algorithm
-        self._set_coefficients(Coefficients.at_start(algorithm))
+        self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
         self._reference = self._make_reference() if algorithm.needs_reference else None
         self._scorer = self._make_scorer(model)
@@ -217,18 +217,6 @@ class TransformersPolicy:
         self._optimizer.step()
         self.zero()
         return UpdateResult(norm, lr)
-
-    def coefficients(self) -> Coefficients:
-        """Those of the current step."""
-        return self._coefficients
-
-    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
-        """Move the coefficients, for the steps to come."""
-        self._set_coefficients(self._coefficients.after(kl, entropy, num_samples, self._config.algorithm))
-
-    def _set_coefficients(self, coefficients: Coefficients) -> None:
-        self._coefficients = coefficients
-        self._algorithm = coefficients.applied(self._config.algorithm)
 
     def zero(self) -> None:
         """Discard accumulated gradients."""
@@ -390,9 +378,7 @@ class TransformersPolicy:
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self._num_updates = int(state.values["updates"])
-        self._set_coefficients(
-            Coefficients.at_start(self._config.algorithm, state.values.get("coefficients"))
-        )
+        self._set_coefficients(self._config.algorithm, state.values.get("coefficients"))
         torch.set_rng_state(state.tensors["rng.cpu"].cpu())
         if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
             torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)

@@ -147,7 +147,12 @@ class TestStep:
         self, tidemill, redis_server, keys
     ):
         flipped = commits()[1].model_copy(
-            update={"step": 2, "version": 3, "advantages": {"3": [1.0, -1.0], "4": [-1.0, 1.0]}}
+            update={
+                "step": 2,
+                "version": 3,
+                "passes": 3,
+                "advantages": {"3": [1.0, -1.0], "4": [-1.0, 1.0]},
+            }
         )
 
         async def write() -> None:
@@ -159,6 +164,8 @@ class TestStep:
         assert json.loads(tidemill("step", "2", "--json").output)["reversed_groups"] == [3]
         assert "ticket 3: its advantages fall where its rewards rise" in tidemill("step", "2").output
         assert json.loads(tidemill("step", "1", "--json").output)["reversed_groups"] == []
+        assert "in which micro-batches, 3 times over" in tidemill("step", "2").output
+        assert "times over" not in tidemill("step", "1").output
 
     def test_a_step_that_is_not_there_is_a_plain_error(self, tidemill):
         with pytest.raises(ConfigError, match="no commit of step 7: it has steps 0 to 1, counted from 0"):
