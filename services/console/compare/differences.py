@@ -54,10 +54,24 @@ class Difference:
     num_places: int = 1
 
 
+COMPARED_OF_PROMPTS = (
+    "source",
+    "row",
+    "prompt_ids",
+    "prompt_text",
+    "data_source",
+    "ground_truth",
+    "extra",
+    "group_size",
+    "sampling",
+)
+"""What tickets of the same number ask for, in this order."""
+
+
 def compare_prompts(step: int, a: dict[int, Ticket], b: dict[int, Ticket]) -> Iterator[Difference]:
     """Tickets of the same number that ask for something else."""
     for ticket in sorted(a.keys() & b.keys()):
-        for name in ("row", "prompt_ids", "prompt_text", "data_source", "ground_truth", "extra", "sampling"):
+        for name in COMPARED_OF_PROMPTS:
             one, other = _plain(getattr(a[ticket], name)), _plain(getattr(b[ticket], name))
             if one != other:
                 yield Difference(Aspect.PROMPTS, step, name, one, other, ticket)

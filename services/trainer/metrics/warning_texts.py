@@ -73,7 +73,8 @@ CHECKS = (
         "frac_reward_zero_std",
         "in most groups all rewards are equal, and such groups teach nothing",
         "If rewards are mostly 0, prompts are too hard or the reward cannot parse the answers; if mostly 1, "
-        "too easy. Choose prompts by difficulty, raise group_size, or set algorithm.filter_zero_variance.",
+        "too easy. Choose prompts by difficulty (data.curriculum), raise group_size, or set "
+        "algorithm.filter_zero_variance.",
     ),
     Check(
         "groups_dropped",

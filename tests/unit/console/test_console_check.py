@@ -123,6 +123,17 @@ def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_run(tmp_path)
 
 
+def test_sources_are_counted_and_their_epochs_are_told(run_files: Path) -> None:
+    """Ten steps of four groups, by 3 to 1: 30 of the three rows of the first and 10 of the second."""
+    train = str(run_files.parent / "train.jsonl")
+    sources = [{"name": "a", "path": train, "weight": 3}, {"name": "b", "path": train, "group_size": 4}]
+    findings = examine(run_files, [f"data.train={json.dumps(sources)}", "trainer.steps=10"])
+    assert findings.rows == {"train a": 3, "train b": 3, "eval held": 3}
+    text = dict(describe(findings))
+    assert "4 groups of at most 4 = 16 trajectories" in text["step"]
+    assert "10 epochs of a, 3.33 epochs of b" in text["run"]
+
+
 def test_a_good_config_is_explained(run_files: Path) -> None:
     findings = examine(run_files)
     assert findings.rows == {"train": 3, "eval held": 3}
