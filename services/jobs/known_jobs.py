@@ -55,7 +55,7 @@ class KnownJob(Job):
     """What ids of its worker's jobs begin with: it may not look at others."""
 
     @classmethod
-    def fetch(cls, id: str, *arguments: Any, **options: Any) -> "KnownJob":
+    def fetch(cls, id: str, *arguments: Any, **options: Any) -> Job:
         """Raises NoSuchJobError: there is none, or it is none of this worker's."""
         if not id.startswith(cls.names):
             raise NoSuchJobError(f"{id} is no job of this worker")
@@ -142,7 +142,8 @@ class KnownWorker(Worker):
                     self._take_out_unreadable(queue.intermediate_queue_key)
 
     def _take_out_unreadable(self, key: str) -> None:
-        for job_id in self.connection.lrange(key, 0, -1):
+        found: list[Any] = self.connection.lrange(key, 0, -1)
+        for job_id in found:
             if job_id.decode(errors="ignore").encode() != job_id:
                 self.connection.lrem(key, 0, job_id)
 

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -70,7 +71,7 @@ def build_root(order: dict[str, Any], work: str) -> None:
 
 
 def _show(folder: str, work: str) -> None:
-    """The same folder or file inside, read-only; links stay links."""
+    """The same folder or file inside, read-only, with all that is mounted in it; links stay links."""
     source = Path(folder)
     inside = Path(f"{work}{folder}")
     if inside.exists() or not source.exists():
@@ -81,8 +82,18 @@ def _show(folder: str, work: str) -> None:
         return
     inside.mkdir() if source.is_dir() else inside.touch()
     _mount(folder, str(inside), None, MS_BIND | MS_REC)
-    flags = os.statvfs(inside).f_flag & (MS_NOSUID | MS_NODEV | 8)  # a mapped user may not clear these
-    _mount(folder, str(inside), None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags)
+    for point in _mounts_in(os.path.realpath(inside)):
+        flags = os.statvfs(point).f_flag & (MS_NOSUID | MS_NODEV | 8)  # a mapped user may not clear these
+        _mount(folder, point, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags)
+
+
+def _mounts_in(folder: str) -> list[str]:
+    """Where something is mounted: the folder itself, and below it."""
+    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    points = [
+        re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), line.split(" ")[4]) for line in lines
+    ]
+    return [point for point in points if point == folder or point.startswith(f"{folder}/")]
 
 
 def _mount(source: str, target: str, kind: "str | None", flags: int, options: str = "") -> None:

@@ -202,10 +202,10 @@ class SandboxJobs:
         Nothing else of the job is read: sandbox workers may write it.
         """
         key, connection = Job.key_for(job_id), self._queue.connection
-        status, beat = (connection.hget(key, name) for name in ("status", "last_heartbeat"))
+        status: Any = connection.hget(key, "status")
         if status is None:
             return GONE
-        state = str(status.decode(errors="replace"))
+        beat, state = connection.hget(key, "last_heartbeat"), str(status.decode(errors="replace"))
         return f"{state}:{beat!r}" if state == JobStatus.STARTED else state
 
 

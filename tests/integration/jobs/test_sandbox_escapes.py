@@ -1,6 +1,9 @@
 """What hostile code asks the kernel for inside a jail, and does not get."""
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from common.config.reward_kinds import SandboxConfig
 from services.jobs.sandbox.programs import make_cases
 from services.jobs.sandbox.runner import SandboxError, probe, run_cases
+from tests.support.preloaded import REPO
 
 LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
 ALONE = LIMITS.model_copy(update={"isolation": "prefer"})
@@ -155,6 +159,31 @@ for _ in range(3000):
     results, _ = run_cases(cases, config, namespaces=namespaces)
     assert [case.passed(result) for case, result in zip(cases, results, strict=True)] == [True, True], results
     assert set(Path(tempfile.gettempdir()).glob("tidemill-jail-*")) <= before
+
+
+MOUNTED = """
+import ctypes, sys
+from common.config.reward_kinds import SandboxConfig
+from services.jobs.sandbox.programs import Case
+from services.jobs.sandbox.runner import run_cases
+libc, folder = ctypes.CDLL(None), sys.argv[1]
+libc.unshare(0x20000)  # this process's mounts are its own from here on
+libc.mount(b"none", b"/", None, 16384 | 1 << 18, None)
+libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"mode=1777")
+open(folder + "/is mounted", "w").close()
+code = f"import os; print(os.listdir({folder!r})); open({folder!r} + '/escaped', 'w')"
+print(run_cases([Case(code, "", "")], SandboxConfig(time_s=20.0, total_s=60.0))[0][0])
+"""
+
+
+def test_what_is_mounted_below_a_folder_of_the_system_is_read_only_too(isolation: dict[str, Any]) -> None:
+    """As volumes of a container are: a jail must not write what its worker's user may."""
+    folders = [name for name in ("/usr/games", "/usr/src", "/usr/local/games") if Path(name).is_dir()]
+    if os.getuid() != 0 or not isolation["files"] or not folders:
+        pytest.skip("nothing can be mounted here")
+    command = [sys.executable, "-c", MOUNTED, folders[0]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
+    assert "is mounted" in done.stdout and "Read-only file system" in done.stdout, done
 
 
 def test_nothing_is_run_where_isolation_is_required_and_not_to_be_had(tmp_path: Path) -> None:
