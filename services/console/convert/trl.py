@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.algorithm_table import LOSSES
+from common.config.algorithm_table import ADVANTAGES, LOSSES
 from services.console.convert.draft import Draft, origin, run_name
 from services.console.convert.python_calls import Source
 from services.console.convert.trl_table import FILE, PROCESSES, TABLE
@@ -210,9 +210,11 @@ def _convert_loss(draft: Draft) -> None:
     elif bound:
         draft.explain("delta", "with one update a step the ratio is always 1")
     scale = draft.take("scale_rewards")
-    if scale in ("batch",):
-        draft.lose("scale_rewards", "scaled in each group here")
     advantage = "dr_grpo" if scale in ("none", False, "False", "false") else "grpo"
+    if scale == "batch" and "grpo_batch" in ADVANTAGES:
+        advantage = "grpo_batch"
+    elif scale == "batch":
+        draft.lose("scale_rewards", "scaled in each group here")
     draft.put(ALGORITHM + "advantage", advantage, "scale_rewards")
 
 

@@ -19,6 +19,7 @@ ESTIMATORS = {
     "opo": "opo",
     "gpg": "gpg",
     "gdpo": "gdpo",
+    "grpo_passk": "grpo_passk",
 }
 """verl's advantage -> ours; a name that our table of algorithms lacks has no counterpart."""
 LOSS_MODES = {
@@ -26,9 +27,9 @@ LOSS_MODES = {
     "gspo": "gspo",
     "sapo": "sapo",
     "cispo": "cispo",
-    "dppo_tv": "dppo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
     "geo_mean": "gmpo",
-    "gpg": "gpg",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
 }

@@ -148,7 +148,7 @@ KL = {"reference": {"model": "frozen"}, "kl": {"place": "loss"}}
 NONE: dict[str, Any] = {"importance": {"mode": "off"}}
 PRIME = {
     "advantage": "dr_grpo",
-    "loss": "dppo" if "dppo" in LOSSES else "ppo",
+    "loss": "dppo_tv" if "dppo_tv" in LOSSES else "ppo",
     "old_logprobs": "rollout",
     "clip_high": 0.2,
 }
