@@ -4,8 +4,9 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from common.config.algorithm import KlConfig
 from common.config.algorithm_table import ADVANTAGES, LOSSES
 from services.console.convert.draft import Draft, origin, run_name
 from services.console.convert.python_calls import Source
@@ -50,6 +51,7 @@ NORMALISATIONS = {
     "cispo": "token",
 }
 PROMPT_TOKENS = 1024
+ESTIMATOR_NAMES = get_args(KlConfig.model_fields["estimator"].annotation)
 OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
 """Arguments that no literal can be: their source says what they are."""
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -227,8 +229,9 @@ def _convert_kl(draft: Draft) -> None:
         return
     draft.put(ALGORITHM + "kl.place", "loss", "beta")
     draft.put(ALGORITHM + "kl.coefficient", weight, "beta")
-    draft.put(ALGORITHM + "kl.estimator", "k2" if corrects else "k3", "use_bias_correction_kl")
-    if not corrects:
+    corrected = "corrected_k3" if "corrected_k3" in ESTIMATOR_NAMES else "k2"
+    draft.put(ALGORITHM + "kl.estimator", corrected if corrects else "k3", "use_bias_correction_kl")
+    if not corrects or corrected != "k2":
         draft.put(ALGORITHM + "kl.bound", None, "TRL has none")
     draft.put(ALGORITHM + "reference.model", "updated" if syncs else "frozen", "beta, sync_ref_model")
     if syncs:
