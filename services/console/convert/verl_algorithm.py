@@ -55,6 +55,8 @@ PENALTIES = {
     "abs": ("abs", "k2"),
 }
 """verl's estimator -> ours, and the nearest one for releases that lack it."""
+FORMER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""What older releases of verl call them."""
 ESTIMATOR_NAMES = get_args(KlConfig.model_fields["estimator"].annotation)
 
 
@@ -235,11 +237,15 @@ def _convert_correction(draft: Draft) -> None:
 def _convert_rejection(draft: Draft, rejects: str) -> None:
     """Several criteria have several thresholds; `low_high` is two bounds."""
     criteria, given = rejects.split(","), str(draft.take(C + "rollout_rs_threshold")).split(",")
-    for index, criterion in enumerate(criteria):
+    for index, name in enumerate(criteria):
+        criterion = FORMER_CRITERIA.get(name.strip(), name.strip())
+        if not is_field(f"{FIELD}rejection.{criterion}"):
+            draft.lose(C + "rollout_rs", f"no rejection by {criterion} here")
+            continue
         low, sign, high = given[min(index, len(given) - 1)].strip().partition("_")
         bounds = [float(low), float(high)] if sign else float(low)
-        draft.put(f"{FIELD}rejection.{criterion.strip()}", bounds, C + "rollout_rs_threshold")
-    draft.put(FIELD + "rejection.denominator", "kept", "as verl counts")
+        draft.put(f"{FIELD}rejection.{criterion}", bounds, C + "rollout_rs_threshold")
+        draft.put(FIELD + "rejection.denominator", "kept", "as verl counts")
 
 
 def _bounds(draft: Draft, name: str = "rollout_is_threshold") -> tuple[float, float, bool]:
