@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 
 from common.config import RunConfig, parse_config
 from common.errors import ConfigError
-from services.console.convert.table import NOT_GIVEN, Table
+from services.console.convert.table import NOT_GIVEN, Table, section_of
 
 Verdict = Literal["lost", "approximated", "automatic"]
 WIDTH = 108
@@ -177,12 +177,6 @@ def _commented(line: str, comment: str, indent: str) -> Iterator[str]:
         yield from wrap(comment, WIDTH, initial_indent=start, subsequent_indent=start, **WRAPPING)
         comment = ""
     yield f"{line}  # {comment}" if comment else line
-
-
-def section_of(annotation: Any) -> Any:
-    """The section that a field holds, also where it may be null; None where it holds a value."""
-    found = [kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")]
-    return found[0] if found else None
 
 
 WRAPPING: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

@@ -126,9 +126,8 @@ def _convert_algorithm(draft: Draft) -> None:
     draft.put(ALGORITHM + "advantage", advantage, O + "algo.type")
     draft.put(ALGORITHM + "old_logprobs", "rollout", "the ratio is to the rollout's logprobs")
     loss, low, high = (draft.take(LOSS + name) for name in ("type", "dppo_mask_low", "dppo_mask_high"))
-    if loss == "default" and "dppo" in LOSSES:
-        draft.put(ALGORITHM + "loss", "dppo", LOSS + "type")
-        draft.approximate(LOSS + "type", "without the term kl_tau * log(p / q)^2")
+    if loss == "default" and "dppo_tv" in LOSSES:
+        draft.put(ALGORITHM + "loss", "dppo_tv", LOSS + "type")
     else:
         draft.put(ALGORITHM + "loss", "ppo", LOSS + "type")
         text = "the ratio is clipped as in PPO; DPPO's mask on p - q can be a loss of your own, path.py:name"

@@ -7,7 +7,9 @@ makes it from several options. `automatic`: it needs no option here. `missing`: 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from common.config import RunConfig
 
 Kind = Literal["same", "computed", "automatic", "missing"]
 NOT_GIVEN: Any = object()
@@ -70,6 +72,31 @@ def automatic(option: str, note: str) -> Row:
 def missing(option: str, note: str, off: Any = None) -> Row:
     """There is no counterpart; `note` says what comes near."""
     return Row(option, "missing", note=note, off=off)
+
+
+def same_where_known(
+    option: str, target: str, note: str, off: Any = None, words: Callable[[Any], Any] | None = None
+) -> Row:
+    """`same` where our config has the field, else `missing` with the note."""
+    return same(option, target, words=words) if is_field(target) else missing(option, note, off)
+
+
+def section_of(annotation: Any) -> Any:
+    """The section that a field holds, also where it may be null; None where it holds a value."""
+    found = [kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")]
+    return found[0] if found else None
+
+
+def is_field(target: str) -> bool:
+    """Whether our config has a field; `<name>` stands for a name that the user gives."""
+    section: Any = RunConfig
+    *outer, last = (name for name in target.split(".") if name != "<name>")
+    for name in outer:
+        if name not in section.model_fields:
+            return False
+        found = section.model_fields[name].annotation
+        section = section_of(found) or next(filter(None, map(section_of, get_args(found))), section)
+    return last in section.model_fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from common.config.algorithm_table import LOSSES
+from common.config.algorithm import KlConfig
+from common.config.algorithm_table import ADVANTAGES, LOSSES
 from services.console.convert.draft import Draft, origin, run_name
 from services.console.convert.python_calls import Source
 from services.console.convert.trl_table import FILE, PROCESSES, TABLE
@@ -50,6 +51,7 @@ NORMALISATIONS = {
     "cispo": "token",
 }
 PROMPT_TOKENS = 1024
+ESTIMATOR_NAMES = get_args(KlConfig.model_fields["estimator"].annotation)
 OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
 """Arguments that no literal can be: their source says what they are."""
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -210,9 +212,11 @@ def _convert_loss(draft: Draft) -> None:
     elif bound:
         draft.explain("delta", "with one update a step the ratio is always 1")
     scale = draft.take("scale_rewards")
-    if scale in ("batch",):
-        draft.lose("scale_rewards", "scaled in each group here")
     advantage = "dr_grpo" if scale in ("none", False, "False", "false") else "grpo"
+    if scale == "batch" and "grpo_batch" in ADVANTAGES:
+        advantage = "grpo_batch"
+    elif scale == "batch":
+        draft.lose("scale_rewards", "scaled in each group here")
     draft.put(ALGORITHM + "advantage", advantage, "scale_rewards")
 
 
@@ -225,8 +229,9 @@ def _convert_kl(draft: Draft) -> None:
         return
     draft.put(ALGORITHM + "kl.place", "loss", "beta")
     draft.put(ALGORITHM + "kl.coefficient", weight, "beta")
-    draft.put(ALGORITHM + "kl.estimator", "k2" if corrects else "k3", "use_bias_correction_kl")
-    if not corrects:
+    corrected = "corrected_k3" if "corrected_k3" in ESTIMATOR_NAMES else "k2"
+    draft.put(ALGORITHM + "kl.estimator", corrected if corrects else "k3", "use_bias_correction_kl")
+    if not corrects or corrected != "k2":
         draft.put(ALGORITHM + "kl.bound", None, "TRL has none")
     draft.put(ALGORITHM + "reference.model", "updated" if syncs else "frozen", "beta, sync_ref_model")
     if syncs:

@@ -1,6 +1,6 @@
 """Options of TRL's GRPOConfig and GRPOTrainer, and ours."""
 
-from services.console.convert.table import Table, automatic, computed, missing, same
+from services.console.convert.table import Table, automatic, computed, missing, same, same_where_known
 
 PROCESSES = "num_processes"
 """Of accelerate or torchrun, no option of TRL: it is found in a script, or given beside the file."""
@@ -34,7 +34,9 @@ ROWS = (
     same("num_generations", "trainer.group_size", default=8),
     computed("max_steps", "trainer.steps", "updates there: / mini_batches"),
     computed("num_train_epochs", "trainer.epochs", "max_steps wins"),
-    missing("num_iterations", "each group is trained on once; nearest: more mini_batches", off=1),
+    same_where_known(
+        "num_iterations", "trainer.passes", "each group is trained on once; nearest: more mini_batches", off=1
+    ),
     computed("max_completion_length", "rollout.sampling.max_tokens"),
     computed(
         "max_prompt_length, vllm_max_model_length",
@@ -85,8 +87,14 @@ ROWS = (
         off="sum_then_normalize",
     ),
     same("mask_truncated_completions", "trainer.algorithm.mask_truncated"),
-    missing("top_entropy_quantile", "all tokens are trained", off=1),
-    missing("off_policy_mask_threshold", "importance.mode mask leaves out tokens or sequences"),
+    same_where_known(
+        "top_entropy_quantile", "trainer.algorithm.top_entropy_quantile", "all tokens are trained", off=1
+    ),
+    same_where_known(
+        "off_policy_mask_threshold",
+        "trainer.algorithm.off_policy_threshold",
+        "importance.mode mask leaves out tokens or sequences",
+    ),
     same(
         "entropy_coef",
         "trainer.algorithm.entropy_coefficient",

@@ -31,6 +31,8 @@ def convert_verl(options: Mapping[str, Any]) -> Draft:
     """The config that trains as these options do; what is not among them is as in verl."""
     given = {_today(name): value for name, value in options.items()}
     module = str(given.pop(MODULE, ""))
+    if not given.get("algorithm.filter_groups.enable"):  # a bound of what is off
+        given.pop("algorithm.filter_groups.max_num_gen_batches", None)
     if any(name.startswith(ASYNC) for name in given) or "fully_async" in module:
         mode = "fully_async"
     elif "one_step_off" in module or given.get("actor_rollout_ref.hybrid_engine") is False:

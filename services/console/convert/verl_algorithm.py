@@ -1,9 +1,11 @@
 """verl's algorithm as ours: advantage, loss, ratio, KL and corrections."""
 
-from typing import Any
+from typing import Any, get_args
 
+from common.config.algorithm import KlConfig
 from common.config.algorithm_table import ADVANTAGES, LOSSES
 from services.console.convert.draft import Draft, origin
+from services.console.convert.table import is_field
 from services.console.convert.verl_table import OVERLONG, A, C, R, W
 
 FIELD = "trainer.algorithm."
@@ -18,7 +20,7 @@ ESTIMATORS = {
     "remax": "remax",
     "opo": "opo",
     "gpg": "gpg",
-    "gdpo": "gdpo",
+    "grpo_passk": "grpo_passk",
 }
 """verl's advantage -> ours; a name that our table of algorithms lacks has no counterpart."""
 LOSS_MODES = {
@@ -26,9 +28,9 @@ LOSS_MODES = {
     "gspo": "gspo",
     "sapo": "sapo",
     "cispo": "cispo",
-    "dppo_tv": "dppo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
     "geo_mean": "gmpo",
-    "gpg": "gpg",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
 }
@@ -42,16 +44,20 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "constant",
 }
 PENALTIES = {
-    "low_var_kl": "k3",
-    "k3": "k3",
-    "k2": "k2",
-    "mse": "k2",
-    "k1+": "k1",
-    "kl+": "k1",
-    "k3+": "k2",
-    "low_var_kl+": "k2",
+    "low_var_kl": ("k3",),
+    "k3": ("k3",),
+    "k2": ("k2",),
+    "mse": ("k2",),
+    "k1+": ("k1",),
+    "kl+": ("k1",),
+    "k3+": ("k3+", "k2"),
+    "low_var_kl+": ("k3+", "k2"),
+    "abs": ("abs", "k2"),
 }
-EXACT_PENALTIES = ("low_var_kl", "k3", "k2", "mse", "k1+", "kl+")
+"""verl's estimator -> ours, and the nearest one for releases that lack it."""
+FORMER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""What older releases of verl call them."""
+ESTIMATOR_NAMES = get_args(KlConfig.model_fields["estimator"].annotation)
 
 
 def convert_algorithm(draft: Draft) -> None:
@@ -86,7 +92,12 @@ def _convert_advantage(draft: Draft) -> None:
     ours = ESTIMATORS.get(str(theirs), "")
     if ours == "grpo" and not draft.take("algorithm.norm_adv_by_std_in_grpo"):
         ours = "dr_grpo"
-    if ours not in ADVANTAGES:
+    if theirs == "gdpo":
+        draft.lose(
+            "algorithm.adv_estimator", "it compares rewards by themselves: name them in reward.rewards"
+        )
+        ours = "grpo"
+    elif ours not in ADVANTAGES:
         draft.lose("algorithm.adv_estimator", f"no such advantage here: grpo in place of {theirs}")
         ours = "grpo"
     if ADVANTAGES[ours].compares_siblings and draft.given.get(R + "n", 1) < 2:
@@ -165,11 +176,11 @@ def _convert_kl(draft: Draft) -> None:
             draft.put(FIELD + "kl.place", "loss", A + "use_kl_loss")
             draft.put(FIELD + "kl.coefficient", weight, A + "kl_loss_coef")
             kind = str(draft.take(A + "kl_loss_type"))
-            draft.put(FIELD + "kl.estimator", PENALTIES.get(kind, "k2"), A + "kl_loss_type")
-            if kind not in EXACT_PENALTIES:
-                draft.approximate(
-                    A + "kl_loss_type", f"{PENALTIES.get(kind, 'k2')}: docs/algorithms.md compares gradients"
-                )
+            wanted = PENALTIES.get(kind, ("", "k2"))
+            ours = next(name for name in wanted if name in ESTIMATOR_NAMES)
+            draft.put(FIELD + "kl.estimator", ours, A + "kl_loss_type")
+            if ours != wanted[0]:
+                draft.approximate(A + "kl_loss_type", f"{ours}: docs/algorithms.md compares gradients")
     in_reward, weight = draft.take("algorithm.use_kl_in_reward"), draft.take("algorithm.kl_ctrl.kl_coef")
     if not in_reward or not weight:
         return
@@ -187,6 +198,9 @@ def _convert_kl(draft: Draft) -> None:
 def _convert_correction(draft: Draft) -> None:
     """Importance weights of the recomputed logprobs against the rollout's."""
     level, rejects = draft.take(C + "rollout_is"), draft.take(C + "rollout_rs")
+    if rejects and is_field(FIELD + "rejection.denominator"):
+        _convert_rejection(draft, str(rejects))
+        rejects = None
     if _is_rollout(draft):
         if level and draft.take(C + "loss_type") != "reinforce":
             draft.explain(C + "rollout_is", "with old_logprobs rollout the ratio is the weight")
@@ -218,6 +232,20 @@ def _convert_correction(draft: Draft) -> None:
     if LOSSES[loss].level == "sequence" and draft.fields.get(field + "level") == "token":
         draft.approximate(C + "rollout_is", f"{loss} has one ratio for a sequence: so have its weights")
         draft.put(field + "level", "sequence", "as the loss")
+
+
+def _convert_rejection(draft: Draft, rejects: str) -> None:
+    """Several criteria have several thresholds; `low_high` is two bounds."""
+    criteria, given = rejects.split(","), str(draft.take(C + "rollout_rs_threshold")).split(",")
+    for index, name in enumerate(criteria):
+        criterion = FORMER_CRITERIA.get(name.strip(), name.strip())
+        if not is_field(f"{FIELD}rejection.{criterion}"):
+            draft.lose(C + "rollout_rs", f"no rejection by {criterion} here")
+            continue
+        low, sign, high = given[min(index, len(given) - 1)].strip().partition("_")
+        bounds = [float(low), float(high)] if sign else float(low)
+        draft.put(f"{FIELD}rejection.{criterion}", bounds, C + "rollout_rs_threshold")
+        draft.put(FIELD + "rejection.denominator", "kept", "as verl counts")
 
 
 def _bounds(draft: Draft, name: str = "rollout_is_threshold") -> tuple[float, float, bool]:

@@ -1,6 +1,6 @@
 """verl's options and ours; those of verl-recipe's DAPO, one-step-off and fully-async training among them."""
 
-from services.console.convert.table import Table, automatic, computed, missing, same
+from services.console.convert.table import Table, automatic, computed, missing, same, same_where_known
 
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 C, W = "algorithm.rollout_correction.", "reward."
@@ -125,7 +125,12 @@ ROWS = (
         "trainer.algorithm.filter_zero_variance",
         "on the score before the punishment for length",
     ),
-    missing("algorithm.filter_groups.max_num_gen_batches", "groups are replaced without a bound"),
+    same_where_known(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "trainer.algorithm.max_filter_rounds",
+        "groups are replaced without a bound",
+        words=lambda count: count or None,
+    ),
     automatic("algorithm.filter_groups.metric", "groups are judged by their rewards"),
     computed(
         f"{OVERLONG}enable, {OVERLONG}len, {W}reward_kwargs.max_resp_len",
@@ -186,7 +191,12 @@ ROWS = (
         "trainer.micro_batch_tokens",
         "without dynamic batches: sequences * (prompt + response)",
     ),
-    missing(A + "ppo_epochs", "each group is trained on once; nearest: more mini_batches", off=1),
+    same_where_known(
+        A + "ppo_epochs",
+        "trainer.passes",
+        "each group is trained on once; nearest: more mini_batches",
+        off=1,
+    ),
     same(M + "path", "model.path", default="MODEL"),
     same(
         A + "fsdp_config.dtype",

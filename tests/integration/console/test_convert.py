@@ -15,6 +15,7 @@ from common.config import AlgorithmConfig, RunConfig
 from common.config.algorithm_table import LOSSES
 from services.console.__main__ import app
 from services.console.check.preflight import examine
+from services.console.convert.table import is_field
 from services.console.plan.explain import describe
 from tests.support.checked_runs import make_folder
 
@@ -146,9 +147,10 @@ group_size = 32
 """
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "loss"}}
 NONE: dict[str, Any] = {"importance": {"mode": "off"}}
+ROUNDS = {"max_filter_rounds": 10} if is_field("trainer.algorithm.max_filter_rounds") else {}
 PRIME = {
     "advantage": "dr_grpo",
-    "loss": "dppo" if "dppo" in LOSSES else "ppo",
+    "loss": "dppo_tv" if "dppo_tv" in LOSSES else "ppo",
     "old_logprobs": "rollout",
     "clip_high": 0.2,
 }
@@ -168,7 +170,7 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
         "run.sh", DAPO, [], DAPO_ROWS,
         {"": (33, 512, 16, 16, 0), "optimizer.warmup_steps": 10, "optimizer.weight_decay": 0.1,
          "evaluation.temperature": 1.0, "evaluation.top_p": 0.7},
-        {"preset": "dapo", "dual_clip": 10.0, **NONE},
+        {"preset": "dapo", "dual_clip": 10.0, **NONE, **ROUNDS},
     ),
     "verl one step off": (
         "run.sh", ONE_STEP_OFF, [], GSM8K_ROWS,

@@ -9,6 +9,7 @@ from common.errors import ConfigError
 from services.console.convert.command import CONVERTERS, convert
 from services.console.convert.draft import Draft
 from services.console.convert.reading import Project
+from services.console.convert.table import is_field
 
 A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
 BYPASS = {C + "bypass_mode": True}
@@ -55,9 +56,6 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
       ALGORITHM + "importance.high": 5.0}),
     ("verl", {**BYPASS, C + "rollout_is": "token", C + "loss_type": "reinforce"},
      {ALGORITHM + "loss": "cispo", ALGORITHM + "clip_low": 1.0, ALGORITHM + "clip_high": 1.0}),
-    ("verl", {C + "rollout_rs": "seq_mean_k1", C + "rollout_rs_threshold": "0.99_1.01"},
-     {ALGORITHM + "importance.mode": "mask", ALGORITHM + "importance.level": "geometric",
-      ALGORITHM + "importance.low": 0.99, ALGORITHM + "importance.high": 1.01}),
     ("verl", {A + "optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
      {"trainer.optimizer.warmup_steps": 5}),
     ("verl", {A + "ppo_micro_batch_size_per_gpu": 4}, {"trainer.micro_batch_tokens": 4 * 1024}),
@@ -97,7 +95,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
      {ALGORITHM + "kl.estimator": "k3", ALGORITHM + "kl.bound": None, ALGORITHM + "kl.coefficient": 0.04,
       ALGORITHM + "reference.model": "frozen"}),
     ("trl", {"beta": 0.04, "sync_ref_model": True},
-     {ALGORITHM + "kl.estimator": "k2", ALGORITHM + "reference.model": "updated",
+     {ALGORITHM + "reference.model": "updated",
       ALGORITHM + "reference.mixup": 0.6, ALGORITHM + "reference.every": 512}),
     ("trl", {"loss_type": "cispo", "epsilon_high": 5.0},
      {ALGORITHM + "loss": "cispo", ALGORITHM + "clip_low": 1.0, ALGORITHM + "clip_high": 4.0,
@@ -137,10 +135,21 @@ def test_options_become_our_fields(
     assert made.problem() == ""
 
 
+def test_rejection_has_a_section_or_becomes_the_nearest_weights() -> None:
+    made = draft("verl", **{C + "rollout_rs": "seq_mean_k1", C + "rollout_rs_threshold": "0.99_1.01"})
+    if is_field(ALGORITHM + "rejection.seq_mean_k1"):
+        assert made.fields[ALGORITHM + "rejection.seq_mean_k1"] == [0.99, 1.01]
+        assert made.fields[ALGORITHM + "importance.mode"] == "off"
+    else:
+        names = ("mode", "level", "low", "high")
+        found = [made.fields[f"{ALGORITHM}importance.{name}"] for name in names]
+        assert found == ["mask", "geometric", 0.99, 1.01]
+    assert made.problem() == ""
+
+
 LOST: list[tuple[Project, str, Any, str]] = [
     ("verl", A + "ulysses_sequence_parallel_size", 8, "lost"),
     ("verl", A + "policy_loss.loss_mode", "no_such", "lost"),
-    ("verl", C + "rollout_rs", "seq_sum_k1", "lost"),
     ("verl", A + "kl_loss_type", "abs", "automatic"),
     ("verl", A + "optim.lr_warmup_steps_ratio", 0.1, "lost"),
     ("verl", "data.gen_batch_size", 9, "automatic"),
@@ -149,8 +158,7 @@ LOST: list[tuple[Project, str, Any, str]] = [
     ("verl", R + "name", "sglang", "approximated"),
     ("verl", "trainer.nobody.knows", 1, "lost"),
     ("verl", A + "fsdp_config.param_offload", False, ""),
-    ("trl", "scale_rewards", "batch", "lost"),
-    ("trl", "top_entropy_quantile", 0.2, "lost"),
+    ("trl", "sapo_temperature_neg", 0.9, "lost"),
     ("trl", "top_entropy_quantile", 1.0, ""),
     ("trl", "vllm_server_host", "x", "automatic"),
     ("trl", "delta", 4.0, "automatic"),

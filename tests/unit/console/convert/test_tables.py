@@ -4,29 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RunConfig
 from common.process.programs import ROOT
 from services.console.__main__ import main
 from services.console.convert.aliases import TABLES, names_elsewhere
-from services.console.convert.draft import section_of
-from services.console.convert.table import Row, Table
+from services.console.convert.table import Row, Table, is_field, same_where_known
 from services.console.reference.option_tables import HEADING, as_markdown
 
 ROWS = [(table, row) for table in TABLES for row in table.rows]
-
-
-def is_field(target: str) -> bool:
-    """Whether our config has it; `<name>` stands for a name that the user gives."""
-    section = RunConfig
-    *outer, last = target.split(".")
-    for name in outer:
-        if name == "<name>":
-            continue
-        if name not in section.model_fields:
-            return False
-        annotation = section.model_fields[name].annotation
-        section = section_of(annotation) or section
-    return last in section.model_fields
 
 
 @pytest.mark.parametrize("table, row", ROWS, ids=[f"{table.project} {row.options[0]}" for table, row in ROWS])
@@ -73,3 +57,14 @@ def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(
 
 def test_names_that_nobody_knows_have_no_hint() -> None:
     assert names_elsewhere(["trainer.zzz"]) == names_elsewhere([]) == ""
+
+
+def test_fields_are_found_by_their_dotted_names() -> None:
+    known = ("seed", "trainer.lora.rank", "reward.rewards.<name>.model.local_replicas.model", "data.eval")
+    assert [is_field(name) for name in known] == [True] * 4
+    assert not is_field("trainer.lora.ranks") and not is_field("nothing.at.all")
+
+
+def test_a_field_that_this_release_lacks_is_missing() -> None:
+    assert same_where_known("a", "trainer.zzz", "none").kind == "missing"
+    assert same_where_known("a", "trainer.steps", "none").kind == "same"
