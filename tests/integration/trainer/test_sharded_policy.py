@@ -27,7 +27,8 @@ STEPS = 3
 
 
 def config_of(folder: Path, num_ranks: int) -> RunConfig:
-    """Two updates, a frozen reference, statistics of a mini-batch: everything that ranks do together."""
+    """Two updates a step, a frozen reference, statistics of a mini-batch, coefficients that move: everything
+    that ranks do together."""
     return run_config(
         folder,
         trainer={
@@ -38,7 +39,9 @@ def config_of(folder: Path, num_ranks: int) -> RunConfig:
             "optimizer": {"lr": 1e-2, "eps": 1e-3},
             "algorithm": {
                 "reference": {"model": "frozen"},
-                "kl": {"place": "loss"},
+                "kl": {"place": "loss", "coefficient": 0.1},
+                "kl_control": {"target": 0.01, "horizon": 20.0},
+                "entropy_control": {"target": 9.0, "delta": 0.05},
                 "top_entropy_quantile": 0.8,
                 "importance": {"normalise": True},
                 "rejection": {"seq_mean_k3": 20.0, "denominator": "kept"},
@@ -81,6 +84,7 @@ def train(policy: Policy, steps: range) -> list[Any]:
         policy.hold_weights()
         numbers.append(update(policy, prepared(policy, second)))
         policy.release_weights()
+        policy.adapt(0.5, 3.0, 20.0)
     return numbers
 
 
@@ -115,6 +119,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     alone.save_weights(folder / "alone")
     alone.save_state(folder / "state_alone")
     found["digest_alone"] = alone.digest()
+    found["coefficients_alone"] = alone.coefficients()
     alone_later = train(alone, range(STEPS, STEPS + 1))
     with two_ranks(model) as policy:
         found["start_digest"] = policy.digest()
@@ -123,6 +128,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         policy.save_weights(folder / "sharded")
         policy.save_state(folder / "state_sharded")
         found["digest"] = policy.digest()
+        found["coefficients"] = policy.coefficients()
         found["later"] = train(policy, range(STEPS, STEPS + 1))
         found["skipped"] = update(policy, [masked(sample) for sample in make_samples(3)])
         policy.load_state(folder / "state_sharded")
@@ -145,6 +151,13 @@ def assert_alike(mine: list[Any], expected: list[Any]) -> None:
 
 def test_two_ranks_have_the_losses_and_gradients_of_one(outcome):
     assert_alike(outcome["sharded"], outcome["alone"])
+
+
+def test_coefficients_move_alike_on_all_ranks(outcome):
+    """Losses of both ranks are in the sums that are compared above."""
+    assert outcome["coefficients"] == outcome["coefficients_alone"]
+    assert outcome["coefficients"].kl == pytest.approx(0.1 * 1.2**STEPS)
+    assert outcome["coefficients"].entropy == pytest.approx(0.05 * STEPS)
 
 
 def test_two_ranks_have_the_weights_and_logprobs_of_one(outcome):
