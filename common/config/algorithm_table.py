@@ -88,6 +88,7 @@ Preset = Literal[
     "luspo",
     "max_rl",
     "scalerl",
+    "dppo",
 ]
 
 # None adds a KL penalty: it needs a reference model, and most recipes for verifiable rewards leave it out.
@@ -179,6 +180,16 @@ PRESETS: dict[Preset, dict[str, Any]] = {
         "clip_high": 4.0,
         "old_logprobs": "rollout",
         "filter_zero_variance": True,
+    },
+    # arXiv 2602.04879, with prime-rl's bounds and penalty
+    "dppo": {
+        "advantage": "dr_grpo",
+        "loss": "dppo_tv",
+        "normalisation": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "old_logprobs": "rollout",
+        "rollout_penalty": 1e-3,
     },
 }
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from common.config.algorithm import KlConfig
 from common.config.algorithm_table import ADVANTAGES, LOSSES
+from common.config.penalties import KlConfig
 from services.console.convert.draft import Draft, origin, run_name
 from services.console.convert.python_calls import Source
 from services.console.convert.trl_table import FILE, PROCESSES, TABLE

@@ -216,7 +216,7 @@ def _encoded(
         own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
         about = row.data_source, row.ground_truth, row.extra, row.number
         yield Prompt(ids, text, *about, own, row.source)
-    if overlong and (len(rows) > 1 or data.overlong_prompts == "error"):
+    if overlong and (len(rows) > 1 or data.overlong_prompts in ("error", "drop")):
         _report_overlong(overlong, len(rows), data)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from services.trainer.algorithm.advantages import Advantages
 from services.trainer.algorithm.losses.policy_loss import policy_loss
-from services.trainer.algorithm.losses.surrogates import find_loss
+from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 from services.trainer.groups.group_filter import GroupFilter, TrainableGroup
 from services.trainer.groups.samples import MicroBatch, Sample

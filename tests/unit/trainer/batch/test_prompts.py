@@ -233,7 +233,7 @@ def test_only_the_first_rows_are_read_where_that_is_asked(tmp_path: Path) -> Non
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"prompt": "{number}", "ground_truth": 1}}\n' for number in range(5)))
     config = DataConfig(train=[str(file), str(file)], max_rows=7, shuffle=False)
-    source = load_training_prompts(config, make_tokenizer(), seed=0)
+    (source,) = load_training_prompts(config, make_tokenizer(), seed=0)
     assert [prompt.text for prompt in source.prompts] == ["0", "1", "2", "3", "4", "0", "1"]
 
 
