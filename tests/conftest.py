@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = (
     "integration/pipeline/test_algorithms.py",
+    "integration/pipeline/test_algorithm_parts.py",
     "integration/rollout/test_vllm_engine.py",
     "contract/trainer/test_trainer_memory.py",
     "integration/trainer/test_replay.py",

@@ -1,0 +1,43 @@
+"""The parts that algorithms are made of train arith above its start: one run for each mechanism.
+
+Other losses and advantages differ from these in numbers alone; those are in tests/unit/trainer/algorithm, and
+their replay is in tests/contract/trainer/test_replay_session.py.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.redis.embedded import EmbeddedRedis
+from tests.support.algorithms import STEPS, trains_above_its_start
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "critic": {"preset": "ppo", "value": {"lr": 1e-3, "model": "own"}},
+    "scalerl": {"preset": "scalerl", "filter_zero_variance": False},
+    "remax": {"advantage": "remax", "loss": "reinforce"},
+    "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.001},
+    "weights and rejection": {
+        "correction": "decoupled_geo_rs_token_tis",
+        "rejection": {"seq_mean_k1": [0.9, 1.1]},
+    },
+    "top entropy and normalised weights": {"top_entropy_quantile": 0.5, "importance": {"normalise": True}},
+    "gmpo": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence"},
+    "clip_cov": {"loss": "clip_cov", "covariance": {"share": 0.01, "low": 0.1}},
+}
+LONGER = {"remax": 15}
+"""One greedy answer is a rough baseline: it takes more steps."""
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+async def test_trains_arith_above_its_start(name: str, redis: EmbeddedRedis, tmp_path: Path) -> None:
+    await trains_above_its_start(name, ALGORITHMS[name], redis, tmp_path, LONGER.get(name, STEPS))
