@@ -47,6 +47,9 @@ class SourceConfig(Section):
     """As `data.prompt_column`, which the empty text takes."""
     data_source: str = ""
     """The `data_source` of rows that have none; empty takes the source's name."""
+    environment: str = ""
+    """The `environment` of rows that have no such column: one of those that `rollout.environment.use` offers
+    by name (a dict of TRL's classes)."""
     group_size: int | None = Field(None, ge=1, le=4096)
     """Completions of each of its groups; null takes `trainer.group_size`."""
     sampling: SourceSamplingConfig = SourceSamplingConfig()

@@ -278,6 +278,12 @@ class RunConfig(Section):
             )
         for source in self.data.sources:
             self._sampling_fits(source)
+        named = [source.name for source in self.data.sources if source.environment]
+        if named and self.rollout.environment.is_single_turn:
+            raise ValueError(
+                f"source {named[0]!r} names an environment, and rollout.environment.use is single_turn; name "
+                "there what offers several, or leave it out"
+            )
         names = {source.name for source in self.data.sources}
         for reward, named in self.reward.rewards.items():
             if named.sources and not names:

@@ -54,7 +54,8 @@ def _parse(
 
 def _of_source(row: Row, source: "SourceConfig") -> Row:
     name = row.data_source or source.data_source or source.name
-    return replace(row, source=source.name, data_source=name)
+    chosen = {"environment": source.environment} if source.environment else {}
+    return replace(row, source=source.name, data_source=name, extra=chosen | row.extra)
 
 
 def _streamed(paths: str | list[str], parse: Any, max_rows: int | None) -> StreamedRows:

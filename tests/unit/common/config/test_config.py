@@ -169,6 +169,7 @@ def test_sources_are_read_with_what_is_their_own(tmp_path: Path) -> None:
         ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["c"]}}}}, "names 'c'"),
         ([], {"reward": {"rewards": {"x": {"function": "math", "sources": ["a"]}}}}, "scores source 'b'"),
         ([{"unknown": 1}], {}, "data.train.0.unknown: no such field"),
+        ([{"environment": "shop"}], {}, "source 'a' names an environment, and rollout.environment.use is"),
     ],
 )
 def test_sources_that_do_not_fit_are_refused(

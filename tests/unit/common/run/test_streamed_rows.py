@@ -55,14 +55,17 @@ def test_streamed_rows_are_those_that_are_read_at_once(tmp_path: Path, make: Any
 
 
 def test_sources_name_their_rows(tmp_path: Path) -> None:
-    rows = [{**ROWS[0], "data_source": "own"}, *ROWS[1:3]]
+    rows = [{**ROWS[0], "data_source": "own", "environment": "own"}, *ROWS[1:3]]
     path = str(jsonl(tmp_path, rows=rows))
     for is_streamed in (False, True):
         train = [{"name": "a", "path": path}, {"name": "b", "path": path, "data_source": "given"}]
+        train[1]["environment"] = "shop"
         data = DataConfig.model_validate({"train": train, "eval": {"held": path}, "stream": is_streamed})
         found = read_training_rows(data)
         assert [(row.source, row.data_source) for row in found["a"]] == [("a", "own"), *[("a", "a")] * 2]
         assert [row.data_source for row in found["b"]] == ["own", "given", "given"]
+        assert [row.extra["environment"] for row in found["b"]] == ["own", "shop", "shop"]
+        assert [row.extra.get("environment") for row in found["a"]] == ["own", None, None]
         assert [row.source for row in read_evaluation_rows(data, 1)["held"]] == ["held"]
 
 
