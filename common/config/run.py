@@ -278,10 +278,10 @@ class RunConfig(Section):
             )
         for source in self.data.sources:
             self._sampling_fits(source)
-        named = [source.name for source in self.data.sources if source.environment]
-        if named and self.rollout.environment.is_single_turn:
+        playing = [source.name for source in self.data.sources if source.environment]
+        if playing and self.rollout.environment.is_single_turn:
             raise ValueError(
-                f"source {named[0]!r} names an environment, and rollout.environment.use is single_turn; name "
+                f"source {playing[0]!r} names an environment, and rollout.environment.use is single_turn; name "
                 "there what offers several, or leave it out"
             )
         names = {source.name for source in self.data.sources}

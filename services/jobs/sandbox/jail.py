@@ -33,6 +33,8 @@ SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache",
 DEVICES = ("null", "urandom", "random")
 """Without `zero`, a mapping of which can be memory that belongs to no process."""
 MAX_FILES = 4096
+LONGEST_ARGUMENT = 100_000
+"""Linux takes none of 128 KiB or more."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -226,6 +228,7 @@ class Jail:
                 os.dup2(pipes[name][end], target)
             os.closerange(3, 4096)
             os.chdir(self.work)
+            named = _program_arguments(program["source"])
             _limit(self.order)
             libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             self._drop_user()
@@ -236,7 +239,7 @@ class Jail:
             # Without a root folder of its own, the interpreter may be where only its owner can read it.
             for python in (self.order["python"], *OTHER_PYTHONS):
                 with contextlib.suppress(FileNotFoundError, PermissionError):
-                    os.execve(python, [python, *flags, "-c", program["source"]], environment)
+                    os.execve(python, [python, *flags, *named], environment)
             os.write(2, b"no interpreter that this user may run")
         except BaseException as error:
             os.write(2, f"the jail could not start the program: {error!r}".encode())
@@ -273,6 +276,17 @@ class Jail:
         empty(self.work)
         if not self.isolation["files"] and self.isolation["user"] == "own":
             os.chown(self.work, self.uid, self.uid)
+
+
+def _program_arguments(source: str) -> list[str]:
+    """How Python is given the program: in a file of the folder where it is too long for an argument."""
+    content = os.fsencode(source)
+    if len(content) < LONGEST_ARGUMENT:
+        return ["-c", source]
+    path = Path("program.py")
+    path.write_bytes(content)
+    path.chmod(0o644)
+    return [str(path)]
 
 
 def _limit(order: Map) -> None:

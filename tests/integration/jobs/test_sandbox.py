@@ -66,6 +66,14 @@ def test_statements_and_check_functions_run_behind_the_code() -> None:
     assert not passes("def f(x): return x", humaneval)
 
 
+def test_a_program_may_be_longer_than_an_argument_of_the_kernel() -> None:
+    long = "#" * (200 << 10)
+    assert passes(f"{long}\nprint(int(input()) + 1)", {"inputs": ["1"], "outputs": ["2"]})
+    assert passes("def f(x): return x + 1", [f"{long}\nassert f(1) == 2"])
+    assert not passes(f"{long}\nprint(1)", {"inputs": ["1"], "outputs": ["2"]})
+    assert outcome(f"{long}\nprint(1)", namespaces=False)["stdout"] == "1\n"
+
+
 def test_part_of_the_tests_counts_as_that_part() -> None:
     result = run_tests("print(input())", {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "9"]}, LIMITS)
     assert (result["passed"], result["total"]) == (2, 3)
