@@ -281,8 +281,8 @@ class RunConfig(Section):
         playing = [source.name for source in self.data.sources if source.environment]
         if playing and self.rollout.environment.is_single_turn:
             raise ValueError(
-                f"source {playing[0]!r} names an environment, and rollout.environment.use is single_turn; name "
-                "there what offers several, or leave it out"
+                f"source {playing[0]!r} names an environment, and rollout.environment.use is single_turn; "
+                "name there what offers several, or leave it out"
             )
         names = {source.name for source in self.data.sources}
         for reward, named in self.reward.rewards.items():
