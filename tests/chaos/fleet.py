@@ -20,6 +20,7 @@ from common.run.state import publish_config
 from common.wire.keys import Keys
 from services.console.processes.service import ServiceSpec, service_environment, service_specs
 from services.console.processes.supervisor import FIRST_PAUSE_S
+from services.console.run.folder import RunFolder
 from tests.chaos.mortal_redis import MortalRedis
 from tests.support.preloaded import Process, start_module, start_plain
 
@@ -79,6 +80,7 @@ class Fleet:
     async def __aenter__(self) -> "Fleet":
         await self.redis.start()
         self.broker = await Broker.connect(self.redis.url)
+        RunFolder(self.folder, self.keys.run_id).create(self.config)  # as `tidemill up` does first
         await publish_config(self.broker, self.keys, self.config)
         for spec in (*environment_servers(self.config), *service_specs(self.config)):
             self._start(spec)
