@@ -43,6 +43,13 @@ EMPTY = {
     r"tidemill_redis_wait_": "Redis is never away",
 }
 """What has no data in this run, and why, by the metrics that an expression reads."""
+EMPTY_LABELS = {
+    'cause="environment"': "samples are single turns",
+    'metric="selection/': "every token is trained",
+    'metric=~"teacher/': "nothing is distilled",
+    'metric=~"source/': "there is one training set",
+}
+"""The same by a label of a metric that has data otherwise."""
 WINDOW = "20s"
 needs_prometheus = pytest.mark.skipif(not (PROMETHEUS and PROMTOOL), reason=MISSING)
 
@@ -108,14 +115,16 @@ def test_every_reason_is_needed() -> None:
     read = {name for item in expressions() for name in metric_names(item.promql)}
     for pattern in EMPTY:
         assert any(re.match(pattern, name) for name in read), f"nothing reads {pattern}"
+    for label in EMPTY_LABELS:
+        assert any(label in item.promql for item in expressions()), f"nothing reads {label}"
 
 
 def reason_of(promql: str) -> str:
     """Why an expression has no data here; empty where it must have some."""
     names = metric_names(promql)
-    if 'cause="environment"' in promql:
-        names.add("tidemill_environment_")  # one label of a metric that has data otherwise
-    return next((why for pattern, why in EMPTY.items() if any(re.match(pattern, name) for name in names)), "")
+    found = [why for pattern, why in EMPTY.items() if any(re.match(pattern, name) for name in names)]
+    found += [why for label, why in EMPTY_LABELS.items() if label in promql]
+    return found[0] if found else ""
 
 
 @asynccontextmanager

@@ -143,7 +143,7 @@ def test_no_name_hides_what_a_process_uses(namespaces: bool, name: bytes) -> Non
     assert found["outcome"] == "memory", found
 
 
-def test_a_nest_of_folders_is_cleared_away(namespaces: bool) -> None:
+def test_a_nest_of_folders_is_cleared_away(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deeper than Python calls itself, and than a path can say. It is no failure of the sandbox."""
     code = """
 import os
@@ -153,12 +153,14 @@ for _ in range(3000):
     os.mkdir("a"); os.chdir("a")
 """
     config = LIMITS if namespaces else ALONE
-    before = set(Path(tempfile.gettempdir()).glob("tidemill-jail-*"))
+    own = Path(tempfile.mkdtemp(prefix="tidemill-jails-"))  # a jail's user must get into it
+    own.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     tests = {"inputs": ["", ""], "outputs": ["[]", "[]"]}
     cases = make_cases(code, tests, 2)
     results, _ = run_cases(cases, config, namespaces=namespaces)
     assert [case.passed(result) for case, result in zip(cases, results, strict=True)] == [True, True], results
-    assert set(Path(tempfile.gettempdir()).glob("tidemill-jail-*")) <= before
+    own.rmdir()
 
 
 MOUNTED = """
