@@ -76,6 +76,7 @@ class Driver:
         self.archiver = ArchiverKiller(fleet, random.Random(seed))
         self.environments = EnvironmentProcesses(fleet)
         self.num_done = 0
+        self._leaving: set[str] = set()
         self._started = time.time()
 
     async def run(self) -> None:
@@ -139,8 +140,11 @@ class Driver:
             self._note(fault.kind, self.fleet.join(fault.role), time.time())
         elif fault.kind is Kind.LEAVE:
             joined = [*self.fleet.running("rollout", False), *self.fleet.running("reward", False)]
-            if joined:
-                leaving.create_task(self._leave(self.rng.choice(joined), fault.is_term))
+            # Who is asked a second time ends at once, with a code that says so.
+            if joined := [name for name in joined if name not in self._leaving]:
+                name = self.rng.choice(joined)
+                self._leaving.add(name)
+                leaving.create_task(self._leave(name, fault.is_term))
         else:
             victim = self.rng.choice(await self._victims(fault.kind.value))
             version = await self._exact_version()
