@@ -7,6 +7,8 @@ services/trainer/algorithm.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common.config.section import filled_in
+
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTraits:
@@ -195,10 +197,6 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 
 
 def with_preset(given: dict[str, Any]) -> dict[str, Any]:
-    """The section's fields with what its preset fills in, also within sections; what is given wins."""
-    values = next((values for name, values in PRESETS.items() if name == given.get("preset")), {})
-    filled = values | given
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(given.get(name), dict):
-            filled[name] = value | given[name]
-    return filled
+    """The section's fields with what its preset fills in; what is given wins."""
+    named = given.get("preset")
+    return filled_in(given, next((values for name, values in PRESETS.items() if name == named), {}))

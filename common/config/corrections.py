@@ -6,6 +6,8 @@
 
 from typing import Any, Literal
 
+from common.config.section import filled_in
+
 Correction = Literal[
     "decoupled_token_is",
     "decoupled_seq_is",
@@ -70,10 +72,6 @@ CORRECTIONS: dict[Correction, dict[str, Any]] = {
 
 
 def with_correction(given: dict[str, Any]) -> dict[str, Any]:
-    """The section's fields with what its correction fills in, also within sections; what is given wins."""
-    values = next((values for name, values in CORRECTIONS.items() if name == given.get("correction")), {})
-    filled = values | given
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(given.get(name), dict):
-            filled[name] = value | given[name]
-    return filled
+    """The section's fields with what its correction fills in; what is given wins."""
+    named = given.get("correction")
+    return filled_in(given, next((values for name, values in CORRECTIONS.items() if name == named), {}))

@@ -4,7 +4,7 @@ Guarantee: every option that was given ends as a field, or in the list; what is 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from services.console.convert.table import NOT_GIVEN, Table, section_of
 
 Verdict = Literal["lost", "approximated", "automatic"]
 WIDTH = 108
+TRACKERS = ("wandb", "mlflow", "trackio")
 WARMUP = "trainer.optimizer.warmup_steps"
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 """What an option of theirs that we lack may be without anything being lost."""
@@ -86,6 +87,18 @@ class Draft:
             value = self.given.get(option, row.default)
             if value is not NOT_GIVEN and value is not None and row.target not in self.fields:
                 self.put(row.target, row.words(value) if row.words else value, origin(option, row.note))
+
+    def copy_records(self, trackers: str, own: Sequence[str], name: str) -> None:
+        """Carry over where a run is recorded and what it is called. `own` are trackers of theirs that need no
+        counterpart."""
+        given = self.take(trackers)
+        loggers = [given] if isinstance(given, str) else list(given or ())
+        if known := [logger for logger in loggers if logger in TRACKERS]:
+            self.put("trainer.loggers", known, trackers)
+        if others := [logger for logger in loggers if logger not in (*TRACKERS, *own)]:
+            self.lose(trackers, f"{', '.join(others)}: not among wandb, mlflow, trackio and TensorBoard")
+        if run_id := run_name(self.take(name)):
+            self.put("run_id", run_id, name)
 
     def finish(self) -> None:
         """Copy what is `same`, mend what our config would refuse, and name what nothing was made of."""

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from common.config.algorithm_table import ADVANTAGES, LOSSES
 from common.config.penalties import KlConfig
-from services.console.convert.draft import Draft, origin, run_name
+from services.console.convert.draft import Draft, origin
 from services.console.convert.python_calls import Source
 from services.console.convert.trl_table import FILE, PROCESSES, TABLE
 
@@ -54,7 +54,6 @@ PROMPT_TOKENS = 1024
 ESTIMATOR_NAMES = get_args(KlConfig.model_fields["estimator"].annotation)
 OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
 """Arguments that no literal can be: their source says what they are."""
-TRACKERS = ("wandb", "mlflow", "trackio")
 
 
 def convert_trl(options: Mapping[str, Any]) -> Draft:
@@ -321,14 +320,7 @@ def _convert_machine(draft: Draft) -> None:
         draft.put("trainer.lora.alpha", float(alpha[1]) if alpha else draft.take("lora_alpha"), "lora_alpha")
         if modules := draft.take("lora_target_modules"):
             draft.put("trainer.lora.target_modules", modules, "lora_target_modules")
-    given = draft.take("report_to")
-    loggers = [given] if isinstance(given, str) else list(given or ())
-    if known := [name for name in loggers if name in TRACKERS]:
-        draft.put("trainer.loggers", known, "report_to")
-    if others := [name for name in loggers if name not in (*TRACKERS, "none", "tensorboard", "all")]:
-        draft.lose("report_to", f"{', '.join(others)}: not among wandb, mlflow, trackio and TensorBoard")
-    if name := run_name(draft.take("run_name")):
-        draft.put("run_id", name, "run_name")
+    draft.copy_records("report_to", ("none", "tensorboard", "all"), "run_name")
     if "trainer.lora.rank" in draft.fields and draft.fields["trainer.num_ranks"] > 1:
         draft.put("trainer.num_ranks", 1, "")
         draft.lose(PROCESSES, "lora trains on one GPU here")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.console.convert.draft import Draft, origin, run_name
+from services.console.convert.draft import Draft, origin
 from services.console.convert.verl_algorithm import convert_algorithm
 from services.console.convert.verl_defaults import DEFAULTS, RENAMED
 from services.console.convert.verl_table import (
@@ -24,7 +24,6 @@ from services.console.convert.verl_table import (
 MODULE = "module"
 """Given with the options: which of verl's programs a script starts."""
 OF_TEST_SETS = ("test", "val", "validation", "valid", "eval")
-TRACKERS = ("wandb", "mlflow", "trackio")
 
 
 def convert_verl(options: Mapping[str, Any]) -> Draft:
@@ -269,12 +268,5 @@ def _convert_machine(draft: Draft, mode: str) -> None:
 
 
 def _convert_records(draft: Draft) -> None:
-    given = draft.take("trainer.logger")
-    loggers = [given] if isinstance(given, str) else list(given or ())
-    if known := [name for name in loggers if name in TRACKERS]:
-        draft.put("trainer.loggers", known, "trainer.logger")
-    if others := [name for name in loggers if name not in (*TRACKERS, "console", "tensorboard", "file")]:
-        draft.lose("trainer.logger", f"{', '.join(others)}: not among wandb, mlflow, trackio and TensorBoard")
-    if name := run_name(draft.take("trainer.experiment_name")):
-        draft.put("run_id", name, "trainer.experiment_name")
+    draft.copy_records("trainer.logger", ("console", "tensorboard", "file"), "trainer.experiment_name")
     draft.take(OVERLONG + "enable")

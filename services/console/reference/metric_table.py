@@ -7,12 +7,12 @@ they are current.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.metrics import MetricWrapperBase
 
 from common.telemetry import metrics
+from services.console.reference.page_part import write_or_check
 
 HEADING = "## Prometheus: every metric"
 PREAMBLE = f"""{HEADING}
@@ -71,19 +71,7 @@ def _row(item: MetricFacts) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into a file, or check them with `--check`; returns the exit code."""
-    path = Path(arguments[-1])
-    before = path.read_text(encoding="utf-8")
-    current = before.partition(HEADING)[0] + as_markdown()
-    if current == before:
-        return 0
-    if "--check" in arguments:
-        print(
-            f"{path} is not current: python -m services.console.reference.metric_table {path}",
-            file=sys.stderr,
-        )
-        return 1
-    path.write_text(current, encoding="utf-8")
-    return 0
+    return write_or_check(arguments, HEADING, as_markdown, "services.console.reference.metric_table")
 
 
 if __name__ == "__main__":

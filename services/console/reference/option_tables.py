@@ -6,10 +6,10 @@ they are current.
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from services.console.convert.aliases import TABLES
 from services.console.convert.table import Row, Table
+from services.console.reference.page_part import write_or_check
 
 HEADING = "## Every option"
 
@@ -43,19 +43,7 @@ def _ours(row: Row) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into a file, or check them with `--check`; returns the exit code."""
-    path = Path(arguments[-1])
-    before = path.read_text(encoding="utf-8")
-    current = before.partition(HEADING)[0] + as_markdown()
-    if current == before:
-        return 0
-    if "--check" in arguments:
-        print(
-            f"{path} is not current: python -m services.console.reference.option_tables {path}",
-            file=sys.stderr,
-        )
-        return 1
-    path.write_text(current, encoding="utf-8")
-    return 0
+    return write_or_check(arguments, HEADING, as_markdown, "services.console.reference.option_tables")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+import httpx
+
 from common.config.reward_kinds import HedgeConfig, PricesConfig
 from common.process.heartbeats import Heartbeat
+from common.run.replicas import key_for
 from common.telemetry import metrics
 from common.wire.messages import Lane
-from services.reward.remote.faults import FaultKind, RemoteFault
+from services.reward.remote.faults import FaultKind, RemoteFault, connection_fault, status_fault
 from services.reward.remote.limiter import Limiter, Permit
 from services.reward.remote.router import Replica, Router
 
@@ -238,3 +241,21 @@ class RemoteCalls:
             self._hedge.observe(time_s)
         self.num_answered += 1
         return answer
+
+
+async def post(
+    http: httpx.AsyncClient, replica: Replica, url: str, body: dict[str, Any], api_key_env: str
+) -> httpx.Response:
+    """The answer to one request of JSON, with the replica's key.
+
+    Raises RemoteFault: there is none, or its status is not 200.
+    """
+    key = key_for(replica.url, replica.is_registered, api_key_env)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = await http.post(url, json=body, headers=headers)
+    except httpx.HTTPError as error:
+        raise connection_fault(replica.origin, error) from error
+    if answer.status_code != 200:
+        raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
+    return answer

@@ -11,17 +11,14 @@ import httpx
 
 from common.config import NamedRewardConfig
 from common.config.reward_kinds import RewardModelConfig
-from common.run.replicas import key_for
 from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.calls import RemoteCalls, post
 from services.reward.remote.dependencies import RewardDependencies
 from services.reward.remote.faults import (
     CHARS_PER_TOKEN,
     FaultKind,
     RemoteFault,
     check_key,
-    connection_fault,
-    status_fault,
 )
 from services.reward.remote.limiter import Permit
 from services.reward.remote.router import Replica
@@ -58,15 +55,8 @@ class ModelReward:
         await self._calls.close()
 
     async def _send(self, replica: Replica, permit: Permit, body: dict[str, Any]) -> list[Any]:
-        key = key_for(replica.url, replica.is_registered, self._config.api_key_env)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         path = "/pooling" if self._config.head == "token" else "/classify"
-        try:
-            answer = await self._http.post(replica.origin + path, json=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise connection_fault(replica.origin, error) from error
-        if answer.status_code != 200:
-            raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
+        answer = await post(self._http, replica, replica.origin + path, body, self._config.api_key_env)
         try:
             found = answer.json()
             (item,) = found["data"]

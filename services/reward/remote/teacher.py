@@ -14,10 +14,9 @@ import httpx
 import numpy as np
 
 from common.config import NamedRewardConfig, TeacherConfig
-from common.run.replicas import key_for
 from common.wire.arrays import Bits, Float32, Int32
 from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.remote.calls import RemoteCalls
+from services.reward.remote.calls import RemoteCalls, post
 from services.reward.remote.dependencies import RewardDependencies
 from services.reward.remote.faults import (
     CHARS_PER_TOKEN,
@@ -25,8 +24,6 @@ from services.reward.remote.faults import (
     FaultKind,
     RemoteFault,
     check_key,
-    connection_fault,
-    status_fault,
 )
 from services.reward.remote.limiter import Permit
 from services.reward.remote.router import Replica
@@ -174,14 +171,7 @@ class TeacherReward:
         body: dict[str, Any],
         read: Callable[[dict[str, Any]], T],
     ) -> T:
-        key = key_for(replica.url, replica.is_registered, self._config.api_key_env)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:
-            answer = await self._http.post(replica.root + path, json=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise connection_fault(replica.origin, error) from error
-        if answer.status_code != 200:
-            raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
+        answer = await post(self._http, replica, replica.root + path, body, self._config.api_key_env)
         try:
             tree = answer.json()
             found = read(tree)

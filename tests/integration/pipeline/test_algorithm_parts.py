@@ -4,7 +4,6 @@ Other losses and advantages differ from these in numbers alone; those are in tes
 their replay is in tests/contract/trainer/test_replay_session.py.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 LONGER = {"remax": 15}
 """One greedy answer is a rough baseline: it takes more steps."""
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -1,6 +1,5 @@
 """Every published algorithm by name trains arith above its start."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl": {"place": "loss", "estimator": "k3", "coefficient": 0.01},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
