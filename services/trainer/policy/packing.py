@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 
 from common.wire.arrays import Bits, Int32
 from services.trainer.groups.samples import Sample
+from services.trainer.policy.attention import VARLEN
 
 Layout = Literal["padded", "varlen", "block"]
 
@@ -109,7 +110,7 @@ def choose_layout(
     if not packing or device.type == "cpu" or is_recurrent or not kinds <= SOFTMAX_ATTENTION:
         return "padded"
     attention = str(config._attn_implementation)
-    if attention.startswith("flash_attention"):
+    if attention.startswith("flash_attention") or attention == VARLEN:
         return "varlen"
     return "block" if attention == "sdpa" and kinds == {"full_attention"} else "padded"
 
