@@ -27,7 +27,15 @@ from transformers import PreTrainedModel
 from common.wire.arrays import Float32, Int32
 from services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from services.trainer.groups.samples import Sample
-from services.trainer.policy.packing import Layout, Tile, TokenRow, choose_layout, make_tiles
+from services.trainer.policy.packing import (
+    SEQUENCES,
+    Layout,
+    Tile,
+    TokenRow,
+    block_mask,
+    choose_layout,
+    make_tiles,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -207,6 +215,8 @@ class TokenScorer:
             name: value.to(self._device) if isinstance(value, Tensor) else value
             for name, value in tile.model_kwargs.items()
         }
+        if (numbers_BT := kwargs.pop(SEQUENCES, None)) is not None:
+            kwargs["attention_mask"] = block_mask(numbers_BT)
         # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
         return kwargs | {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
 

@@ -45,7 +45,14 @@ from services.trainer.policy.optimizer import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from services.trainer.policy.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
+from services.trainer.policy.packing import (
+    CPU_TILE_TOKENS,
+    Lines,
+    Tile,
+    make_rows,
+    make_tile,
+    plan_tiles,
+)
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
@@ -146,18 +153,19 @@ class TransformersPolicy(HasCoefficients):
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
-        return self._accumulate(batch, self._tiles_of(batch))
+        return self._accumulate(batch, self._plan(batch.samples))
 
-    def _tiles_of(self, batch: MicroBatch) -> list[Tile]:
-        rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
-        return make_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples)
+    def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
+        """The tiles that train on the samples."""
+        rows = make_rows(samples, [sample.mask for sample in samples])
+        return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples)
 
-    def _scored_tiles(self, samples: Sequence[Sample]) -> list[Tile]:
-        """With every completion token, trained or not."""
+    def _plan_scored(self, samples: Sequence[Sample]) -> list[Lines]:
+        """Tiles with every completion token, trained or not."""
         rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
-        return make_tiles(rows, self.layout, self._tile_tokens)
+        return plan_tiles(rows, self.layout, self._tile_tokens)
 
-    def _accumulate(self, batch: MicroBatch, tiles: Sequence[Tile]) -> MicroBatchMetrics:
+    def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
         num_sequences, num_trained = len(batch.samples), batch.num_trained
         metrics = MicroBatchMetrics(
@@ -167,7 +175,9 @@ class TransformersPolicy(HasCoefficients):
                 normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
             ),
         )
-        sums = metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
+        sums = metrics + total_metrics(
+            [self._train_tile(make_tile(lines, self.layout), batch) for lines in plan]
+        )
         if rejection.denominator == "kept" and normalisation == "token":
             return replace(sums, denominator=sums.denominator - sums.rejected)
         return sums
@@ -301,7 +311,8 @@ class TransformersPolicy(HasCoefficients):
         found = ScoredSamples(
             empty(), empty() if has_entropies else nothing, nothing if head is None else empty()
         )
-        for tile in self._scored_tiles(samples):
+        for lines in self._plan_scored(samples):
+            tile = make_tile(lines, self.layout)
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
             place(scores.logprobs_N, tile, found.logprobs)
             if has_entropies:

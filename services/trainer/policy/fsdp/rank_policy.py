@@ -96,11 +96,11 @@ class RankPolicy(TransformersPolicy):
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """This rank's share; the metrics are those of all shares."""
         shares = split_samples(batch.samples, self._ranks.size)
-        tiles = [self._tiles_of(MicroBatch(tuple(batch.samples[i] for i in share))) for share in shares]
-        num_passes = max(map(len, tiles))
+        plans = [self._plan([batch.samples[i] for i in share]) for share in shares]
+        plan = plans[self._ranks.rank]
         own = MicroBatch(tuple(batch.samples[i] for i in shares[self._ranks.rank]))
-        metrics = self._accumulate(own, tiles[self._ranks.rank])
-        for _ in range(num_passes - len(tiles[self._ranks.rank])):
+        metrics = self._accumulate(own, plan)
+        for _ in range(max(map(len, plans)) - len(plan)):
             scores = self._scorer.score(_empty_pass(batch), self._temperature)
             (0.0 * scores.logprobs_N.sum()).backward()
         parts = self._ranks.gather(msgpack.packb(asdict(metrics)))
@@ -116,7 +116,7 @@ class RankPolicy(TransformersPolicy):
     ) -> ScoredSamples:
         """This rank's share, gathered with the others'."""
         shares = split_samples(samples, self._ranks.size)
-        counts = [len(self._scored_tiles([samples[i] for i in share])) for share in shares]
+        counts = [len(self._plan_scored([samples[i] for i in share])) for share in shares]
         mine = shares[self._ranks.rank]
         scored = super()._score_all([samples[i] for i in mine], scorer, temperature)
         if isinstance(scorer, ShardedScorer):
