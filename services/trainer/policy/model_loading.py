@@ -136,7 +136,7 @@ def wants_liger(choice: str, device: torch.device) -> bool:
 
 
 def _apply_liger(model: PreTrainedModel) -> None:
-    """Fused norms, rotary embeddings and gated units; logprobs stay with `forward.score_hidden`."""
+    """Fused norms, rotary embeddings and gated units; logprobs stay with `head.score_hidden`."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -11,7 +11,7 @@ from common.config.penalties import KlConfig
 from services.trainer.algorithm.advantages.episode import make_episode
 from services.trainer.algorithm.losses.corrections import kl_penalty
 from services.trainer.algorithm.losses.totals import total_metrics
-from services.trainer.policy.forward import score_logits
+from services.trainer.policy.head import score_logits
 from tests.support.losses import loss_of, make_tokens, tensor
 from tests.support.models import make_samples
 
