@@ -117,8 +117,9 @@ class TransformersPolicy(HasCoefficients):
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
         self._reference = self._make_reference() if algorithm.needs_reference else None
+        self._value_head = self._make_value_head(model)
+        # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         self._scorer = self._make_scorer(model)
-        self._value_head = make_value_head(model, algorithm.value, dtype)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -149,7 +150,10 @@ class TransformersPolicy(HasCoefficients):
     def _make_reference(self) -> ReferenceModel | BaseReference:
         if self._adapters is not None:
             return BaseReference(self._model, self._adapters, self._dtype)
-        return ReferenceModel(self._model, self._config.algorithm.reference, self._dtype)
+        return ReferenceModel(self._model, self._config.algorithm.reference, self._make_scorer)
+
+    def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
+        return make_value_head(model, self._config.algorithm.value, self._make_scorer)
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""

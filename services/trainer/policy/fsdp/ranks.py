@@ -33,10 +33,24 @@ class RankLostError(TidemillError):
 class Ranks:
     """This process among those that train together."""
 
+    mesh: DeviceMesh
+    shard_size: int
+    """Ranks that hold one copy of the model together."""
+    replica: int
+    shard: int
+    """Which copy this rank holds a part of, and which part."""
+
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
+
+    def lay_out(self, shard_size: int | None) -> None:
+        """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
+        self.shard_size = shard_size or self.size
+        self.replica, self.shard = divmod(self.rank, self.shard_size)
+        shape: tuple[int, ...] = (self.size // self.shard_size, self.shard_size)
+        shape = shape[1:] if shape[0] == 1 else shape
+        self.mesh = init_device_mesh(self.device.type, shape)
 
     @property
     def is_leader(self) -> bool:
