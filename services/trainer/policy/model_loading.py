@@ -27,6 +27,7 @@ from common.config.trainer import TrainerConfig
 from common.errors import ConfigError
 from common.run.model_overrides import with_overrides
 from services.trainer.policy.attention import choose_attention
+from services.trainer.policy.experts import follow_autocast
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +55,7 @@ def pick_device(name: str) -> torch.device:
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """Load `model.path` in float32 onto the device, with every dropout at 0. Raises ConfigError: no model
     there, weights missing, or a context shorter than `model.max_model_len`."""
+    follow_autocast()
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         _disable_dropout(model_config)
@@ -144,25 +146,35 @@ def _apply_liger(model: PreTrainedModel) -> None:
 
 
 def compile_model(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> bool:
-    """Compile the model's body for any shape; the head works by chunks and stays as it is.
+    """Compile the model's layers for any shape, or its body where it names none; the head works by chunks and
+    stays as it is. Layers are alike, so that one is compiled for all; and ranks shard them one by one.
 
     A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
     for instance, the model stays as it was, a warning says why, and the result is False.
     """
     body = model.base_model
-    body.compile(backend=backend, dynamic=True)
+    parts = layers_of(model) or [body]
+    for part in parts:
+        part.compile(backend=backend, dynamic=True)
     vocab_size = model.config.get_text_config().vocab_size
     ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % vocab_size
     try:
         body(input_ids=ids_BT, use_cache=False).last_hidden_state.sum().backward()
     except RuntimeError as error:  # what the compiler and its backends raise derives from it
-        body._compiled_call_impl = None
+        for part in parts:
+            part._compiled_call_impl = None
         reason = " ".join(str(error).split())[:300]
         log.warning("torch.compile does not work here, training without it", reason=reason)
         return False
     finally:
         model.zero_grad(set_to_none=True)
     return True
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that transformers keeps in one piece; ranks gather them one after the other."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

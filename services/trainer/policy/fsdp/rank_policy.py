@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -28,6 +28,7 @@ from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.samples import MicroBatch, Sample
 from services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from services.trainer.policy.fsdp.ranks import Ranks
+from services.trainer.policy.model_loading import layers_of
 from services.trainer.policy.packing import Tile
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.side_models import ValueHead
@@ -42,14 +43,12 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.model = model
         options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": _precision(dtype)}
-        # The blocks that are gathered one after the other.
-        names = set(getattr(model, "_no_split_modules", None) or ())
-        blocks = [module for module in model.modules() if type(module).__name__ in names]
+        blocks = layers_of(model)
         for block in blocks:
             fully_shard(block, **options)
         # Also the root's: between two passes only shards exist, which updates and checkpoints work on.
         fully_shard(self, reshard_after_forward=True, **options)
-        for block, following in pairwise(blocks):
+        for block, following in pairwise(cast(list[FSDPModule], blocks)):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
         sum_gradients(self)

@@ -48,9 +48,9 @@ class Ranks:
         """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
         self.shard_size = shard_size or self.size
         self.replica, self.shard = divmod(self.rank, self.shard_size)
-        shape: tuple[int, ...] = (self.size // self.shard_size, self.shard_size)
-        shape = shape[1:] if shape[0] == 1 else shape
-        self.mesh = init_device_mesh(self.device.type, shape)
+        shape = (self.size // self.shard_size, self.shard_size)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "shard"))
+        self.mesh = mesh["shard"] if self.shard_size == self.size else mesh
 
     @property
     def is_leader(self) -> bool:
