@@ -69,10 +69,9 @@ def score_hidden(
     if type(head) is nn.Linear:
         kind = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        scores: tuple[Tensor, Tensor] = ChunkedScores.apply(
-            hidden_NH, head.weight, head.bias, targets_N, (temperature, chunk, dtype, entropy_gradient)
-        )
-        return scores
+        options = (temperature, chunk, dtype, entropy_gradient)
+        apply: Callable[..., tuple[Tensor, Tensor]] = ChunkedScores.apply
+        return apply(hidden_NH, head.weight, head.bias, targets_N, options)
     # A head with adapters, or of a class of its own: by its forward.
     score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = score_chunk
     if torch.is_grad_enabled():
@@ -91,7 +90,7 @@ class ChunkedScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,

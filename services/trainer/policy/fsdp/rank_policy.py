@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -43,12 +43,10 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.model = model
         options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": _precision(dtype)}
-        blocks = layers_of(model)
-        for block in blocks:
-            fully_shard(block, **options)
+        sharded = [fully_shard(block, **options) for block in layers_of(model)]
         # Also the root's: between two passes only shards exist, which updates and checkpoints work on.
         fully_shard(self, reshard_after_forward=True, **options)
-        for block, following in pairwise(cast(list[FSDPModule], blocks)):
+        for block, following in pairwise(sharded):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
         sum_gradients(self)
@@ -111,7 +109,7 @@ class RankPolicy(TransformersPolicy):
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, **options: Any) -> None:
         self._ranks = ranks
-        self._roots: list[ShardedModel] = []
+        self._roots: list[FSDPModule] = []
         """Of what is trained."""
         self._holds_gradients = False
         """Each rank has gradients of its own that are not summed yet."""
@@ -199,7 +197,8 @@ class RankPolicy(TransformersPolicy):
             scores = scorer.score(NOTHING, temperature, keep_hidden=head is not None and head.reads_policy)
             if head is not None:
                 head(NOTHING, scores.hidden_NH)
-        found = ScoredSamples(*([None] * len(samples) for _ in scored))
+        nothing: list[Float32 | None] = [None] * len(samples)
+        found = ScoredSamples(list(nothing), list(nothing), nothing)
         own = [[_packed(column[i]) for column in scored] for i in range(len(mine))]
         for share, part in zip(shares, self._ranks.gather(msgpack.packb(own)), strict=True):
             for i, cells in zip(share, msgpack.unpackb(part), strict=True):
