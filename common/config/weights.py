@@ -17,4 +17,5 @@ class WeightsConfig(Section):
     max_share_changed: float = Field(0.3, ge=0.0, le=1.0)
     """A version in which a greater share of the values changed is written in full: a delta would not pay."""
     max_chain_share: float = Field(0.5, gt=0.0, le=10.0)
-    """When the deltas since the last full version have grown beyond this share of its bytes, the next is full."""
+    """When the deltas since the last full version have grown beyond this share of its bytes, the next is
+    full."""
