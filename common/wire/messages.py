@@ -240,11 +240,41 @@ class WeightManifest(Message):
     version: int = Field(ge=0)
     folder: str = Field(pattern=r"^v[0-9]{8}$", description="below the run's `weights` folder")
     files: tuple[WeightFile, ...]
-    digest: str = Field(pattern=r"^[0-9a-f]{32}$")
+    digest: str = Field(
+        pattern=r"^(w1:)?[0-9a-f]{32}$", description="of these weights, or as an older release had it"
+    )
     announced_at: float = Field(default_factory=time.time)
     term: int = Field(
         0, ge=0, description="which trainer process of the run announced it: each has a greater number"
     )
+    encoding: str = Field("full", max_length=40, description="`full`, or the format of a delta")
+    parent: int = Field(-1, ge=-1, description="the version that a delta changes; -1 of a full one")
+    parent_digest: str = Field("", pattern=r"^((w1:)?[0-9a-f]{32})?$", description="the parent's")
+    base: int = Field(-1, ge=-1, description="the full version that the delta's chain begins with")
+    share_changed: float = Field(-1.0, ge=-1.0, le=1.0, description="of the elements; -1 where not measured")
+    chain_bytes: int = Field(0, ge=0, description="of all deltas since the base, this one's too")
+    full_bytes: int = Field(0, ge=0, description="of the same version in full; known of deltas")
+    encode_s: float = Field(0.0, ge=0.0, description="what encoding and writing took, beside training")
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether it changes another version, and is nothing alone."""
+        return self.encoding != "full"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its files."""
+        return sum(file.num_bytes for file in self.files)
+
+    @model_validator(mode="after")
+    def _check_chain(self) -> Self:
+        is_chained = 0 <= self.base <= self.parent < self.version and self.parent_digest
+        if self.is_delta and not is_chained:
+            raise ValueError(
+                f"version {self.version} in {self.encoding} needs a base and a parent below it, got base "
+                f"{self.base} and parent {self.parent}"
+            )
+        return self
 
 
 class Commit(Message):

@@ -20,6 +20,7 @@ from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
 from common.wire.messages import WeightManifest
 from services.rollout.weight_follower import WeightDownload, weight_download
 from services.trainer.weights.store import WeightStore
+from tests.support.full_versions import WritesFull
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
@@ -29,7 +30,7 @@ RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
 START_TIMEOUT_S = 60.0
 
 
-class Policy:
+class Policy(WritesFull):
     """One file with one value; its digest is that value."""
 
     def __init__(self, value: float) -> None:

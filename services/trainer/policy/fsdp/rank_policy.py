@@ -34,6 +34,7 @@ from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.side_models import ValueHead
 from services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
 from services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from services.trainer.weights.shard_writer import Peers
 
 
 class ShardedModel(nn.Module):
@@ -101,7 +102,9 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     """Load the model on this rank's device, and shard it."""
     ranks.lay_out(config.trainer.shard_ranks)
     model, options = policy_parts(config, ranks.device)
-    return RankPolicy(model, config.trainer, ranks, **options)
+    policy = RankPolicy(model, config.trainer, ranks, **options)
+    policy.max_share_changed = config.weights.max_share_changed
+    return policy
 
 
 class RankPolicy(TransformersPolicy):
@@ -205,6 +208,11 @@ class RankPolicy(TransformersPolicy):
                 for column, cell in zip(found, cells, strict=True):
                     column[i] = None if cell is None else np.frombuffer(cell[1], dtype=cell[0])
         return found
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks."""
+        return self._ranks
 
     def save_weights(self, folder: Path) -> list[Path]:
         """Batched by all, written by rank 0."""

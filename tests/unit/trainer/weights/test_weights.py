@@ -13,9 +13,10 @@ from common.files import StorageError
 from common.run.weight_files import folder_versions, read_manifest, verified_files
 from common.wire.messages import WeightFile, WeightManifest
 from services.trainer.weights.store import WeightStore
+from tests.support.full_versions import WritesFull
 
 
-class Policy:
+class Policy(WritesFull):
     """Writes one value into two shards; its digest is that value."""
 
     def __init__(self, value: float) -> None:
