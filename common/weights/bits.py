@@ -5,7 +5,7 @@ bfloat16 has no numpy type, and comparing bits is what deltas need: NaN equals i
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,3 +80,18 @@ def read_safetensors(path: Path) -> Iterator[tuple[TensorInfo, Bits]]:
             yield info, data[8 + length + start : 8 + length + end].view(info.bits_dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is not a whole safetensors file: {error}.") from None
+
+
+def safetensors_layout(infos: Iterable[TensorInfo]) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the values of a file with these tensors, and where in the file each begins. The order is
+    that of safetensors: wide elements first, then by name."""
+    ordered = sorted(infos, key=lambda info: (-WIDTHS[info.dtype], info.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for info in ordered:
+        offsets[info.name], start, end = end, end, end + info.num_bytes
+        header[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: begin + at for name, at in offsets.items()}
