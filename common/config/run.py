@@ -10,6 +10,7 @@ from common.config.reward import RewardConfig
 from common.config.rollout import RolloutConfig
 from common.config.section import Section
 from common.config.trainer import TrainerConfig
+from common.config.weights import WeightsConfig
 
 
 def is_path(model: str) -> bool:
@@ -91,6 +92,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
     streams: StreamsConfig = StreamsConfig()
     expect: ExpectConfig = ExpectConfig()
 

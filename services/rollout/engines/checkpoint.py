@@ -32,10 +32,11 @@ def read_tensors(files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Bits]]:
     return found
 
 
-def checkpoint_tensors(
+def patched_tensors(
     base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]
-) -> "Iterator[tuple[str, Tensor]]":
-    """Names and whole tensors, in the order of names; one at a time is in memory that no file backs.
+) -> Iterator[tuple[TensorInfo, Bits]]:
+    """Every tensor of a full version with the deltas written over it, flat and in the order of names; one at
+    a time is in memory that no file backs.
 
     Raises:
         WeightsError: a delta is damaged, or is not one of these tensors.
@@ -44,15 +45,25 @@ def checkpoint_tensors(
     patch = next(patches, None)
     for name in sorted(base):
         info, bits = base[name]
-        flat = np.array(bits)
+        flat = np.array(bits) if deltas else bits
         while patch is not None and patch.info.name == name:
             if patch.info != info:
                 raise WeightsError(f"a delta has {patch.info}, the full version before it {info}.")
             patch.apply(flat)
             patch = next(patches, None)
-        yield name, as_tensor(info, flat)
+        yield info, flat
     if patch is not None:
         raise WeightsError(f"a delta changes {patch.info.name}, which the full version before it has not.")
+
+
+def checkpoint_tensors(
+    base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]
+) -> "Iterator[tuple[str, Tensor]]":
+    """The same as tensors with their names."""
+    from services.rollout.engines.tensors import as_tensor
+
+    for info, flat in patched_tensors(base, deltas):
+        yield info.name, as_tensor(info, flat)
 
 
 def check_given(files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> None:
@@ -74,14 +85,3 @@ def prove(held: Digest | None, change: Digest, expected: str) -> Digest:
     if (proven := held + change) != Digest.parse(expected):
         raise WeightsMismatchError(f"with the delta the engine would hold {proven}, expected is {expected}")
     return proven
-
-
-def as_tensor(info: TensorInfo, flat: Bits) -> "Tensor":
-    """The bits as a tensor of its own dtype and shape, in the same memory."""
-    import torch
-
-    from services.rollout.engines.held_weights import BITS, DTYPES
-
-    signed = torch.from_numpy(flat.view(f"i{flat.dtype.itemsize}" if flat.dtype.itemsize > 1 else "u1"))
-    assert signed.dtype == BITS[flat.dtype.itemsize]
-    return signed.view(DTYPES[info.dtype]).reshape(info.shape)

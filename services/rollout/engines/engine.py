@@ -87,8 +87,8 @@ class Engine(Protocol):
     async def load(
         self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
     ) -> WeightUpdate:
-        """Replace weights by those of a full version (`files`: safetensors, Hugging Face names), with `deltas`
-        written over it, the files of each, oldest first. Without `files` deltas change what the engine holds.
+        """Replace weights by those of a full version (`files`: safetensors, Hugging Face names) with `deltas`
+        written over it: the files of each, oldest first. Without `files` deltas change what the engine holds.
 
         `digest` is that of the result. Who gives `files` has proven it of their bytes; the engine proves it
         of deltas, from its own values.

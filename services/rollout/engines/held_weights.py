@@ -1,40 +1,31 @@
 """Where a checkpoint's values lie in the parameters that an engine computes with.
 
-A model's own loader says so: it is asked to load tensors that have a shape and no memory. Every slice and view
-that it makes of them on the way to a `copy_` keeps its offset and strides, and so names the positions of the
-checkpoint's tensor that the parameter gets. With that an engine can be asked what it holds, in the checkpoint's
-own coordinates, however it splits and fuses. A loader that does more than view and copy cannot be followed:
-then `trace` says so, and such a model's updates are whole versions.
+A model's own loader says so: it is asked to load tensors that have a shape and no memory. Every slice and
+view that it makes of them on the way to a `copy_` keeps its offset and strides, and so names the positions of
+the checkpoint's tensor that the parameter gets. With that an engine can be asked what it holds, in the
+checkpoint's coordinates, however it splits and fuses. A loader that does more than view and copy cannot be
+followed: then `trace` says so, and such a model's updates are whole versions.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from common.errors import WeightsError
 from common.weights.bits import TensorInfo
+from common.weights.delta import Patch
+from common.weights.digest import Digest, updated
+from common.weights.merge import merge
+from services.rollout.engines.tensors import DTYPES, as_bits, as_tensor
 
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-"""By safetensors' names."""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by width, to compare bits."""
+DEVICE_RESERVE_BYTES = 1 << 30
+"""Left free on a GPU: changes that do not fit beside it are staged in host memory."""
 
 
 class Key(NamedTuple):
@@ -74,6 +65,55 @@ class Piece:
         found = self.tensor[where] if where else self.tensor.reshape(-1)
         return as_bits(found.to(DTYPES[self.info.dtype]))
 
+    def num_wrong(self, whole: Tensor) -> int:
+        """How many of its values are not those of the checkpoint's tensor, in their own precision."""
+        whole, (_, offset, sizes, strides) = whole.contiguous(), self.key
+        part = whole.as_strided(sizes, strides, whole.storage_offset() + offset)
+        expected = part.to(self.tensor.device).to(self.tensor.dtype)
+        return int((as_bits(expected) != as_bits(self.tensor)).sum())
+
+    def change(self, patch: Patch) -> "Change":
+        """What of a patch lies in this piece."""
+        if patch.info != self.info:
+            raise WeightsError(f"a delta has {patch.info}, the engine {self.info}")
+        device = self.tensor.device
+        positions = torch.from_numpy(patch.all_positions()).to(device)
+        inside, _ = self.local(positions)
+        flat = replace(patch.info, shape=(len(patch.values),))
+        return Change(self, positions[inside], as_bits(as_tensor(flat, patch.values).to(device))[inside])
+
+
+class Change(NamedTuple):
+    """New values (bits) of a piece at flat checkpoint positions."""
+
+    piece: Piece
+    positions: Tensor
+    values: Tensor
+
+    def kept(self) -> "Change":
+        """As small as it can be, and in host memory where the device has no room."""
+        positions, values = self.positions, self.values
+        if self.piece.info.num_elements <= torch.iinfo(torch.int32).max:
+            positions = positions.int()
+        if values.is_cuda and torch.cuda.mem_get_info(values.device)[0] < DEVICE_RESERVE_BYTES:
+            positions, values = positions.cpu(), values.cpu()
+        return Change(self.piece, positions, values)
+
+    def write(self) -> None:
+        """Overwrite the values."""
+        values = self._here(self.values).view(DTYPES[self.piece.info.dtype])
+        self.piece.tensor[self._where()] = values.to(self.piece.tensor.dtype)
+
+    def num_wrong(self) -> int:
+        """How many are not what the parameter holds now."""
+        return int((self.piece.values(self._where()) != self._here(self.values)).sum())
+
+    def _where(self) -> tuple[Tensor, ...]:
+        return self.piece.local(self._here(self.positions).long())[1]
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.piece.tensor.device)
+
 
 class HeldWeights:
     """All pieces that one process holds."""
@@ -90,8 +130,29 @@ class HeldWeights:
         for pieces in self.pieces.values():
             yield from pieces
 
+    def stage(
+        self, deltas: Sequence[Sequence[Path]], disowned: Collection[int] = ()
+    ) -> tuple[Digest, list[Change]]:
+        """What deltas change here, and how that changes the digest of what is held; the pieces `disowned`, by
+        their order, do not count in it.
+
+        Raises:
+            WeightsError: a delta is damaged, or of another model.
+        """
+        is_counted = {id(piece): place not in disowned for place, piece in enumerate(self)}
+        digest, changes = Digest(), []
+        for patch in merge(deltas):
+            for piece in self.pieces.get(patch.info.name, []):
+                change = piece.change(patch)
+                if is_counted[id(piece)]:
+                    _, where = piece.local(change.positions)
+                    digest = updated(digest, piece.info, change.positions, piece.values(where), change.values)
+                if len(change.positions):
+                    changes.append(change.kept())
+        return digest, changes
+
     def check(self) -> None:
-        """Raises ValueError: a value of the checkpoint cannot be told from a parameter, or shares its memory."""
+        """Raises ValueError: a parameter is less precise than the checkpoint, or has two of its tensors."""
         homes: dict[tuple[int, Any], str] = {}
         for piece in self:
             dtype = DTYPES[piece.info.dtype]
@@ -133,11 +194,6 @@ def trace(
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(f"the model's loader cannot be followed: {error}") from error
     return HeldWeights(pieces), set(loaded or ())
-
-
-def as_bits(values: Tensor) -> Tensor:
-    """The same memory as integers of the same width."""
-    return values.view(BITS[values.element_size()])
 
 
 @contextmanager

@@ -12,6 +12,7 @@ Logprobs are those of the processed distribution, so they equal the trainer's at
 import asyncio
 import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -268,7 +269,7 @@ class VllmEngine:
             }
             num_ranks = len(await self._call("tidemill_stage", job))
             # Ranks answer through files. To ask them by calls would hold up the core, which generates.
-            while len(answers := list(Path(report).glob("*.json"))) < num_ranks:
+            while len(answers := _answered(report)) < num_ranks:
                 if llm.errored:
                     raise EngineError("vLLM died while it read new weights; restart this worker")
                 await asyncio.sleep(STAGING_POLL_S)
@@ -354,6 +355,10 @@ class VllmEngine:
         if self._folder is None:
             raise EngineError("the vLLM engine was never started")
         return self._folder
+
+
+def _answered(report: str) -> list[Path]:
+    return [Path(report, name) for name in os.listdir(report) if name.endswith(".json")]
 
 
 def _as_generation(

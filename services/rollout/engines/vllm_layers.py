@@ -8,7 +8,7 @@ itself, and experts keep it beside the packed copy, which `refresh` makes anew a
 from typing import Any
 
 REFUSED_QUANTIZATION = (
-    "quantized weights ({}) cannot be updated: their scales would have to be made anew for each version. Leave "
+    "quantized weights ({}) cannot be updated: their scales would have to be made anew each time. Leave "
     "rollout.vllm.extra.quantization out, and start from a model that is not quantized"
 )
 

@@ -6,7 +6,6 @@ weight patches. Either way parameters are written in place, and read back afterw
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,10 @@ import torch
 from torch import Tensor
 
 from common.weights.bits import Bits, TensorInfo
-from common.weights.delta import Patch
-from common.weights.digest import Digest, updated
-from common.weights.merge import merge
-from services.rollout.engines.checkpoint import as_tensor, checkpoint_tensors, read_tensors
-from services.rollout.engines.held_weights import DTYPES, HeldWeights, Piece, as_bits, trace
+from services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
+from services.rollout.engines.held_weights import DTYPES, Change, HeldWeights, trace
 from services.rollout.engines.vllm_layers import is_cpu, reason_to_refuse, refresh
 
-DEVICE_RESERVE_BYTES = 1 << 30
-"""Left free on a GPU: changes that do not fit beside it are staged in host memory."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -39,7 +33,7 @@ class RankWeights:
         """Parameters that the starting model's files filled: each version has to fill them again."""
         self._disowned: set[int] = set()
         self._full: tuple[Mapping[str, tuple[TensorInfo, Bits]], Sequence[Sequence[Path]]] | None = None
-        self._changes: list[tuple[Piece, Tensor, Tensor]] = []
+        self._changes: list[Change] = []
 
     def open(self) -> dict[str, Any]:
         """Compare what the model holds with the files that it was just loaded from."""
@@ -68,10 +62,13 @@ class RankWeights:
         """
         paths = [[Path(path) for path in delta] for delta in deltas]
         self._changes, self._full = [], None
-        if not files:
-            return self._stage_changes(paths)
-        self._full = (read_tensors([Path(file) for file in files]), paths)
-        return {}
+        if files:
+            self._full = (read_tensors([Path(file) for file in files]), paths)
+            return {}
+        if not self._is_plain:
+            raise ValueError("what this engine holds cannot be read back, so it takes whole versions only")
+        change, self._changes = self.held.stage(paths, self._disowned)
+        return {"low": change.low, "high": change.high}
 
     def apply(self) -> int:
         """Write what was staged; returns how many values the parameters do not hold afterwards.
@@ -90,42 +87,23 @@ class RankWeights:
         """Leave these pieces out of digests: a lower rank counts them."""
         self._disowned = set(pieces)
 
-    def _stage_changes(self, deltas: Sequence[Sequence[Path]]) -> dict[str, Any]:
-        if not self._is_plain:
-            raise ValueError("what this engine holds cannot be read back, so it takes whole versions only")
-        change = Digest()
-        is_owned = {id(piece): index not in self._disowned for index, piece in enumerate(self.held)}
-        for patch in merge(deltas):
-            for piece in self.held.pieces.get(patch.info.name, []):
-                positions, values = _local_changes(piece, patch)
-                if is_owned[id(piece)]:
-                    _, where = piece.local(positions)
-                    change = updated(change, piece.info, positions, piece.values(where), values)
-                if len(positions):
-                    self._changes.append((piece, *_kept(piece, positions, values)))
-        return {"low": change.low, "high": change.high}
-
-    def _patch(self, changes: Sequence[tuple[Piece, Tensor, Tensor]]) -> int:
+    def _patch(self, changes: Sequence[Change]) -> int:
         from vllm.model_executor.model_loader.checkpoint_weight_patch import (
             CheckpointWeightPatch,
             load_checkpoint_weight_patches,
         )
 
         patches = []
-        for name, group in groupby(changes, key=lambda change: change[0].key.name):
+        for name, group in groupby(changes, key=lambda change: change.piece.key.name):
             parts = list(group)
-            info = parts[0][0].info
-            values = torch.cat([values for _, _, values in parts]).view(DTYPES[info.dtype])
-            indices = torch.cat([positions for _, positions, _ in parts])
+            info = parts[0].piece.info
+            values = torch.cat([change.values for change in parts]).view(DTYPES[info.dtype])
+            indices = torch.cat([change.positions for change in parts])
             patches.append(CheckpointWeightPatch(name, info.shape, values.dtype, values, indices))
         # Positions are unique: `merge` gives them in ascending order.
         load_checkpoint_weight_patches(self.model, patches, validate_unique_indices=False)
         self._refresh()
-        wrong = 0
-        for piece, positions, values in changes:
-            _, where = piece.local(positions.to(piece.tensor.device, torch.int64))
-            wrong += int((piece.values(where) != values.to(piece.tensor.device)).sum())
-        return wrong
+        return sum(change.num_wrong() for change in changes)
 
     def _load(self, base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]) -> int:
         tensors = checkpoint_tensors(base, deltas)
@@ -170,32 +148,6 @@ class RankWeights:
 
     def _num_wrong(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """How many values held are not those of the checkpoint, in the precision that they are held in."""
-        wrong = 0
-        for name, tensor in tensors:
-            tensor = tensor.contiguous()
-            for piece in self.held.pieces.get(name, []):
-                _, offset, sizes, strides = piece.key
-                part = tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
-                expected = part.to(piece.tensor.device).to(piece.tensor.dtype)
-                wrong += int((as_bits(expected) != as_bits(piece.tensor)).sum())
-        return wrong
-
-
-def _local_changes(piece: Piece, patch: Patch) -> tuple[Tensor, Tensor]:
-    """Those positions (int64) and new values (bits) of a patch that lie in the piece, on its device."""
-    device = piece.tensor.device
-    positions = torch.from_numpy(patch.all_positions()).to(device)
-    if patch.info != piece.info:
-        raise ValueError(f"a delta has {patch.info}, the engine {piece.info}")
-    inside, _ = piece.local(positions)
-    flat = replace(patch.info, shape=(len(patch.values),))
-    return positions[inside], as_bits(as_tensor(flat, patch.values).to(device))[inside]
-
-
-def _kept(piece: Piece, positions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """As small as they can be, and in host memory where the device has no room."""
-    if piece.info.num_elements <= torch.iinfo(torch.int32).max:
-        positions = positions.int()
-    if values.is_cuda and torch.cuda.mem_get_info(values.device)[0] < DEVICE_RESERVE_BYTES:
-        return positions.cpu(), values.cpu()
-    return positions, values
+        return sum(
+            piece.num_wrong(tensor) for name, tensor in tensors for piece in self.held.pieces.get(name, [])
+        )

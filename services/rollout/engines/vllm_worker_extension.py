@@ -75,7 +75,7 @@ class WeightLoader:
 
     @answers
     def tidemill_disown(self, pieces: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Of each rank the pieces, by their place in `tidemill_keys`, that a lower one counts in the digest."""
+        """Of each rank the pieces, by place in `tidemill_keys`, that a lower one counts in the digest."""
         self._tidemill.disown(pieces[self.rank])
         return {}
 

@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 from common.errors import ConfigError, WeightsError
 from common.run.state import read_state
 from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
+from common.weights.remote import WeightServer, open_remote
 from common.wire.messages import WeightManifest
-from services.rollout.weight_follower import WeightDownload, weight_download
+from services.rollout.weights.download import WeightDownload
 from services.trainer.weights.store import WeightStore
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
@@ -106,7 +107,7 @@ def written(server: Server, version: int, value: float) -> WeightManifest:
 
 
 def download_to(server: Server, cache: Path, token: str = TOKEN) -> WeightDownload:
-    return WeightDownload(server.url, token, RUN, cache)
+    return WeightDownload(WeightServer(server.url, token, RUN), RUN, cache)
 
 
 def value_of(paths: list[Path]) -> float:
@@ -140,7 +141,7 @@ def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path:
     with pytest.raises(WeightsError, match="damaged"):
         download_to(server, tmp_path / "cache").files(manifest)
     path.write_bytes(path.read_bytes() + b"and more")
-    with pytest.raises(WeightsError, match="more than the"):
+    with pytest.raises(WeightsError, match="damaged"):
         download_to(server, tmp_path / "other").files(manifest)
     assert folder_versions(tmp_path / "other" / RUN / WEIGHTS_FOLDER) == []
 
@@ -158,11 +159,11 @@ def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Serv
     (server.runs / RUN / WEIGHTS_FOLDER / "v00000001" / "notes.txt").write_text("not of the manifest")
     known = f"/runs/{RUN}/weights/v00000001/model.safetensors"
     assert server.status_of(known) == 200
+    assert server.status_of(f"/runs/{RUN}/weights/v00000001/manifest.json") == 200
     assert server.status_of(known, token="a guess") == 401
     assert server.status_of(known, token="") == 401
     for path in (
         f"/runs/{RUN}/weights/v00000001/notes.txt",
-        f"/runs/{RUN}/weights/v00000001/manifest.json",
         f"/runs/{RUN}/weights/v00000002/model.safetensors",
         f"/runs/{RUN}/weights/v00000001/..%2f..%2fconfig.yaml",
         f"/runs/{RUN}/config.yaml",
@@ -181,9 +182,9 @@ def test_a_wrong_token_is_said(server: Server, tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "head:8200")
     with pytest.raises(ConfigError, match="such as http://head:8200"):
-        weight_download(RUN)
+        open_remote("", RUN)
     monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "")
-    assert weight_download(RUN) is None
+    assert open_remote("", RUN) is None
 
 
 def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
