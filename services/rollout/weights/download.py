@@ -19,6 +19,7 @@ from common.errors import WeightsError
 from common.files import (
     StorageError,
     aside_folder,
+    file_checksum,
     publish_folder,
     remove_folder,
     retire_folder,
@@ -79,9 +80,9 @@ class WeightDownload:
                     return verified_files(self.folder, manifest)
                 except WeightsError:
                     self._download(manifest)
-                paths = verified_files(self.folder, manifest)
                 self._prune(manifest)
-                return paths
+                target = self.folder / WEIGHTS_FOLDER / manifest.folder
+                return [target / file.name for file in manifest.files]
         except (OSError, StorageError) as error:  # a full disk: to be tried again, or left to another worker
             raise WeightsError(f"weights of version {manifest.version}: {error}") from error
 
@@ -95,6 +96,12 @@ class WeightDownload:
         partial.mkdir(parents=True, exist_ok=True)
         for file in manifest.files:
             self._fetch(file, f"{WEIGHTS_FOLDER}/{manifest.folder}/{file.name}", partial)
+            if (checksum := file_checksum(partial / file.name)) != file.checksum:
+                remove_folder(partial)
+                raise WeightsError(
+                    f"weights of version {manifest.version}: {file.name} came with checksum {checksum}, announced "
+                    f"is {file.checksum}: it is damaged."
+                )
         with aside_folder(target, f"the weights of version {manifest.version}") as aside:
             for file in manifest.files:
                 os.replace(partial / file.name, aside / file.name)
