@@ -225,7 +225,18 @@ COMMITTED_VERSION = Gauge("tidemill_committed_version", "Number of committed ste
 STEP_SECONDS = _Latency("tidemill_step_seconds", "Time from one commit to the next")
 COMMIT_SECONDS = _ShortTime("tidemill_commit_seconds", "Time to make one commit durable")
 CHECKPOINT_SECONDS = _Latency("tidemill_checkpoint_seconds", "Time to write a checkpoint")
-WEIGHTS_WRITE_SECONDS = _Latency("tidemill_weights_write_seconds", "Time to write and announce one version")
+WEIGHTS_COMPARE_SECONDS = _Latency(
+    "tidemill_weights_compare_seconds",
+    "Time that training stands still for one version: to find what changed",
+)
+WEIGHTS_WRITE_SECONDS = _Latency(
+    "tidemill_weights_write_seconds", "Time to write one version, beside the next step's work"
+)
+WEIGHTS_BYTES = Gauge("tidemill_weights_bytes", "Size of the last version's files")
+WEIGHTS_SHARE_CHANGED = Gauge(
+    "tidemill_weights_share_changed",
+    "Share of the weights' values that the last step changed; -1 not measured",
+)
 DISK_FREE_SHARE = Gauge(
     "tidemill_disk_free_share", "Share of the disk with the run's folder that is free, seen by the trainer"
 )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,8 +54,9 @@ MAX_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
 
 
-def read_safetensors(path: Path) -> Iterator[tuple[TensorInfo, Bits]]:
+def read_safetensors(path: Path, mode: Literal["r", "r+"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:
     """The tensors of a safetensors file, flat, in the file's order; views of the mapped file, never copied.
+    With mode `r+` what is written to them goes to the file.
 
     Raises:
         WeightsError: the file is no safetensors file, or it is cut short.
@@ -73,7 +74,7 @@ def read_safetensors(path: Path) -> Iterator[tuple[TensorInfo, Bits]]:
             for name, item in header.items()
         ]
         places.sort(key=lambda place: (place[1], place[0].name))
-        data = np.memmap(path, np.uint8, "r", offset=0)
+        data = np.memmap(path, np.uint8, mode)
         for info, start, end in places:
             if end - start != info.num_bytes or not 0 <= start <= end <= size - 8 - length:
                 raise ValueError(f"{info.name} lies at [{start}, {end}), which does not fit")
@@ -83,8 +84,8 @@ def read_safetensors(path: Path) -> Iterator[tuple[TensorInfo, Bits]]:
 
 
 def safetensors_layout(infos: Iterable[TensorInfo]) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the values of a file with these tensors, and where in the file each begins. The order is
-    that of safetensors: wide elements first, then by name."""
+    """The bytes before the values of a file with these tensors, and where in the file each begins. The order
+    is that of safetensors: wide elements first, then by name."""
     ordered = sorted(infos, key=lambda info: (-WIDTHS[info.dtype], info.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0

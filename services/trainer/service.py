@@ -159,7 +159,7 @@ def _resume_outputs(context: ServiceContext, recorder: Recorder) -> Outputs:
     if trainer.policy == "simulated":
         ranges = ranges.model_copy(update={"entropy": HealthyRange()})  # delays have none
     best = BestVersion(context.run_dir, evaluation.keep_best, records, evaluation.max_failed_share)
-    weights = WeightStore(context.run_dir)
+    weights = WeightStore(context.run_dir, context.config.weights)
     return Outputs(weights, best, recorder, Diagnostics.resumed(ranges, records))
 
 

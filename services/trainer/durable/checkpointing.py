@@ -7,6 +7,7 @@ An entry goes only when every whole checkpoint on the disk can do without it, an
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,7 +52,13 @@ async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) 
     return await until_stored(context, lambda: asyncio.to_thread(write, *args))
 
 
-async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]]) -> T:
+During = Callable[..., AbstractContextManager[None]]
+"""Says what a process is at, for the length of a block: `Activity.during`, or what stands for it."""
+
+
+async def until_stored(
+    context: ServiceContext, write: Callable[[], Awaitable[T]], during: During | None = None
+) -> T:
     """Call `write` until the disk takes it; writes must leave nothing half-written behind.
 
     Raises:
@@ -66,7 +73,7 @@ async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]
             if not error.can_clear:
                 raise
             log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            with context.activity.during("wait:disk", str(error)):
+            with (during or context.activity.during)("wait:disk", str(error)):
                 await context.unless_stopping(asyncio.sleep(pause_s))
             if context.stopping.is_set():
                 raise StoppedError from error

@@ -184,7 +184,7 @@ def check_replay(
 ) -> bool:
     """Hold the policy's weights against the commit's digest; returns whether they are the same. `metrics` are
     those of the replay. Runs in the policy's thread."""
-    digest = policy.digest()
+    digest = policy.digest(commit.digest)
     if digest == commit.digest:
         log.info("step replayed, same weights", step=commit.step)
         return True
@@ -209,8 +209,8 @@ def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str
     unlike: list[str] = []
     try:
         manifest = read_manifest(run_dir, commit.version)
-        if manifest is None or manifest.digest != commit.digest:
-            return None  # a training that was replayed has written this version since
+        if manifest is None or manifest.is_delta or manifest.digest != commit.digest.partition("+")[0]:
+            return None  # a delta, or a training that was replayed has written this version since
         with safe_open(path, framework="pt") as stored:
             names = set(stored.keys())
             # To the end in any case: where the policy is sharded, its other ranks take part in every tensor.

@@ -7,6 +7,7 @@ tested without a model.
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,14 @@ from torch import Tensor
 from common.config.run import RunConfig
 from common.errors import ConfigError
 from common.wire.arrays import Float32
+from common.wire.messages import WeightFile
 from services.trainer.algorithm.coefficients import HasCoefficients
 from services.trainer.algorithm.losses.tokens import denominator
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
 from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.state import PolicyState
-from services.trainer.weights.store import WEIGHTS_FILE
+from services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 
 class SimulatedPolicy(HasCoefficients):
@@ -131,6 +133,20 @@ class SimulatedPolicy(HasCoefficients):
         self._set_coefficients(self._trainer.algorithm, state.values.get("coefficients"))
         self.zero()
 
-    def digest(self) -> str:
+    def compare_weights(self) -> WeightState:
+        """The end of the chain; every version is full."""
+        return WeightState(digest=self.digest(), committed=self.digest())
+
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        """Written at once."""
+        self.save_weights(folder)
+        written: Future[tuple[WeightFile, ...]] = Future()
+        written.set_result(list_files(folder))
+        return written
+
+    def finish_writing(self) -> None:
+        """Nothing is being written."""
+
+    def digest(self, like: str = "") -> str:
         """The end of the chain, 32 hexadecimal digits."""
         return self._chain.hex()

@@ -29,7 +29,8 @@ from services.trainer.algorithm.losses.registry import find_loss
 from services.trainer.algorithm.losses.tokens import denominator
 from services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
 from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
+from services.trainer.policy.adapters import Adapters, BaseReference
+from services.trainer.policy.exporting import ExportsWeights
 from services.trainer.policy.forward import ScoredSamples, TokenScorer, pick_layout, place, tile_tokens
 from services.trainer.policy.model_loading import (
     accelerate_model,
@@ -50,19 +51,16 @@ from services.trainer.policy.policy import UpdateResult
 from services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
 from services.trainer.policy.state import PolicyState
-from services.trainer.weights.store import (
-    digest_parameters,
-    export_tensors,
-    model_tensors,
-    save_model,
-)
+from services.trainer.weights.store import model_tensors
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
     """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
     used."""
     model, options = policy_parts(config, pick_device(config.trainer.device))
-    return TransformersPolicy(model, config.trainer, **options)
+    policy = TransformersPolicy(model, config.trainer, **options)
+    policy.max_share_changed = config.weights.max_share_changed
+    return policy
 
 
 def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -88,7 +86,7 @@ def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedMod
     }
 
 
-class TransformersPolicy(HasCoefficients):
+class TransformersPolicy(ExportsWeights, HasCoefficients):
     """Implements `Policy` for one model on one device."""
 
     def __init__(
@@ -310,20 +308,6 @@ class TransformersPolicy(HasCoefficients):
                 place(head(tile, scores.hidden_NH), tile, found.values)
         return found
 
-    def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
-        merged."""
-        return export_tensors(self._model, self._dtype, self._merged())
-
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
-        if self._adapters:
-            self._adapters.save(folder / ADAPTER_FOLDER)
-        return save_model(self._model, self._dtype, folder, self._merged())
-
-    def _merged(self) -> dict[str, Tensor] | None:
-        return self._adapters.merged(self._dtype) if self._adapters else None
-
     def state(self) -> PolicyState:
         """Master weights, moments, random state; and the number of updates, which fixes the rate."""
         tensors = self._saved_weights()
@@ -383,11 +367,6 @@ class TransformersPolicy(HasCoefficients):
         if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
             torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)
         self.zero()
-
-    def digest(self) -> str:
-        """Over the float32 master weights: stricter than over what engines load."""
-        base = [("base", self._adapters.mark)] if self._adapters else []
-        return digest_parameters([*self._parameters, *base])
 
 
 def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

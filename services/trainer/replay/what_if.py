@@ -125,7 +125,7 @@ class WhatIf:
         return {
             "changes": self.changes,
             "metrics": metrics_of(commit, result, self.config),
-            "digest": await self.thread.call(self.policy.digest),
+            "digest": await self.thread.call(self.policy.digest, commit.digest),
             "refused": [
                 {"ticket": item.ticket, "reason": item.reason, "detail": item.detail} for item in refusals
             ],

@@ -1,9 +1,10 @@
 """Which elements of a model's tensors are which elements of its published ones.
 
-Export renames tensors, and cuts or fuses some (packed experts become a tensor for each expert). Most published
-tensors are consecutive elements of one tensor of the model: each rank knows which of them lie in its shard.
-The rest are made whole: gathered, converted, and kept by rank 0. Which is which is found by converting tensors
-of consecutive numbers, `PROBED` columns wide: what comes out consecutive and as wide is a slice.
+Export renames tensors, and cuts or fuses some (packed experts become a tensor for each expert). Most
+published tensors are consecutive elements of one tensor of the model: each rank knows which of them lie in
+its shard. The rest are made whole: gathered, converted, and kept by rank 0. Which is which is found by
+converting tensors of consecutive numbers, `PROBED` columns wide: what comes out consecutive and as wide is a
+slice.
 """
 
 from bisect import bisect_right

@@ -1,8 +1,8 @@
 """What the version before held, on each rank for its own shard, in the dtype of the export.
 
-After an update the shadow is compared with the weights bit by bit: NaN equals itself, 0.0 and -0.0 differ. What
-changed is kept until it is written, and the digest follows from it. A shadow is a version: nothing but `compare`
-changes it, so files can be written from it while the weights move on.
+After an update the shadow is compared with the weights bit by bit: NaN equals itself, 0.0 and -0.0 differ.
+What changed is kept until it is written, and the digest follows from it. A shadow is a version: nothing but
+`compare` changes it, so files can be written from it while the weights move on.
 """
 
 from collections.abc import Iterator, Mapping

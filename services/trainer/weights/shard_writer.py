@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from common.files import StorageError, file_checksum, storage_errors
+from common.files import StorageError, storage_errors
 from common.weights.bits import safetensors_layout
 from common.weights.delta import DeltaWriter, delta_name
 from common.weights.digest import Digest
 from common.wire.messages import WeightFile
 from services.trainer.weights.exported import plan_export
 from services.trainer.weights.shadow import Comparison, Shadow
-from services.trainer.weights.store import WEIGHTS_FILE, whole_tensor
+from services.trainer.weights.store import WEIGHTS_FILE, list_files, whole_tensor
 
 
 class Peers(Protocol):
@@ -83,7 +83,8 @@ class ShardWriter:
         return sum((Digest(*msgpack.unpackb(part)) for part in parts), Digest())
 
     def begin(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """Start to write what the last comparison took in, as a delta to `parent`, or in full where that is -1.
+        """Start to write what the last comparison took in, as a delta to `parent`, or in full where that is
+        -1.
 
         The result, on rank 0, are the files; it raises StorageError where a rank's disk did not take its own.
         """
@@ -100,8 +101,11 @@ class ShardWriter:
         receipt: tuple[object, ...]
         try:
             with storage_errors(f"the weights of version {version}", folder):
-                file = self._write_full(folder) if parent < 0 else self._write_delta(folder, version, parent)
-            receipt = (file.name, file.num_bytes, file.checksum) if file else ()
+                if parent < 0:
+                    receipt = self._write_full(folder)
+                else:
+                    file = self._write_delta(folder, version, parent)
+                    receipt = file.name, file.num_bytes, file.checksum
         except StorageError as error:
             receipt = (error.errno, error.reason)
         receipts = [msgpack.unpackb(part) for part in self._peers.gather_beside(msgpack.packb(receipt))]
@@ -109,10 +113,8 @@ class ShardWriter:
             if len(failed) == 2:
                 raise StorageError(f"the weights of version {version}, rank {rank},", folder, *failed)
         if parent < 0:
-            path = folder / WEIGHTS_FILE
-            if self._peers.rank:
-                return ()
-            return (_weight_file(path),)
+            # Nobody has seen all of its bytes: rank 0 reads them once more for the checksum.
+            return list_files(folder) if self._peers.rank == 0 else ()
         return tuple(WeightFile(name=n, num_bytes=size, checksum=check) for n, size, check in receipts)
 
     def _write_delta(self, folder: Path, version: int, parent: int) -> WeightFile:
@@ -127,15 +129,15 @@ class ShardWriter:
         with _opened(path):
             return file
 
-    def _write_full(self, folder: Path) -> None:
+    def _write_full(self, folder: Path) -> tuple[()]:
         """This rank's elements, at their places in the one file; rank 0 writes its head too."""
         head, offsets = safetensors_layout(self.shadow.plan.infos)
         with _opened(folder / WEIGHTS_FILE) as file:
             if self._peers.rank == 0:
                 _write_at(file, head, 0)
             for info, start, values in self.shadow.runs():
-                data = memoryview(values).cast("B")
-                _write_at(file, data, offsets[info.name] + start * values.dtype.itemsize)
+                _write_at(file, values.data.cast("B"), offsets[info.name] + start * values.dtype.itemsize)
+        return ()
 
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What no slice stands for: gathered by all, converted and held by rank 0."""
@@ -146,10 +148,6 @@ class ShardWriter:
         wanted = {info.name for info in plan.converted}
         converted = revert_weight_conversion(self._model, whole).items()
         return {name: tensor for name, tensor in converted if name in wanted}
-
-
-def _weight_file(path: Path) -> WeightFile:
-    return WeightFile(name=path.name, num_bytes=path.stat().st_size, checksum=file_checksum(path))
 
 
 @contextmanager

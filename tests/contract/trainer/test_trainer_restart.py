@@ -157,12 +157,12 @@ async def test_a_reader_that_fails_ends_the_trainer_with_its_error(make, broker,
             await run(make())
 
 
-async def test_a_version_is_on_the_disk_before_its_commit_and_committed_before_it_is_announced(
+async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_before_it_is_announced(
     make, broker, keys, monkeypatch
 ):
     """A crash between any two of these must leave something to go on from."""
     order: list[tuple[str, int]] = []
-    write, announce = WeightStore.write, Reconciler.announce
+    finish, announce = WeightStore.finish, Reconciler.announce
 
     async def note_commit(*arguments: Any) -> None:
         order.append(("commit", arguments[2].version))
@@ -174,18 +174,18 @@ async def test_a_version_is_on_the_disk_before_its_commit_and_committed_before_i
             order.append(("announce", reconciler.manifest.version))
         return is_new
 
-    def note_write(store: WeightStore, version: int, policy: Any) -> Any:
-        manifest = write(store, version, policy)
-        order.append(("write", version))
+    def note_write(store: WeightStore, begun: Any) -> Any:
+        manifest = finish(store, begun)
+        order.append(("write", manifest.version))
         return manifest
 
     append_commit = trainer_module.append_commit
     monkeypatch.setattr(trainer_module, "append_commit", note_commit)
     monkeypatch.setattr(Reconciler, "announce", note_announcement)
-    monkeypatch.setattr(WeightStore, "write", note_write)
+    monkeypatch.setattr(WeightStore, "finish", note_write)
     async with answering(broker, keys):
         await run(make(steps=3))
-    expected = [(what, version) for version in range(4) for what in ("write", "commit", "announce")]
+    expected = [(what, version) for version in range(4) for what in ("commit", "write", "announce")]
     assert order == [item for item in expected if item != ("commit", 0)]
 
 

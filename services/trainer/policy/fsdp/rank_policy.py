@@ -29,6 +29,7 @@ from services.trainer.policy.packing import Tile
 from services.trainer.policy.side_models import ValueHead
 from services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
 from services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from services.trainer.weights.shard_writer import Peers
 
 
 class ShardedModel(nn.Module):
@@ -78,7 +79,9 @@ class ShardedScorer(TokenScorer):
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     """Load the model on this rank's device, and shard it."""
     model, options = policy_parts(config, ranks.device)
-    return RankPolicy(model, config.trainer, ranks, **options)
+    policy = RankPolicy(model, config.trainer, ranks, **options)
+    policy.max_share_changed = config.weights.max_share_changed
+    return policy
 
 
 class RankPolicy(TransformersPolicy):
@@ -132,6 +135,11 @@ class RankPolicy(TransformersPolicy):
                 found = [np.frombuffer(data, dtype=dtype) for dtype, data in pair]
                 logprobs[i], entropies[i] = found[0], found[1] if len(found) > 1 else None
         return ScoredSamples(logprobs, entropies, [None] * len(samples))
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks."""
+        return self._ranks
 
     def save_weights(self, folder: Path) -> list[Path]:
         """Batched by all, written by rank 0."""

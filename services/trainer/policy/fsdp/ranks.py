@@ -36,6 +36,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._beside = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
 
     @property
@@ -56,15 +57,22 @@ class Ranks:
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, in the order of ranks, on every rank. Raises RankLostError: another rank has
         ended."""
+        return self._gather(payload, self._control)
+
+    def gather_beside(self, payload: bytes) -> list[bytes]:
+        """The same, for another thread than that of the policy: it may run beside all other calls."""
+        return self._gather(payload, self._beside)
+
+    def _gather(self, payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
         with _losses_told():
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(payload)]), group=self._control)
+            dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
             sizes = [int(length) for length in lengths]
             own = torch.zeros(max(sizes), dtype=torch.uint8)
             own[: len(payload)] = _tensor_of(payload)
             parts = [torch.empty_like(own) for _ in sizes]
             if len(own):
-                dist.all_gather(parts, own, group=self._control)
+                dist.all_gather(parts, own, group=group)
             return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from common.errors import WeightsError
 from common.files import StorageError
 from common.run.weight_files import folder_versions, read_manifest, verified_files
 from common.wire.messages import WeightFile, WeightManifest
-from services.trainer.weights.store import WeightStore
+from services.trainer.weights.store import WeightState, WeightStore, list_files
 
 
 class Policy:
@@ -22,14 +23,18 @@ class Policy:
         self.value = value
         self.fails: OSError | None = None
 
-    def save_weights(self, folder: Path) -> None:
+    def compare_weights(self) -> WeightState:
+        digest = f"{int(self.value):032x}"
+        return WeightState(digest, digest)
+
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         for name in ("b.safetensors", "a.safetensors"):
             save_file({"w": np.full(8, self.value, np.float32)}, folder / name)
             if self.fails:
                 raise self.fails
-
-    def digest(self) -> str:
-        return f"{int(self.value):032x}"
+        written: Future[tuple[WeightFile, ...]] = Future()
+        written.set_result(list_files(folder))
+        return written
 
 
 def read_value(paths: list[Path]) -> float:
