@@ -99,8 +99,8 @@ class WeightDownload:
             if (checksum := file_checksum(partial / file.name)) != file.checksum:
                 remove_folder(partial)
                 raise WeightsError(
-                    f"weights of version {manifest.version}: {file.name} came with checksum {checksum}, announced "
-                    f"is {file.checksum}: it is damaged."
+                    f"weights of version {manifest.version}: {file.name} came with checksum {checksum}, the "
+                    f"manifest says {file.checksum}: it is damaged."
                 )
         with aside_folder(target, f"the weights of version {manifest.version}") as aside:
             for file in manifest.files:

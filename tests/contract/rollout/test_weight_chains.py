@@ -1,4 +1,4 @@
-"""A worker behind real streams and files holds what was committed, whatever happened to the chain on its way."""
+"""A worker behind real streams and files holds what was committed, whatever happened to the chain."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""After many updates by deltas vLLM computes what the trainer's own forward pass does: experts and dense layers, tied
-and untied, on one rank and on two. Two engines stand for the eight combinations, because each takes long to start.
+"""After many updates by deltas vLLM computes what a plain forward pass of the same weights does: with experts
+and without, tied and untied, on one rank and on two. Two engines stand for all: each takes long to start.
 """
 
 from pathlib import Path

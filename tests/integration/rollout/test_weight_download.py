@@ -19,6 +19,7 @@ from common.run.state import read_state
 from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
 from common.weights.remote import WeightServer, open_remote
 from common.wire.messages import WeightManifest
+from services.rollout.weights import download
 from services.rollout.weights.download import WeightDownload
 from services.trainer.weights.store import WeightStore
 from tests.support.preloaded import REPO
@@ -116,9 +117,9 @@ def value_of(paths: list[Path]) -> float:
 
 def test_a_version_arrives_with_its_bytes_and_old_ones_go(server: Server, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    download = download_to(server, cache)
+    worker = download_to(server, cache)
     for version in range(4):
-        assert value_of(download.files(written(server, version, version + 0.5))) == version + 0.5
+        assert value_of(worker.files(written(server, version, version + 0.5))) == version + 0.5
     assert folder_versions(cache / RUN / WEIGHTS_FOLDER) == [2, 3]
 
 
@@ -146,11 +147,35 @@ def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path:
     assert folder_versions(tmp_path / "other" / RUN / WEIGHTS_FOLDER) == []
 
 
+def test_a_broken_download_goes_on_where_it_was(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "PIECE_BYTES", 1 << 18)
+    manifest, asked = written(server, 1, 7.0), list[int]()
+    read, num_answers = WeightServer.read, 9
+
+    def read_some(self: WeightServer, path: str, start: int, length: int) -> bytes:
+        asked.append(start)
+        if len(asked) > num_answers:
+            raise WeightsError("the connection broke")
+        return read(self, path, start, length)
+
+    monkeypatch.setattr(WeightServer, "read", read_some)
+    with pytest.raises(WeightsError, match="broke"):
+        download_to(server, tmp_path / "cache").files(manifest)
+    assert folder_versions(tmp_path / "cache" / RUN / WEIGHTS_FOLDER) == []
+    first = set(asked[:num_answers])
+    asked.clear()
+    num_answers = 1 << 10
+    assert value_of(download_to(server, tmp_path / "cache").files(manifest)) == 7.0
+    assert len(asked) == 17 - len(first) and not first & set(asked)
+
+
 def test_damaged_files_of_the_cache_are_downloaded_again(server: Server, tmp_path: Path) -> None:
     manifest = written(server, 1, 7.0)
-    download = download_to(server, tmp_path / "cache")
-    download.files(manifest)[0].write_bytes(b"gone")
-    assert value_of(download.files(manifest)) == 7.0
+    worker = download_to(server, tmp_path / "cache")
+    worker.files(manifest)[0].write_bytes(b"gone")
+    assert value_of(worker.files(manifest)) == 7.0
 
 
 def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Server) -> None:
