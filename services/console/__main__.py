@@ -6,7 +6,7 @@ from collections.abc import Callable
 import typer
 
 from common.errors import ConfigError, TidemillError
-from services.console.cli import dead, records, runs
+from services.console.cli import dead, records, runs, weights
 
 app = typer.Typer(
     name="tidemill",
@@ -42,6 +42,7 @@ for command, example in EXAMPLES.items():
 FAMILIES = {
     "replay": (runs.app, "Do again what was recorded: a step, or a stretch of trajectories."),
     "dead": (dead.app, "Messages that nobody could process: list, show, put back, drop."),
+    "weights": (weights.app, "The versions of a run on the disk: list them, see that they are whole."),
     "streams": (
         records.app,
         "What a run has written: list, follow, show, search; from Redis or the archive.",

@@ -22,6 +22,7 @@ from common.wire.messages import WeightManifest
 from services.rollout.weights import download
 from services.rollout.weights.download import WeightDownload
 from services.trainer.weights.store import WeightStore
+from tests.support.full_versions import WritesFull
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
@@ -31,7 +32,7 @@ RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
 START_TIMEOUT_S = 60.0
 
 
-class Policy:
+class Policy(WritesFull):
     """One file with one value; its digest is that value."""
 
     def __init__(self, value: float) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +12,25 @@ from common.errors import WeightsError
 from common.files import StorageError
 from common.run.weight_files import folder_versions, read_manifest, verified_files
 from common.wire.messages import WeightFile, WeightManifest
-from services.trainer.weights.store import WeightState, WeightStore, list_files
+from services.trainer.weights.store import WeightStore
+from tests.support.full_versions import WritesFull
 
 
-class Policy:
+class Policy(WritesFull):
     """Writes one value into two shards; its digest is that value."""
 
     def __init__(self, value: float) -> None:
         self.value = value
         self.fails: OSError | None = None
 
-    def compare_weights(self) -> WeightState:
-        digest = f"{int(self.value):032x}"
-        return WeightState(digest, digest)
-
-    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+    def save_weights(self, folder: Path) -> None:
         for name in ("b.safetensors", "a.safetensors"):
             save_file({"w": np.full(8, self.value, np.float32)}, folder / name)
             if self.fails:
                 raise self.fails
-        written: Future[tuple[WeightFile, ...]] = Future()
-        written.set_result(list_files(folder))
-        return written
+
+    def digest(self) -> str:
+        return f"{int(self.value):032x}"
 
 
 def read_value(paths: list[Path]) -> float:
