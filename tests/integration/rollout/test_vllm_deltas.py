@@ -47,7 +47,10 @@ def experts(is_tied: bool) -> Qwen3MoeForCausalLM:
 
 
 @pytest.mark.parametrize(("make", "is_tied", "num_ranks"), [(dense, True, 2), (experts, False, 1)])
-async def test_logprobs_after_deltas_are_those_of_the_weights(make, is_tied, num_ranks, tmp_path):
+async def test_logprobs_after_deltas_are_those_of_the_weights(
+    make, is_tied, num_ranks, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for `_spoil`
     torch.manual_seed(0)
     model = make(is_tied).eval()
     if not is_tied:

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,10 @@ from common.errors import ConfigError, WeightsError
 from common.run.state import read_state
 from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
 from common.weights.remote import WeightServer, open_remote
-from common.wire.messages import WeightManifest
+from common.wire.messages import WeightFile, WeightManifest
 from services.rollout.weights import download
 from services.rollout.weights.download import WeightDownload
-from services.trainer.weights.store import WeightStore
+from services.trainer.weights.store import WeightState, WeightStore, list_files
 from tests.support.full_versions import WritesFull
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
@@ -38,11 +39,15 @@ class Policy(WritesFull):
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def save_weights(self, folder: Path) -> None:
-        save_file({"w": np.full(1 << 20, self.value, np.float32)}, folder / "model.safetensors")
+    def compare_weights(self) -> WeightState:
+        digest = f"{int(self.value):032x}"
+        return WeightState(digest, digest)
 
-    def digest(self) -> str:
-        return f"{int(self.value):032x}"
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        save_file({"w": np.full(1 << 20, self.value, np.float32)}, folder / "model.safetensors")
+        written: Future[tuple[WeightFile, ...]] = Future()
+        written.set_result(list_files(folder))
+        return written
 
 
 class Server:
