@@ -25,7 +25,7 @@ def read_tensors(files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Bits]]:
         raise WeightsError("no weight files were given; a version has at least one")
     found: dict[str, tuple[TensorInfo, Bits]] = {}
     for file in files:
-        for info, bits in read_safetensors(file):
+        for info, bits in read_safetensors(file, "c"):
             if info.name in found:
                 raise WeightsError(f"{file}: {info.name} is in another file of the version too.")
             found[info.name] = (info, bits)
