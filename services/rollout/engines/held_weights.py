@@ -151,18 +151,18 @@ class HeldWeights:
                     changes.append(change.kept())
         return digest, changes
 
-    def check(self) -> None:
-        """Raises ValueError: a parameter is less precise than the checkpoint, or has two of its tensors."""
+    def reason_not_to_patch(self) -> str:
+        """Why values of the checkpoint cannot be told from parameters: one is less precise, or has two of its
+        tensors; empty where they can."""
         homes: dict[tuple[int, Any], str] = {}
         for piece in self:
             dtype = DTYPES[piece.info.dtype]
             if torch.promote_types(dtype, piece.tensor.dtype) != piece.tensor.dtype:
-                raise ValueError(
-                    f"{piece.key.name} is {dtype} in the files and {piece.tensor.dtype} in the engine"
-                )
+                return f"{piece.key.name} is {dtype} in the files and {piece.tensor.dtype} in the engine"
             home = homes.setdefault((piece.tensor.data_ptr(), piece.tensor.stride()), piece.key.name)
             if home != piece.key.name:
-                raise ValueError(f"{home} and {piece.key.name} share one parameter")
+                return f"{home} and {piece.key.name} share one parameter"
+        return ""
 
 
 def trace(

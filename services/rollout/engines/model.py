@@ -240,7 +240,8 @@ def pieces_of(model: Any, infos: Iterable[TensorInfo]) -> "HeldWeights":
         strides = tuple(torch_strides(info.shape))
         pieces.append(Piece(Key(info.name, 0, info.shape, strides), info, tensor))
     held = HeldWeights(pieces)
-    held.check()
+    if reason := held.reason_not_to_patch():
+        raise ValueError(reason)
     return held
 
 

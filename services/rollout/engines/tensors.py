@@ -31,6 +31,8 @@ def as_bits(values: Tensor) -> Tensor:
 
 def as_tensor(info: TensorInfo, flat: Bits) -> Tensor:
     """The bits as a tensor of its own dtype and shape, in the same memory."""
+    if not flat.flags.writeable:
+        flat = flat.copy()  # of a file's bytes; torch has no tensors that cannot be written
     signed = torch.from_numpy(flat.view(f"i{flat.dtype.itemsize}" if flat.dtype.itemsize > 1 else "u1"))
     assert signed.dtype == BITS[flat.dtype.itemsize]
     return signed.view(DTYPES[info.dtype]).reshape(info.shape)

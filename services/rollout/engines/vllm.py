@@ -60,7 +60,7 @@ class VllmEngine:
         self._unstarted: dict[str, bool] = {}
         self._updating = asyncio.Lock()
         self._digest: Digest | None = None
-        self._is_readable = False
+        self._is_readable = self._is_patchable = False
 
     @property
     def can_patch(self) -> bool:
@@ -141,7 +141,7 @@ class VllmEngine:
                 await self.close()
                 raise EngineError(f"version {version} could not be loaded into vLLM: {error!r}") from error
             if files:
-                self._digest = Digest.parse(digest) if self._is_readable and is_additive(digest) else None
+                self._digest = Digest.parse(digest) if self._is_patchable and is_additive(digest) else None
         return WeightUpdate(version, load_s=time.perf_counter() - started, paused_s=paused_s)
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
@@ -303,6 +303,9 @@ class VllmEngine:
             raise WeightsMismatchError(f"version {version} went wrong as a delta: {error}") from error
         if any(answer["traced"] for answer in answers):
             await self._divide_digest()
+        if (no_patch := [each["no_patch"] for each in answers if each["no_patch"]]) and self._is_patchable:
+            log.warning("every version is loaded in full", reason=no_patch[0])
+        self._is_patchable = self._is_readable and not no_patch
         await llm.update_weight_version(str(version))
         self._version = version
         # Those that were submitted during the pause are among them: nothing starts before the resume.
@@ -322,7 +325,7 @@ class VllmEngine:
         if refused := [answer["refuse"] for answer in answers if answer["refuse"]]:
             raise ConfigError(f"model.path {self._config.model.path}: {refused[0]}")
         unread = [answer["unread"] for answer in answers if answer["unread"]]
-        self._is_readable = not unread
+        self._is_readable = self._is_patchable = not unread
         if unread:
             log.warning("weights cannot be read back, so no digest proves an update", reason=unread[0])
         await self._divide_digest()

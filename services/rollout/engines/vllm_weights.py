@@ -29,6 +29,8 @@ class RankWeights:
         self.held = HeldWeights([])
         self._infos: list[TensorInfo] = []
         self._is_plain = False
+        self.no_patch = ""
+        """Why deltas cannot be written over the full version that was loaded last."""
         self._loaded: set[str] | None = None
         """Parameters that the starting model's files filled: each version has to fill them again."""
         self._disowned: set[int] = set()
@@ -118,7 +120,7 @@ class RankWeights:
         if infos != self._infos:  # names and dtypes may be others than those of the starting model
             self._infos, self._disowned = infos, set()
             self.held, _ = trace(self.model.load_weights, infos)
-            self.held.check()
+        self.no_patch = self.held.reason_not_to_patch()
         return self._num_wrong(checkpoint_tensors(base, deltas))
 
     def _refresh(self) -> None:

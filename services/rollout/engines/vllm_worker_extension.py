@@ -64,9 +64,11 @@ class WeightLoader:
     @answers
     def tidemill_apply(self) -> dict[str, Any]:
         """Write what was staged. `wrong`: how many values are not held afterwards; `traced`: whether
-        `tidemill_keys` has changed."""
+        `tidemill_keys` has changed; `no_patch`: why deltas over this version could not be proven."""
         before = self._tidemill.held
-        return {"wrong": self._tidemill.apply(), "traced": before is not self._tidemill.held}
+        wrong = self._tidemill.apply()
+        is_traced = before is not self._tidemill.held
+        return {"wrong": wrong, "traced": is_traced, "no_patch": self._tidemill.no_patch}
 
     @answers
     def tidemill_keys(self) -> dict[str, Any]:
