@@ -1,4 +1,4 @@
-"""The `weights` section: how versions are written."""
+"""The `weights` section: how versions are written, and where workers find them."""
 
 from typing import Literal
 
@@ -19,3 +19,8 @@ class WeightsConfig(Section):
     max_chain_share: float = Field(0.5, gt=0.0, le=10.0)
     """When the deltas since the last full version have grown beyond this share of its bytes, the next is
     full."""
+    url: str = Field("", pattern=r"^((https?|s3|gs|az)://[^\s?#]+)?$")
+    """Where rollout workers read versions: empty, in the run's folder, which all machines share;
+    `http://head:8200`, from `python -m services.trainer.weight_server` there; `s3://bucket/folder`, from an
+    object store to which the trainer publishes (`pip install 'tidemill[objects]'`; keys and endpoint in
+    AWS_... variables). The environment's TIDEMILL_WEIGHTS_URL wins."""

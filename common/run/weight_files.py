@@ -19,9 +19,6 @@ WEIGHTS_FOLDER = "weights"
 MANIFEST_FILE = "manifest.json"
 """Beside the weights of a version: its manifest, for people and for tools without Redis."""
 
-WEIGHTS_TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
-"""The secret that the weight server and those who download from it share."""
-
 
 def version_name(version: int) -> str:
     """The folder name of a version: `v00000012`."""

@@ -105,6 +105,10 @@ WEIGHT_DELAY_SECONDS = _Latency(
     "Time from the announcement of a version until this worker computed with it",
 )
 WEIGHT_FAILURES = Counter("tidemill_weight_failures_total", "Versions that could not be loaded when tried")
+WEIGHT_MISMATCHES = Counter(
+    "tidemill_weight_mismatches_total",
+    "Updates after which an engine did not hold what the trainer committed; it loaded the full version",
+)
 
 SCORES_PUBLISHED = Counter("tidemill_scores_published_total", "Scores published", ["lane", "status"])
 SCORE_SECONDS = _Latency("tidemill_score_seconds", "Time to score one trajectory", ["lane"])

@@ -54,9 +54,9 @@ MAX_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
 
 
-def read_safetensors(path: Path, mode: Literal["r", "r+"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:
+def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:
     """The tensors of a safetensors file, flat, in the file's order; views of the mapped file, never copied.
-    With mode `r+` what is written to them goes to the file.
+    With mode `r+` what is written to them goes to the file, with `c` into memory of their own.
 
     Raises:
         WeightsError: the file is no safetensors file, or it is cut short.

@@ -39,6 +39,7 @@ from services.trainer.policy.policy import PolicyThread
 from services.trainer.step import StepRunner
 from services.trainer.trainer import Durability, Outputs, Trainer
 from services.trainer.weights.best_version import BestVersion
+from services.trainer.weights.publisher import build_publisher
 from services.trainer.weights.store import WeightStore
 
 log = structlog.get_logger(__name__)
@@ -159,7 +160,8 @@ def _resume_outputs(context: ServiceContext, recorder: Recorder) -> Outputs:
     if trainer.policy == "simulated":
         ranges = ranges.model_copy(update={"entropy": HealthyRange()})  # delays have none
     best = BestVersion(context.run_dir, evaluation.keep_best, records, evaluation.max_failed_share)
-    weights = WeightStore(context.run_dir, context.config.weights)
+    publisher = build_publisher(context.config.weights.url, context.keys.run_id)
+    weights = WeightStore(context.run_dir, context.config.weights, publisher)
     return Outputs(weights, best, recorder, Diagnostics.resumed(ranges, records))
 
 

@@ -75,7 +75,14 @@ class SimulatedEngine:
             finish="stop" if num_tokens == self._options.tokens else "length",
         )
 
-    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
+    @property
+    def can_patch(self) -> bool:
+        """It holds nothing that could be wrong."""
+        return True
+
+    async def load(
+        self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
+    ) -> WeightUpdate:
         """Take `load_s`, then be `version`. Nothing is read and generation never stands still."""
         started = _now()
         await asyncio.sleep(self._options.load_s)

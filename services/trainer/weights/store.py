@@ -46,6 +46,7 @@ from common.run.weight_files import (
 )
 from common.weights.delta import ENCODING
 from common.wire.messages import WeightFile, WeightManifest
+from services.trainer.weights.publisher import Publisher
 
 log = structlog.get_logger(__name__)
 
@@ -91,10 +92,13 @@ class BegunVersion:
 class WeightStore:
     """The `weights` folder of one run. One trainer writes it; constructing it clears what a crash left."""
 
-    def __init__(self, run_dir: Path, config: WeightsConfig | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, config: WeightsConfig | None = None, publisher: Publisher | None = None
+    ) -> None:
         self.run_dir, self.folder = run_dir, run_dir / WEIGHTS_FOLDER
         self.config = config or WeightsConfig()
         self._last: WeightManifest | None = None
+        self._publisher = publisher
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished weights of an earlier process", names=leftovers)
 
@@ -134,6 +138,7 @@ class WeightStore:
             StorageError: the disk is full or read-only. No half version is visible; begin again.
         """
         if isinstance(begun, WeightManifest):
+            self._publish(begun)
             return begun
         target = self.folder / version_name(begun.version)
         try:
@@ -143,8 +148,13 @@ class WeightStore:
                 publish_folder(begun.folder, target)
         finally:
             remove_folder(begun.folder)
+        self._publish(manifest)
         self.adopt(manifest)
         return manifest
+
+    def _publish(self, manifest: WeightManifest) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(manifest, self.folder / manifest.folder)
 
     def adopt(self, manifest: WeightManifest) -> None:
         """Go on from a version that is on the disk."""
@@ -223,6 +233,8 @@ class WeightStore:
         old = [*lost[::-1], *(version for version in standing[::-1] if version not in needed)]
         for version in old:
             retire_folder(self.folder / version_name(version))
+            if self._publisher is not None:
+                self._publisher.remove(version)
         return sorted(old)
 
 

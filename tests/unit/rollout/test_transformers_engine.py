@@ -12,8 +12,9 @@ from common.config.run import RunConfig
 from common.errors import EngineError, WeightsError
 from common.wire.messages import SamplingParams
 from services.rollout.engines import build_engine
+from services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
 from services.rollout.engines.engine import Generation, GenerationRequest
-from services.rollout.engines.model import copy_weights, match_weights, read_weights
+from services.rollout.engines.model import copy_weights, match_weights
 from services.rollout.engines.transformers import TransformersEngine
 from tests.support.models import tiny_llama, tiny_model
 
@@ -247,7 +248,7 @@ def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_
     torch.manual_seed(0)
     published, model = MixtralForCausalLM(config), MixtralForCausalLM(config).eval()
     published.save_pretrained(tmp_path)
-    tensors = read_weights([tmp_path / "model.safetensors"])
+    tensors = dict(checkpoint_tensors(read_tensors([tmp_path / "model.safetensors"]), []))
     assert tensors.keys() - model.state_dict().keys(), "the layouts do not differ: this tests nothing"
     copy_weights(match_weights(model, tensors))
     for name, value in published.named_parameters():

@@ -1,0 +1,151 @@
+"""Weights through an object store: the trainer publishes, workers read. The server is moto's, a process."""
+
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, WeightsError
+from common.files import StorageError
+from common.run.weight_files import MANIFEST_FILE
+from common.weights.remote import ObjectStore, open_remote
+from common.wire.messages import WeightManifest
+from services.rollout.weights.download import WeightDownload
+from services.rollout.weights.routes import find_route
+from services.trainer.weights.publisher import ObjectPublisher
+from tests.support.models import tiny_model
+from tests.support.servers import free_port
+from tests.support.versions import Chain
+from tests.support.waiting import PATIENCE_S
+
+RUN = "far-away"
+VENV = Path(__file__).parents[3] / "build" / "objects"
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Its address; the client and the server are installed once, apart from the product's packages."""
+    commands = [
+        [sys.executable, "-m", "venv", VENV],
+        [VENV / "bin" / "python", "-m", "pip", "-q", "install", "moto[server]>=5", "obstore>=0.8"],
+    ]
+    for command in [] if (VENV / "bin" / "moto_server").exists() else commands:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        if done.returncode:
+            pytest.skip(f"build/objects cannot be made: {done.stderr.strip()[-200:]}")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [VENV / "bin" / "moto_server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_up(url):
+            assert time.monotonic() < deadline and process.poll() is None, "the store does not answer"
+            time.sleep(0.05)
+        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=30).read()
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_up(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(url, timeout=5).status)
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def url(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A folder of its own in the bucket."""
+    packages = next((VENV / "lib").glob("python3*/site-packages"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://bucket/{request.node.name}"
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    made = Chain(tmp_path / "run")
+    made.full(0, tiny_model(tmp_path / "model") / "model.safetensors")
+    return made
+
+
+def publish(chain: Chain, url: str, manifest: WeightManifest) -> None:
+    ObjectPublisher(url, RUN).publish(manifest, chain.paths(manifest.version)[0].parent)
+
+
+def download(url: str, cache: Path) -> WeightDownload:
+    remote = open_remote(url, RUN)
+    assert isinstance(remote, ObjectStore)
+    return WeightDownload(remote, RUN, cache)
+
+
+def test_a_chain_arrives_through_the_store_and_old_versions_go(
+    chain: Chain, url: str, tmp_path: Path
+) -> None:
+    publish(chain, url, chain.manifests[0])
+    for version in (1, 2):
+        publish(chain, url, chain.delta(version))
+    worker = download(url, tmp_path / "cache")
+    route = find_route(worker, chain.newest, None)
+    assert [path.read_bytes() for path in route.files] == [path.read_bytes() for path in chain.paths(0)]
+    assert len(route.deltas) == 2
+    publish(chain, url, chain.base(3))
+    ObjectPublisher(url, RUN).remove(1)
+    with pytest.raises(WeightsError, match="not found"):
+        find_route(download(url, tmp_path / "another cache"), chain.manifests[2], None)
+    assert find_route(download(url, tmp_path / "another cache"), chain.newest, None).deltas == []
+
+
+def test_a_version_of_another_history_is_replaced_manifest_last(
+    chain: Chain, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(chain, url, chain.delta(1))
+    chain.delta(2)
+    chain.tensors = {name: (info, bits + 1) for name, (info, bits) in chain.tensors.items()}
+    other, written = chain.base(2), list[str]()
+    write = ObjectStore.write
+
+    def write_some(store: ObjectStore, path: str, file: Path) -> None:
+        written.append(Path(path).name)
+        if len(written) == 1:
+            raise WeightsError("the store went away")
+        write(store, path, file)
+
+    publish(chain, url, other)
+    monkeypatch.setattr(ObjectStore, "write", write_some)
+    changed = other.model_copy(update={"digest": chain.manifests[1].digest})
+    with pytest.raises(StorageError, match="went away") as raised:
+        publish(chain, url, changed)
+    assert raised.value.can_clear
+    assert download(url, tmp_path / "cache").manifest(1) == chain.manifests[1]
+    with pytest.raises(WeightsError):
+        download(url, tmp_path / "cache").manifest(2)
+    publish(chain, url, other)
+    assert written[-1] == MANIFEST_FILE
+    written.clear()
+    publish(chain, url, other)
+    assert not written, "it was there already"
+
+
+def test_an_address_that_cannot_be_used_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match="tidemill\\[objects\\]"):
+        open_remote("s3://bucket/folder", RUN)
+    with pytest.raises(ConfigError, match="expected one such as"):
+        open_remote("ftp://head", RUN)
