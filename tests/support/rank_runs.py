@@ -85,10 +85,11 @@ def options_of(config: TrainerConfig) -> dict[str, Any]:
 
 
 def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, Any]:
-    """Three steps: every number, and the weights after them."""
+    """Three steps: every number, the digest before and the weights after them."""
+    digest = policy.digest()
     numbers = train(policy, config, range(STEPS))
     weights = {name: whole_tensor(weight.detach()).clone() for name, weight in policy._parameters}
-    return {"numbers": numbers, "weights": weights}
+    return {"numbers": numbers, "weights": weights, "digest": digest}
 
 
 def train_alone(model: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:

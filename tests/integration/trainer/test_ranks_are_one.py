@@ -81,6 +81,7 @@ def assert_same(mine: dict[str, Any], expected: dict[str, Any], tolerance: float
         assert asdict(sums) == pytest.approx(asdict(other_sums), rel=tolerance, abs=tolerance)
         assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=tolerance)
         assert (result.lr, result.skipped) == (other_result.lr, False)
+    assert mine["digest"] == expected["digest"]
     assert mine["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(mine["weights"][name], weight, rtol=tolerance, atol=tolerance, msg=name)
