@@ -2,8 +2,8 @@
 
 Guarantees: nothing is written but notes, and these only by who has the token; a page is sent to nobody
 without the token where one is required; a site that a visitor happens to have open can neither read pages nor
-write notes through the visitor's browser; nothing but the page's own files is loaded or run, whatever the text
-on the page holds.
+write notes through the visitor's browser; nothing but the page's own files is loaded or run, whatever the
+text on the page holds.
 """
 
 import hashlib

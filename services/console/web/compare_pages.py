@@ -30,8 +30,10 @@ FIRST_RUNS = 4
 FIRST_METRICS = ("reward", "kl", "entropy", "completions/mean_length", "grad_norm")
 """That are shown where the address names none, after the score of the first evaluation set."""
 SCORE = "/score"
-AXES = {"step": "step", "time": "hours since the first step"}
+AXES = {"step": "step", "time": "time since the first step"}
 MOST_SMOOTHING = 0.99
+LEAST_HOURS = 3
+"""From here on, time is shown in hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,12 @@ class Comparison:
     def is_live(self) -> bool:
         """Whether there may be news."""
         return any(line.status == "running" for line in self.lines if line.run_id in self.series)
+
+    def longest_s(self, run: str) -> float:
+        """Seconds until its last value."""
+        return max(
+            (float(series.time[-1]) for series in self.series[run].values() if len(series.time)), default=0.0
+        )
 
     def last(self, run: str, metric: str) -> float | None:
         """The newest value."""
@@ -180,25 +188,26 @@ async def curves(site: Site, request: Request) -> Response:
     found = await _read(site, request)
     query = found.query
 
+    longest_s = max((found.longest_s(run) for run in found.runs), default=0.0)
+    unit, unit_s = ("hour", 3600.0) if longest_s > LEAST_HOURS * 3600 else ("minute", 60.0)
+
     def trees() -> list[dict[str, Any]]:
+        is_timed = query.x == "time"
         return [
             {
                 "key": metric,
                 "title": sendable(metric),
                 "unit": "",
-                "x": _axis(metric, query.x),
+                "x": unit if is_timed else "version" if metric.startswith(EVALUATION_PREFIX) else "step",
                 "lines": [
-                    line_of(run, found.series[run][metric], query.smoothing, query.x) for run in found.runs
+                    line_of(run, found.series[run][metric], query.smoothing, unit_s if is_timed else 0.0)
+                    for run in found.runs
                 ],
             }
             for metric in query.metrics
         ]
 
     return JSONResponse({"live": found.is_live, "charts": await asyncio.to_thread(trees)})
-
-
-def _axis(metric: str, x: str) -> str:
-    return "hour" if x == "time" else "version" if metric.startswith(EVALUATION_PREFIX) else "step"
 
 
 async def table(site: Site, request: Request) -> Response:

@@ -11,7 +11,6 @@ from services.console.web.metric_files import Numbers, Series
 
 MAX_POINTS = 500
 """Of one line."""
-SECONDS_OF_HOUR = 3600.0
 
 
 def smooth(y: Numbers, weight: float) -> Numbers:
@@ -42,9 +41,9 @@ def thin(y: Numbers, most: int = MAX_POINTS) -> "np.ndarray[Any, np.dtype[np.int
     return np.array(sorted(places))
 
 
-def line_of(label: str, series: Series, smoothing: float, x_axis: str) -> dict[str, Any]:
-    """A line as JSON: `[x, y]` pairs, and as `raw` those before smoothing."""
-    x = series.x if x_axis == "step" else series.time / SECONDS_OF_HOUR
+def line_of(label: str, series: Series, smoothing: float, unit_s: float = 0.0) -> dict[str, Any]:
+    """A line as JSON: `[x, y]` pairs, and as `raw` those before smoothing. `unit_s`: of a time axis, 0 for steps."""
+    x = series.time / unit_s if unit_s else series.x
     line: dict[str, Any] = {"label": label, "points": _pairs(x, smooth(series.y, smoothing))}
     if smoothing > 0:
         line["raw"] = _pairs(x, series.y)

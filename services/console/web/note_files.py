@@ -1,8 +1,8 @@
 """Notes and bookmarks of a run, each in a file of its own in the run's folder.
 
 Guarantees: a note is whole or absent, whoever writes beside us; it goes where the folder goes (copies,
-archives, backups). What others may have put into the folder is checked when it is read: a place that is no page
-of the run is not shown.
+archives, backups). What others may have put into the folder is checked when it is read: a place that is no
+page of the run is not shown.
 """
 
 import contextlib

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from common.errors import BrokerError
 from common.history import History, sessions
 from services.console.text.formats import size, when
-from services.console.web import formats
+from services.console.web import chat, formats
 from services.console.web.access import Access
 from services.console.web.catalog import Catalog
 from services.console.web.formats import sendable, visible
@@ -48,8 +48,8 @@ class Templates:
         self._environment.filters.update(
             {filter.__name__: filter for filter in filters} | {"moment": when, "bytes": size}
         )
-        self._environment.filters["text_of"] = sessions.text_of
-        readers = (formats.span, sessions.read_session, sessions.session_facts, sessions.calls_of)
+        readers = (formats.span, sessions.read_session, sessions.session_facts)
+        readers += (chat.message_of, chat.prompt_messages, chat.training_of)
         self._environment.globals.update({reader.__name__: reader for reader in readers})
         self._environment.globals |= {"num_tokens": sessions.num_completion_tokens, "most_turns": MAX_TURNS}
 

@@ -2,6 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = 8;
+const HAS_FRACTIONS = new Set(["hour", "minute"]);
 const WIDTH = 400, HEIGHT = 150, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 18;
 
 function make(name, attributes = {}, parent = null) {
@@ -73,7 +74,7 @@ export class Chart {
       make("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: this.y(tick), y2: this.y(tick) }, this.svg);
       make("text", { x: LEFT - 5, y: this.y(tick) + 3.5, "text-anchor": "end" }, this.svg).textContent = short(tick);
     }
-    for (const tick of ticks(x0, x1, 4).filter((tick) => this.tree.x === "hour" || Number.isInteger(tick))) {
+    for (const tick of ticks(x0, x1, 4).filter((tick) => HAS_FRACTIONS.has(this.tree.x) || Number.isInteger(tick))) {
       make("text", { x: this.x(tick), y: HEIGHT - 4, "text-anchor": "middle" }, this.svg).textContent = Number(tick.toPrecision(6)).toLocaleString("en");
     }
     this.tree.lines.forEach((line, i) => { if (line.raw) this.path(line.raw, `raw s${i % COLOURS}`); });

@@ -16,7 +16,14 @@ function address() {
   if (!Number(chosen.get("smooth"))) chosen.delete("smooth");
   if (chosen.get("x") === "step") chosen.delete("x");
   if (!chosen.get("text")) chosen.delete("text");
-  for (const name of ["run", "metric"]) if (!chosen.has(name)) chosen.set(name, ""); // none, not the first ones
+  const before = new URLSearchParams(location.search);
+  for (const name of ["run", "metric"]) {
+    // Who was there keeps his place, and so his colour; none at all is not the same as the first ones.
+    const now = chosen.getAll(name), old = before.getAll(name).filter((value) => now.includes(value));
+    chosen.delete(name);
+    for (const value of new Set([...old, ...now])) chosen.append(name, value);
+    if (!now.length) chosen.append(name, "");
+  }
   return chosen.toString();
 }
 
@@ -52,12 +59,13 @@ function show(trees) {
 }
 
 // Both tables and the colours of the runs come as the server renders them.
-async function fill(query) {
+async function fill(query, hasOtherRuns) {
   const mine = turn;
   const answer = await fetch(`/compare?${query}`);
   if (!answer.ok || mine !== turn) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   for (const id of ["found", "tables"]) document.getElementById(id).replaceWith(fresh.getElementById(id));
+  if (hasOtherRuns) { document.getElementById("metrics").replaceWith(fresh.getElementById("metrics")); filter(); }
   for (const [i, title] of fresh.querySelectorAll("#choice summary").entries()) form.querySelectorAll("summary")[i].replaceWith(title);
 }
 
@@ -73,14 +81,14 @@ function filter() {
 }
 
 let waiting = 0;
-function choose(needsTables) {
+function choose(needsTables, hasOtherRuns = true) {
   const query = address();
   history.replaceState(null, "", `/compare?${query}`);
   clearTimeout(waiting);
-  waiting = setTimeout(() => { draw(query); if (needsTables) fill(query).catch(() => {}); }, PAUSE_MS);
+  waiting = setTimeout(() => { draw(query); if (needsTables) fill(query, hasOtherRuns).catch(() => {}); }, PAUSE_MS);
 }
 
-form.addEventListener("change", (event) => { if (event.target !== search) choose(event.target.type === "checkbox"); });
+form.addEventListener("change", (event) => { if (event.target !== search) choose(event.target.type === "checkbox", event.target.name === "run"); });
 form.addEventListener("input", (event) => {
   if (event.target === search) { filter(); history.replaceState(null, "", `/compare?${address()}`); }
   if (event.target.name === "smooth") { document.getElementById("smoothing").textContent = Number(event.target.value).toFixed(2); choose(false); }

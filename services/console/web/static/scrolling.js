@@ -25,4 +25,5 @@ export function hintScrolling() {
     .observe(document.getElementById("main"), { childList: true, subtree: true });
   document.addEventListener("toggle", watch, true);
   watch();
+  for (const log of document.querySelectorAll(".log")) log.scrollTop = log.scrollHeight; // the newest lines
 }
