@@ -42,7 +42,7 @@ def thin(y: Numbers, most: int = MAX_POINTS) -> "np.ndarray[Any, np.dtype[np.int
 
 
 def line_of(label: str, series: Series, smoothing: float, unit_s: float = 0.0) -> dict[str, Any]:
-    """A line as JSON: `[x, y]` pairs, and as `raw` those before smoothing. `unit_s`: of a time axis, 0 for steps."""
+    """A line as JSON: `[x, y]` pairs, and as `raw` those before smoothing. `unit_s`: of a time axis."""
     x = series.time / unit_s if unit_s else series.x
     line: dict[str, Any] = {"label": label, "points": _pairs(x, smooth(series.y, smoothing))}
     if smoothing > 0:

@@ -64,7 +64,7 @@ async function fill(query, hasOtherRuns) {
   const answer = await fetch(`/compare?${query}`);
   if (!answer.ok || mine !== turn) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-  for (const id of ["found", "tables"]) document.getElementById(id).replaceWith(fresh.getElementById(id));
+  for (const part of ["h1", "#found", "#tables"]) document.querySelector(part).replaceWith(fresh.querySelector(part));
   if (hasOtherRuns) { document.getElementById("metrics").replaceWith(fresh.getElementById("metrics")); filter(); }
   for (const [i, title] of fresh.querySelectorAll("#choice summary").entries()) form.querySelectorAll("summary")[i].replaceWith(title);
 }
