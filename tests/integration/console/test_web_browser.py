@@ -254,9 +254,10 @@ async def test_runs_are_compared_and_the_address_keeps_the_choice(
         await page.locator("summary", has_text="Runs").click()
         await page.get_by_label("one").check()
         await page.locator(".chart path.line").nth(1).wait_for(state="attached")
+        await page.locator(".series li").nth(1).wait_for()
         assert (await text_of(page, ".series")).split() == ["two", "one"], "who was there keeps his colour"
         await page.get_by_label("Search").fill("k")
-        assert await page.locator("#metrics label:visible").all_inner_texts() == [" reward", " kl"]
+        assert await page.locator("#metrics label:visible").all_inner_texts() == ["reward", "kl"]
         await page.get_by_label("kl").check()
         await page.locator("input[name=smooth]").fill("0.5")
         await page.locator(".chart").nth(1).locator("path.raw").nth(1).wait_for(state="attached")

@@ -9,6 +9,7 @@ const trouble = document.getElementById("trouble");
 const search = document.getElementById("search");
 const charts = new Map();
 let turn = 0;
+let filling = 0;
 let timer = 0;
 
 function address() {
@@ -59,13 +60,14 @@ function show(trees) {
 }
 
 // Both tables and the colours of the runs come as the server renders them.
-async function fill(query, hasOtherRuns) {
-  const mine = turn;
+async function fill(query) {
+  const mine = ++filling;
   const answer = await fetch(`/compare?${query}`);
-  if (!answer.ok || mine !== turn) return;
+  if (!answer.ok || mine !== filling) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   for (const part of ["h1", "#found", "#tables"]) document.querySelector(part).replaceWith(fresh.querySelector(part));
-  if (hasOtherRuns) { document.getElementById("metrics").replaceWith(fresh.getElementById("metrics")); filter(); }
+  if (wanted.names) { document.getElementById("metrics").replaceWith(fresh.getElementById("metrics")); filter(); }
+  wanted.names = false;
   for (const [i, title] of fresh.querySelectorAll("#choice summary").entries()) form.querySelectorAll("summary")[i].replaceWith(title);
 }
 
@@ -81,18 +83,24 @@ function filter() {
 }
 
 let waiting = 0;
-function choose(needsTables, hasOtherRuns = true) {
+const wanted = { tables: false, names: false };
+function choose(change) {
+  Object.assign(wanted, change); // what an earlier change wants is not forgotten when another follows at once
   const query = address();
   history.replaceState(null, "", `/compare?${query}`);
   clearTimeout(waiting);
-  waiting = setTimeout(() => { draw(query); if (needsTables) fill(query, hasOtherRuns).catch(() => {}); }, PAUSE_MS);
+  waiting = setTimeout(() => {
+    draw(query);
+    if (wanted.tables) fill(query).catch(() => {});
+    wanted.tables = false;
+  }, PAUSE_MS);
 }
 
-form.addEventListener("change", (event) => { if (event.target !== search) choose(event.target.type === "checkbox", event.target.name === "run"); });
+form.addEventListener("change", (event) => { if (event.target !== search) choose({ ...(event.target.type === "checkbox" && { tables: true }), ...(event.target.name === "run" && { names: true }) }); });
 form.addEventListener("input", (event) => {
   if (event.target === search) { filter(); history.replaceState(null, "", `/compare?${address()}`); }
-  if (event.target.name === "smooth") { document.getElementById("smoothing").textContent = Number(event.target.value).toFixed(2); choose(false); }
+  if (event.target.name === "smooth") { document.getElementById("smoothing").textContent = Number(event.target.value).toFixed(2); choose({}); }
 });
-form.addEventListener("submit", (event) => { event.preventDefault(); choose(true); });
+form.addEventListener("submit", (event) => { event.preventDefault(); choose({ tables: true }); });
 addEventListener("resize", () => charts.forEach((chart) => chart.update(chart.tree)));
 draw(address());
