@@ -1,10 +1,11 @@
 """Runs overlaid: any of their numbers in one plot, where their configs differ, and what they came to."""
 
 import asyncio
+import contextlib
 import csv
 import io
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -15,7 +16,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from common.run.state import CONFIG_FILE
 from common.wire.keys import RUN_ID
-from services.console.run.folder import RunFolder
 from services.console.web.catalog import RunLine
 from services.console.web.curves import differing, flatten, line_of
 from services.console.web.formats import sendable
@@ -121,15 +121,15 @@ async def _read(site: Site, request: Request) -> Comparison:
     known = {line.run_id for line in lines}
     names_runs, names_metrics = "run" in request.query_params, "metric" in request.query_params
     wanted = query.runs if names_runs else tuple(line.run_id for line in lines[:FIRST_RUNS])
-    chosen = [run for run in wanted if run in known]
-    listed: dict[str, None] = {}
-    for run in chosen:
-        listed |= dict.fromkeys(await names_of(site, run))
-    metrics = query.metrics if names_metrics else _first_metrics(sorted(listed))
-    query = CompareQuery(tuple(chosen), metrics, query.smoothing, query.x, query.text)
-    series = {run: await series_of(site, run, metrics) for run in chosen}
-    absent = tuple(run for run in wanted if run not in known)
-    return Comparison(query, lines, absent, series, sorted(listed))
+    chosen = tuple([run for run in wanted if run in known or await site.catalog.exists(run)])
+    names = sorted(
+        {name for names in await asyncio.gather(*(names_of(site, run) for run in chosen)) for name in names}
+    )
+    metrics = query.metrics if names_metrics else _first_metrics(names)
+    series = await asyncio.gather(*(series_of(site, run, metrics) for run in chosen))
+    absent = tuple(run for run in wanted if run not in chosen)
+    query = replace(query, runs=chosen, metrics=metrics)
+    return Comparison(query, lines, absent, dict(zip(chosen, series, strict=True)), names)
 
 
 def _first_metrics(names: Sequence[str]) -> tuple[str, ...]:
@@ -153,19 +153,23 @@ async def series_of(site: Site, run: str, metrics: Sequence[str]) -> dict[str, S
     return series_of_points(watched.index.steps.values() if watched else (), metrics)
 
 
-def _config(folder: RunFolder) -> dict[str, Any]:
-    try:
-        text = (folder.path / CONFIG_FILE).read_text(encoding="utf-8")
+async def _config(site: Site, run: str) -> dict[str, Any]:
+    """The config as it is in the folder, whichever release wrote it, else as Redis has it; empty: not known."""
+
+    def read() -> dict[str, Any]:
+        text = (site.catalog.runs / run / CONFIG_FILE).read_text(encoding="utf-8")
         return flatten(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
+
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        return await asyncio.to_thread(read)
+    watched = await site.catalog.get(run)
+    return flatten(watched.config.model_dump(mode="json")) if watched and watched.config else {}
 
 
 async def page(site: Site, request: Request) -> Response:
     """The page: what can be chosen, the plots' places, and both tables."""
     found = await _read(site, request)
-    folders = [RunFolder(site.catalog.runs, run) for run in found.runs]
-    configs = await asyncio.to_thread(lambda: [_config(folder) for folder in folders])
+    configs = [await _config(site, run) for run in found.runs]
     words = found.query.text.casefold().split()
     shown = {name for name in found.names if all(word in name.casefold() for word in words)}
     return site.templates.response(

@@ -71,7 +71,11 @@ ABSENT = "\u2013"
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Fields in which configs differ, with the value of each; the run's id is none of them."""
+    """Fields in which configs differ, with the value of each; the run's id is none of them.
+
+    A config of which nothing is known differs in nothing.
+    """
     fields = dict.fromkeys(name for config in configs for name in config if name != "run_id")
     rows = [(name, [config.get(name, ABSENT) for config in configs]) for name in fields]
-    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
+    known = [place for place, config in enumerate(configs) if config]
+    return [(name, values) for name, values in rows if any(values[at] != values[known[0]] for at in known)]

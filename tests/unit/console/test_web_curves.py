@@ -93,6 +93,7 @@ def test_configs_are_compared_field_by_field() -> None:
     other = flatten({"run_id": "b", "trainer": {"lr": 2, "sets": [1, 2], "empty": {}}})
     assert one["trainer.empty"] == {}
     assert differing([one, other]) == [("trainer.lr", [1, 2]), ("old", [True, ABSENT])]
+    assert differing([{}, one, one]) == [], "nothing is known of the first"
 
 
 def test_an_address_is_read_within_bounds_and_written_back() -> None:
