@@ -122,9 +122,8 @@ async def _read(site: Site, request: Request) -> Comparison:
     names_runs, names_metrics = "run" in request.query_params, "metric" in request.query_params
     wanted = query.runs if names_runs else tuple(line.run_id for line in lines[:FIRST_RUNS])
     chosen = tuple([run for run in wanted if run in known or await site.catalog.exists(run)])
-    names = sorted(
-        {name for names in await asyncio.gather(*(names_of(site, run) for run in chosen)) for name in names}
-    )
+    names_of_runs = await asyncio.gather(*(names_of(site, run) for run in chosen))
+    names = sorted({name for names in names_of_runs for name in names})
     metrics = query.metrics if names_metrics else _first_metrics(names)
     series = await asyncio.gather(*(series_of(site, run, metrics) for run in chosen))
     absent = tuple(run for run in wanted if run not in chosen)

@@ -49,8 +49,8 @@ class Templates:
             {filter.__name__: filter for filter in filters} | {"moment": when, "bytes": size}
         )
         readers = (formats.span, sessions.read_session, sessions.session_facts)
-        readers += (chat.message_of, chat.prompt_messages, chat.training_of)
-        self._environment.globals.update({reader.__name__: reader for reader in readers})
+        chats = (chat.message_of, chat.prompt_messages, chat.training_of)
+        self._environment.globals.update({reader.__name__: reader for reader in (*readers, *chats)})
         self._environment.globals |= {"num_tokens": sessions.num_completion_tokens, "most_turns": MAX_TURNS}
 
     def response(self, template: str, status: int = 200, **values: Any) -> Response:
