@@ -153,7 +153,7 @@ async def series_of(site: Site, run: str, metrics: Sequence[str]) -> dict[str, S
 
 
 async def _config(site: Site, run: str) -> dict[str, Any]:
-    """The config as it is in the folder, whichever release wrote it, else as Redis has it; empty: not known."""
+    """The config as the folder has it, whichever release wrote it, else as Redis has it; empty: not known."""
 
     def read() -> dict[str, Any]:
         text = (site.catalog.runs / run / CONFIG_FILE).read_text(encoding="utf-8")
