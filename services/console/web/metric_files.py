@@ -55,6 +55,8 @@ class MetricFiles:
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, _File] = OrderedDict()
+        # The first conversion of a process imports pandas, where it is there: now, not while a visitor waits.
+        pa.array([0.0]).to_numpy()
 
     def names(self, run_dir: Path) -> list[str]:
         """Names of everything that the file has numbers of, in order."""
@@ -92,13 +94,10 @@ def series_of_points(points: Iterable[StepPoint], names: Sequence[str]) -> dict[
 
 
 def _names(data: bytes) -> set[str]:
-    lines = data.split(b"\n")[:-1]
-    spread = lines[:: max(1, len(lines) // NAMED_LINES)] + lines[-1:]
-    mark = b'{"kind": "%s"' % EVALUATION.encode()
     found: set[str] = set()
-    for line in spread + [line for line in lines if line.startswith(mark)][-NAMED_LINES:]:
+    for start in _starts(data):
         with contextlib.suppress(ValueError):
-            record = json.loads(line)
+            record = json.loads(data[start : data.find(b"\n", start)])
             if not isinstance(record, dict):
                 continue
             is_step = record.get("kind") == STEP
@@ -110,6 +109,19 @@ def _names(data: bytes) -> set[str]:
                 if name not in others and isinstance(value, int | float) and not isinstance(value, bool)
             }
     return found
+
+
+def _starts(data: bytes) -> set[int]:
+    """Where some lines begin: evenly spread ones, the last one, and the last evaluations."""
+    starts = {data.find(b"\n", len(data) * n // NAMED_LINES) + 1 for n in range(1, NAMED_LINES)}
+    starts |= {0, data.rfind(b"\n", 0, -1) + 1}
+    mark = b'{"kind": "%s"' % EVALUATION.encode()
+    place = len(data)
+    for _ in range(NAMED_LINES):
+        if (place := data.rfind(mark, 0, max(0, place))) < 0:
+            break
+        starts.add(place)
+    return starts
 
 
 def _whole_lines(path: Path) -> bytes:

@@ -6,6 +6,7 @@ Guarantee: of the folder, only its config, its numbers and the plain files of `l
 import asyncio
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from services.console.web.watched_run import WatchedRun
 PART_BYTES = 96 << 10
 """Of a log on one page."""
 MAX_TEXT_CHARACTERS = 200
+LOG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 async def config(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -92,10 +94,10 @@ async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 def _listed(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes of plain files; links lead elsewhere, and are none."""
+    """Names and sizes of plain files with names as services have them; links lead elsewhere, and are none."""
     try:
         with os.scandir(folder) as entries:
-            found = [(e.name, e.stat(follow_symlinks=False)) for e in entries if not e.name.startswith(".")]
+            found = [(e.name, e.stat(follow_symlinks=False)) for e in entries if LOG_NAME.fullmatch(e.name)]
     except OSError:
         return []
     return sorted((name, known.st_size) for name, known in found if stat.S_ISREG(known.st_mode))

@@ -132,8 +132,14 @@ async def shows_its_logs_and_nothing_else(site: httpx.AsyncClient, folder: Path)
     logs.mkdir()
     (logs / "trainer.log").write_text("".join(f"line {n} <b>\n" for n in range(20_000)))
     (logs / "secret.log").symlink_to("/etc/hostname")
+    (logs / '"><img src=x>\n.log').write_text("not a name of ours")
     newest = (await site.get("/logs/trainer.log")).text
-    assert "line 19999 &lt;b&gt;" in newest and "line 1 " not in newest and "secret" not in newest
+    assert (
+        "line 19999 &lt;b&gt;" in newest
+        and "line 1 " not in newest
+        and "secret" not in newest
+        and "img" not in newest.partition("<main")[2]
+    )
     earlier = newest.partition("?end=")[2].partition('"')[0]
     page = (await site.get(f"/logs/trainer.log?end={earlier}&text=LINE+1")).text
     assert "earlier</a>" in page and "line 19999" not in page and "line 1" in page
