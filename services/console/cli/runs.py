@@ -153,10 +153,11 @@ def plan(options: PlanOptions) -> None:
 
 @grouped
 def web(options: WebOptions) -> None:
-    """Look at runs in a browser: curves, groups, completions token by token, steps, dead letters.
+    """Look at runs in a browser: curves, runs compared, groups, completions token by token, steps, logs.
 
-    Pages are read only, and need nothing from the network. They listen on this machine alone, unless --host
-    says otherwise; then the printed address carries a token that browsers must show.
+    Pages need nothing from the network, and write nothing but notes. They listen on this machine alone,
+    unless --host says otherwise; then, or with --token, the printed address carries a token that browsers
+    must show. TIDEMILL_WEB_TOKEN in the environment makes it a fixed one.
     """
     from services.console.web.server import serve
 
