@@ -9,6 +9,7 @@ when the engine holds version `v` or a newer one, which is what keeps tickets fr
 import asyncio
 import fcntl
 import os
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -225,7 +226,9 @@ class WeightFollower:
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(
+                    RETRY_S * (0.5 + random.random())
+                )  # all workers failed at the same moment
             return
         if is_other_history:
             log.warning(
