@@ -226,9 +226,8 @@ class WeightFollower:
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
-                await asyncio.sleep(
-                    RETRY_S * (0.5 + random.random())
-                )  # all workers failed at the same moment
+                # Where a server failed, all workers failed at the same moment.
+                await asyncio.sleep(RETRY_S * (0.5 + random.random()))
             return
         if is_other_history:
             log.warning(
