@@ -27,18 +27,12 @@ from common.wire.messages import Commit, Message, Score, Ticket, Trajectory
 from tests.support.runs import ServiceRun, simulated_config
 
 SIGMA, CUT = 0.99, 16
-MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 4, 2, 2
+MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2
 STALENESS, WARM_STEPS, STEPS = 8, 2, 5
 """Steps last two mean completions; the longest completion takes ten, and must not hold up the trainer."""
 REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
 TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)
 LEASE_S = 15.0
-REWARD = """
-import zlib
-
-async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return (zlib.crc32(solution_str.encode()) & 0xFFFF) / 0xFFFF
-"""
 POLL_S = 0.2
 
 
@@ -68,7 +62,7 @@ class Size:
         """The run's config."""
         mean_s, groups = self.mean_s * self.stretch, max(4, self.workers)
         step_s = groups * GROUP_SIZE * mean_s / (self.workers * SLOTS)
-        config = simulated_config(
+        return simulated_config(
             folder,
             model__max_model_len=MEDIAN_TOKENS * CUT + 16,
             rollout__sampling={"max_tokens": MEDIAN_TOKENS * CUT},
@@ -92,8 +86,6 @@ class Size:
             trainer__checkpoint_every=2,
             streams__lease_s=LEASE_S * self.stretch,
         )
-        (folder / "reward.py").write_text(REWARD)
-        return config
 
 
 @dataclass
@@ -116,15 +108,24 @@ class Outcome:
     efficiency: float
     samples_per_s: float
     step_s: float
-    redis_share: float
-    """CPU of Redis, of one core, in the time that the run stands for."""
-    loop_share: float
-    """CPU of the rollout workers' process, of one core, in wall time."""
+    cpu_shares: dict[str, float]
+    """CPU of each process, of one core, in wall time."""
     trainer_share: float
+    """Of the time, the trainer's work."""
     mb_per_step: float
     commands_per_s: float
     """Of Redis, in the time that the run stands for."""
     books: Books
+
+    @property
+    def redis_share(self) -> float:
+        """CPU of Redis, of one core, in the time that the run stands for."""
+        return self.cpu_shares["redis"] * self.size.stretch
+
+    @property
+    def cores_per_worker(self) -> float:
+        """What a worker and its share of the rest would take without stretching."""
+        return sum(self.cpu_shares.values()) * self.size.stretch / self.size.workers
 
 
 class Cluster:
@@ -200,12 +201,12 @@ class Cluster:
         """Begin, nominal and real seconds of each completion so far."""
         return [tuple(line) for line in self._lines() if isinstance(line, list)]  # type: ignore[misc]
 
-    def cpu_share(self, begin: float, end: float) -> float:
-        """Of the rollout workers' process, of one core."""
-        points = [p for p in self._lines() if isinstance(p, dict) and begin <= p["at"] <= end]
-        if len(points) < 2:
-            return 0.0
-        return (points[-1]["cpu_s"] - points[0]["cpu_s"]) / (points[-1]["at"] - points[0]["at"])  # type: ignore[no-any-return]
+    def cpu_s(self) -> dict[str, float]:
+        """Of each process, since its start."""
+        pids = {role: pool.pid for role, pool in self.pools.items()}
+        return {
+            role: _cpu_s(pid) for role, pid in (pids | {"trainer": self.run.processes["trainer"].pid}).items()
+        }
 
     def busy_share(self, begin: float, end: float, workers: int | None = None) -> float:
         """Of all slots of the engines, with work that counts its nominal time."""
@@ -215,6 +216,11 @@ class Cluster:
     def _lines(self) -> list[Any]:
         path = self.folder / "work-rollout.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def messages(broker: Broker, key: str, kind: type[Message]) -> Any:
@@ -271,9 +277,9 @@ async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM
     async with Cluster(folder, size) as cluster:
         broker, keys = cluster.run.broker, cluster.run.keys
         await cluster.until_step(warm - 1, patience_s)
-        before, begin = await _used(broker), time.time()
+        before, begin = await _used(cluster), time.time()
         last = await cluster.until_step(steps - 1, patience_s)
-        after, end = await _used(broker), time.time()
+        after, end = await _used(cluster), time.time()
         stored = sum([await memory_bytes(broker, key) for key in _streams(keys)])
         await asyncio.sleep(1.5)  # pools have written what they did
         commits = await cluster.commits()
@@ -288,8 +294,7 @@ async def measure(folder: Path, size: Size, steps: int = STEPS, warm: int = WARM
             cluster.busy_share(begin, end),
             samples * size.stretch / wall_s,
             step_s,
-            (after["cpu_s"] - before["cpu_s"]) * size.stretch / wall_s,
-            cluster.cpu_share(begin, end),
+            {name: (after[name] - before[name]) / wall_s for name in before if name != "commands"},
             1.0 - sum(waits) / wall_s,
             stored / len(commits) / 1e6,
             (after["commands"] - before["commands"]) * size.stretch / wall_s,
@@ -301,9 +306,8 @@ def _streams(keys: Keys) -> list[str]:
     return [keys.prompts(), keys.trajectories(), keys.scores(), keys.commits, keys.weights]
 
 
-async def _used(broker: Broker) -> dict[str, float]:
+async def _used(cluster: Cluster) -> dict[str, float]:
+    broker = cluster.run.broker
     cpu, stats = await broker.info("cpu"), await broker.info("stats")
-    return {
-        "cpu_s": float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
-        "commands": float(stats["total_commands_processed"]),
-    }
+    redis_s = float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
+    return {"redis": redis_s, "commands": float(stats["total_commands_processed"]), **cluster.cpu_s()}
