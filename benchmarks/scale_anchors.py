@@ -113,7 +113,7 @@ def staleness() -> Iterator[Row]:
     for under_way, batch, speed, measured in STALENESS:
         flow = play(
             Pipeline(batch // ARMS, ARMS, 1000.0, under_way, float(under_way), 1.0, speed * batch / under_way,
-                     ARM_SIGMA, by_group=False, steps=300, warm_up=30)
+                     ARM_SIGMA, by_group=False, steps=120, warm_up=20)
         )  # fmt: skip
         what = f"staleness, C {under_way}, B {batch}, rho {speed:g}"
         yield Row("staleness", what, measured, flow.staleness, False)

@@ -11,8 +11,9 @@ there, which lets in `groups` more: at most `(version + 1 + staleness) * groups`
 
 import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 
 from services.console.plan.lengths import mean_of_lengths
@@ -44,6 +45,8 @@ class Pipeline:
     score_s: float = 0.0
     """From the end of a group to its last score."""
     by_group: bool = True
+    in_order: bool = False
+    """A step takes its own groups; otherwise those that are there first."""
     steps: int = 10
     warm_up: int = 2
     """Steps at the start that do not count."""
@@ -112,8 +115,8 @@ class _Run:
         self.begun = self.version = self.num_free_begun = 0
         self.left: dict[int, int] = {}
         self.born: dict[int, int] = {}
-        self.ready: deque[tuple[float, int]] = deque()
-        """Complete groups with the time of their last score."""
+        self.ready: defaultdict[int, deque[tuple[float, int]]] = defaultdict(deque)
+        """Complete groups with the time of their last score, by the step that takes them; -1 is any."""
 
     def admit(self) -> None:
         """Begin what the bound and the engines' places allow."""
@@ -146,7 +149,8 @@ class _Run:
         self.left[group] -= 1
         if self.left[group] == 0:
             del self.left[group]
-            self.ready.append((engines.now + self.p.score_s, group))
+            step = group // self.p.groups if self.p.in_order else -1
+            self.ready[step].append((engines.now + self.p.score_s, group))
         self.admit()
 
     def go_on(self, until_s: float) -> None:
@@ -155,18 +159,19 @@ class _Run:
             self.finish_one()
         self.engines.go_on(until_s)
 
-    def take(self, count: int) -> tuple[float, list[int]]:
+    def take(self, step: int, count: int) -> tuple[float, list[int]]:
         """Wait for so many groups; returns how long, and which."""
-        since = self.engines.now
-        while len(self.ready) < count:
+        since, ready = self.engines.now, self.ready[step if self.p.in_order else -1]
+        while len(ready) < count:
             if not self.engines.running:
-                raise ValueError(f"no group is under way, and {count - len(self.ready)} are waited for")
+                raise ValueError(f"no group is under way, and {count - len(ready)} are waited for")
             self.finish_one()
-        taken = [self.ready.popleft() for _ in range(count)]
+        taken = [ready.popleft() for _ in range(count)]
         self.go_on(max(self.engines.now, taken[-1][0]))
         return self.engines.now - since, [group for _, group in taken]
 
 
+@cache
 def play(pipeline: Pipeline) -> Flow:
     """Play a run of `warm_up + steps` steps.
 
@@ -175,7 +180,9 @@ def play(pipeline: Pipeline) -> Flow:
     """
     p = pipeline
     if p.groups % p.fetches or p.held < (p.group_size if p.by_group else 1):
-        raise ValueError(f"{p.groups} groups do not come in {p.fetches} parts, or {p.held} places hold no group")
+        raise ValueError(
+            f"{p.groups} groups in {p.fetches} parts, and {p.held} places: neither may leave a rest"
+        )
     run = _Run(p)
     run.admit()
     begun_s = used_s = waited_s = stale = 0.0
@@ -183,7 +190,7 @@ def play(pipeline: Pipeline) -> Flow:
         if step == p.warm_up:
             begun_s, used_s, waited_s, stale = run.engines.now, run.engines.used_s, 0.0, 0.0
         for _ in range(p.fetches):
-            waiting_s, groups = run.take(p.groups // p.fetches)
+            waiting_s, groups = run.take(step, p.groups // p.fetches)
             waited_s += waiting_s
             stale += sum(step - run.born.pop(group) for group in groups)
             run.go_on(run.engines.now + p.train_s / p.fetches)
