@@ -32,7 +32,7 @@ STALENESS, WARM_STEPS, STEPS = 8, 2, 5
 """Steps last two mean completions; the longest completion takes ten, and must not hold up the trainer."""
 REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
 TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)
-LEASE_S = 15.0
+LEASE_S, DRAIN_S = 15.0, 1.0
 POLL_S = 0.2
 
 
@@ -85,6 +85,7 @@ class Size:
             trainer__simulated={"group_s": TRAINER_SHARE * step_s / groups},
             trainer__checkpoint_every=2,
             streams__lease_s=LEASE_S * self.stretch,
+            streams__drain_s=DRAIN_S * self.stretch,
         )
 
 

@@ -144,7 +144,8 @@ def _advice(status: int) -> str:
     return "expected 200."
 
 
-POLL_S = 1.0
+POLL_S = 3.0
+"""Newer versions come at once; that the stream has become shorter is looked for so often."""
 RETRY_S = 1.0
 GIVE_UP_LEASES = 2.0
 """For so many leases weights may be unreadable before the worker ends and others take its tickets."""
