@@ -11,6 +11,7 @@ an engine finds that it does not hold what the trainer committed, it says so and
 """
 
 import asyncio
+import random
 import time
 
 import structlog
@@ -27,7 +28,8 @@ from services.rollout.weights.routes import Versions, find_route
 
 log = structlog.get_logger(__name__)
 
-POLL_S = 1.0
+POLL_S = 3.0
+"""Newer versions come at once; that the stream has become shorter is looked for so often."""
 RETRY_S = 1.0
 GIVE_UP_LEASES = 2.0
 """For so many leases weights may be unreadable before the worker ends and others take its tickets."""
@@ -104,7 +106,8 @@ class WeightFollower:
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
-                await asyncio.sleep(RETRY_S)
+                # Where a server failed, all workers failed at the same moment.
+                await asyncio.sleep(RETRY_S * (0.5 + random.random()))
             return
         if is_other_history:
             log.warning(

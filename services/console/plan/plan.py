@@ -100,6 +100,8 @@ def _needs(plan: Plan) -> list[tuple[str, str]]:
     if limit := _limit(plan):
         lines.append(("", limit))
     lines.append(("staleness", _staleness(plan)))
+    step = plan.step(plan.now)
+    lines.append(("idle", f"trainer {step.trainer_idle:.0%}, rollout {step.rollout_idle:.0%} of a step"))
     memory = redis_bytes(config, times.record_bytes)
     waiting = archive_backlog(config, times.record_bytes)
     backlog = f"; {size(waiting)} that wait for the archive" if waiting else ""

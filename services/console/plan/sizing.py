@@ -10,6 +10,10 @@ T is the time of a step that a stage needs with n workers, in seconds:
 Stages overlap where max_staleness is at least 1, and a step takes as long as the slowest of them. At 0 they
 take turns. T_way is the bound that staleness sets: of one ticket's way from admission to commit, no more than
 1 + max_staleness steps may be long, however many workers there are.
+
+Where a step's tokens differ from step to step, generation is the later of two stages more often than its mean
+tells: E[max(T_rollout, others)] takes the place of the maximum. Where the spread of lengths is known too
+(`sigma`), the run is played (`pipeline.py`): stragglers hold up groups, steps, and whoever is bound to them.
 """
 
 import math
@@ -17,6 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.config import RunConfig
+from services.console.plan.lengths import mean_of_later
+from services.console.plan.pipeline import Pipeline, play
 from services.console.plan.stage_times import StageTimes
 from services.console.status.bottleneck import Bottleneck
 
@@ -34,6 +40,7 @@ BYTES_OF_AN_ENTRY = 500
 """Control fields of a trajectory and its score, and Redis's own share."""
 BACKLOG = 1.5
 """Files of the archive that Redis holds before they are written: of trajectories, and of others in part."""
+PLAYED_STEPS = 6
 SPARE_WEIGHTS = 2
 """Beside `keep_weights`: the version being written, and the best one."""
 
@@ -60,6 +67,16 @@ class StepTime:
     """Whether stages work at the same time."""
 
     @property
+    def trainer_idle(self) -> float:
+        """Share of the step in which the trainer waits for groups."""
+        return 1.0 - (self.trainer_s + self.redis_s) / self.step_s if self.step_s else 0.0
+
+    @property
+    def rollout_idle(self) -> float:
+        """Share of what the engines can do in a step that nobody asks of them."""
+        return 1.0 - self.rollout_s / self.step_s if self.step_s else 0.0
+
+    @property
     def slowest(self) -> str:
         """The stage that sets the pace; `staleness` where no stage does."""
         found = {
@@ -84,8 +101,39 @@ def step_time(config: RunConfig, times: StageTimes, workers: Workers) -> StepTim
         way_s = max(rollout_s, times.generation_s, reward_s) + times.score_s + trainer_s
     else:
         way_s = (times.generation_s + times.score_p95_s + trainer_s) / (1 + staleness)
-    step_s = max(rollout_s, reward_s, trainer_s, way_s)
+    step_s = mean_of_later(rollout_s, _smoothed(times, staleness), max(reward_s, trainer_s, way_s))
+    if times.sigma and rollout_s:
+        step_s = max(step_s, play(_pipeline(config, times, workers)).step_s)
     return StepTime(rollout_s, reward_s, times.trainer_s, times.redis_s, way_s, step_s, staleness > 0)
+
+
+def _smoothed(times: StageTimes, staleness: int) -> float:
+    """What is left of the variation between steps where generation may be several steps ahead."""
+    return times.variation / math.sqrt(max(1, staleness))
+
+
+def _pipeline(config: RunConfig, times: StageTimes, workers: Workers) -> Pipeline:
+    """The run as it is played."""
+    trainer, size = config.trainer, config.trainer.group_size
+    groups = max(1, round(times.completions / size))
+    fetches = trainer.mini_batches if trainer.start_early else 1
+    held = max(
+        1, min(config.rollout.max_groups_in_flight * workers.rollout, groups * (2 + trainer.max_staleness))
+    )
+    return Pipeline(
+        groups=groups,
+        group_size=size,
+        staleness=trainer.max_staleness,
+        held=held * size,
+        rate=times.rollout_tokens_per_s * workers.rollout / times.completion_tokens,
+        alone_s=times.alone_s,
+        train_s=times.trainer_s + times.redis_s,
+        sigma=times.sigma,
+        fetches=fetches if groups % fetches == 0 else 1,
+        score_s=times.score_s,
+        in_order=trainer.batch_order == "in_order",
+        steps=PLAYED_STEPS,
+    )
 
 
 def needed_rollout(config: RunConfig, times: StageTimes) -> int:
@@ -250,6 +298,10 @@ class Plan:
             "step": {
                 "measured_s": self.times.step_s,
                 "now": asdict(self.step(self.now)),
+                "idle": {
+                    "trainer": self.step(self.now).trainer_idle,
+                    "rollout": self.step(self.now).rollout_idle,
+                },
                 "needed": asdict(self.step(self.needed)),
                 "one_more": {role: asdict(step) for role, step in self.one_more.items()},
             },

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from common.errors import ConfigError
 from common.history import History, Record, Selection, StreamName, StreamSummary
+from common.history.windows import near_tickets
 from common.process.programs import run_main
 from common.streams import group_status, last_id
 from common.streams.entries import Entry, Garbled, entry_id_of, id_after
@@ -155,7 +156,13 @@ def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
 
     async def look() -> None:
         async with open_history(view.run_id, view.runs_dir) as access:
-            records = [record async for record in access.history.scan(name, selection)]
+            near = selection
+            if selection.tickets is not None:
+                first, last = (int(end or 0) for end in selection.tickets)
+                near = replace(await near_tickets(access.history, name, first, last), index=selection.index)
+            records = [record async for record in access.history.scan(name, near)]
+            if not records and near != selection:
+                records = [record async for record in access.history.scan(name, selection)]
             if not records:
                 raise ConfigError(
                     f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "

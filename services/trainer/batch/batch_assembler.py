@@ -208,6 +208,8 @@ class BatchAssembler:
 
     async def _select(self, step: int, places: int) -> list[int]:
         trainer = self.trainer
+        if not self.join.complete:
+            return []
         if trainer.batch_order == "as_ready":
             await self.reconciler.learn_started_versions(self.join.groups.values())
         return select_groups(

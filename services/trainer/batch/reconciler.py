@@ -260,6 +260,10 @@ class Reconciler:
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
         """Ask at which version incomplete groups were started: no token of theirs will be older."""
         unknown = [group for group in groups if group.started_version < 0 and not group.is_complete]
+        if unknown and (rollout := await group_status(self.broker, self.keys.prompts(), ROLLOUT_GROUP)):
+            # Most of them wait in the stream: nobody can have started what was not delivered.
+            delivered = id_order(rollout.last_delivered)
+            unknown = [group for group in unknown if id_order(entry_id_of(group.ticket)) <= delivered]
         if not unknown:
             return
         replies = await self.broker.pipeline(
