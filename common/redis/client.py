@@ -12,14 +12,14 @@ from statistics import median
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import hiredis
 from redis import Redis as BlockingRedis
-from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
+from redis.asyncio import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from common.errors import BrokerError
+from common.redis.lines import Client
 from common.telemetry import metrics
 
 URL_VARIABLE = "TIDEMILL_REDIS_URL"
@@ -32,7 +32,6 @@ SENTINEL_PASSWORD_VARIABLE = "TIDEMILL_SENTINEL_PASSWORD"  # the variable's name
 CONNECT_TIMEOUT_S = 5.0
 SENTINEL_TIMEOUT_S = 2.0
 """A Sentinel that does not answer must not hold up the question to the next one."""
-MAX_CONNECTIONS = 32
 SENTINEL_PORT = 26379
 
 TLS_SCHEMES = ("rediss", "rediss+sentinel")
@@ -48,7 +47,7 @@ FORMS = (
 )
 
 
-def make_client(url: str) -> Redis:
+def make_client(url: str) -> Client:
     """A client whose replies stay raw: RESP2, bytes, no conversion by the library.
 
     Raises:
@@ -56,22 +55,16 @@ def make_client(url: str) -> Redis:
     """
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
     try:
-        # Callers beyond the limit queue for a connection instead of failing: one worker may publish
-        # hundreds of samples at once.
-        limits: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "timeout": None}
         if "+sentinel:" in url:
-            pool = BlockingConnectionPool(**limits, **_sentinel_options(url, options))
+            pool = ConnectionPool(**_sentinel_options(url, options))
         else:
-            pool = BlockingConnectionPool.from_url(url, **limits, **options)
+            pool = ConnectionPool.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(
             f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}; "
             f"put the password into {PASSWORD_VARIABLE}, or percent-encode it."
         ) from None
-    pool.connection_class = type("Connection", (_PackedInC, pool.connection_class), {})
-    redis = Redis(connection_pool=pool)
-    redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
-    return redis
+    return Client(pool.make_connection)
 
 
 def make_blocking_client(url: str) -> BlockingRedis:
@@ -99,14 +92,6 @@ def public_address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-class _PackedInC:
-    """Connections that pack commands with hiredis, as redis-py does for synchronous ones only."""
-
-    def pack_command(self, *args: Any) -> list[bytes]:
-        name, *rest = args
-        return [hiredis.pack_command((*name.split(), *rest))]
-
-
 class _Master:
     """What the Sentinels said last, for all connections of a client."""
 
@@ -116,7 +101,7 @@ class _Master:
 
 
 class _ToMaster:
-    """Connections that ask the Sentinels for the master's address whenever they connect.
+    """Connections that ask the Sentinels for the master's address when they connect.
 
     Once one of them has found another master than before, the others leave the old one too, which may not
     know yet that it has been replaced: what it is still given would be lost.
@@ -126,12 +111,14 @@ class _ToMaster:
         super().__init__(**options)
         self._master = master
 
+    @property
+    def is_current(self: Any) -> bool:
+        """Whether no other master was found since."""
+        return bool((self.host, self.port) == self._master.address)
+
     async def connect(self: Any) -> None:
-        if self.is_connected and (self.host, self.port) != self._master.address:
-            await self.disconnect()
-        if not self.is_connected:
-            self.host, self.port = await self._master.sentinel.discover_master(self._master.service)
-            self._master.address = (self.host, self.port)
+        self.host, self.port = await self._master.sentinel.discover_master(self._master.service)
+        self._master.address = (self.host, self.port)
         await super().connect()  # type: ignore[misc]
 
 

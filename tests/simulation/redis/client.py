@@ -70,42 +70,25 @@ class MemoryClient:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self.connection_pool = self
 
-    async def disconnect(self, inuse_connections: bool = True) -> None:
+    async def exchange(
+        self, unit: Sequence[Sequence[Any]], is_atomic: bool = False, is_blocking: bool = False
+    ) -> list[Any]:
+        if not unit:
+            return []
+        return await self._network.request([packed(command) for command in unit], is_atomic)
+
+    def disconnect(self) -> None:
         """The next command connects anew."""
 
-    async def execute_command(self, *command: Any) -> Any:
+    async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
         (reply,) = await self._network.request([packed(command)], False)
         if isinstance(reply, Exception):
             raise reply
         return reply
 
-    def pipeline(self, transaction: bool = True) -> "MemoryPipeline":
-        return MemoryPipeline(self._network, transaction)
-
     async def aclose(self) -> None:
         """Nothing to close."""
-
-
-class MemoryPipeline:
-    """Commands that are sent together."""
-
-    def __init__(self, network: Network, is_atomic: bool) -> None:
-        self._network, self._is_atomic = network, is_atomic
-        self._commands: list[Fields] = []
-
-    def execute_command(self, *command: Any) -> None:
-        self._commands.append(packed(command))
-
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        if not self._commands:
-            return []
-        replies = await self._network.request(self._commands, self._is_atomic)
-        for reply in replies:
-            if raise_on_error and isinstance(reply, Exception):
-                raise reply
-        return replies
 
 
 def packed(command: Sequence[Any]) -> Fields:
