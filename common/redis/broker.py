@@ -90,6 +90,9 @@ class Broker:
         self.is_stopping = False
         """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
         self._may_load = True
+        self._flowing: set[str] = set()
+        """Streams of which the last read brought something. The next read does not block, and so shares a
+        round trip with whatever else is sent; only where it brings nothing, one that blocks follows."""
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":
@@ -126,9 +129,17 @@ class Broker:
         """Run one command."""
         if "BLOCK" not in command:
             return await self._timed(lambda: self.redis.execute_command(*command))
+        *_, stream, _ = command
+        if stream in self._flowing:
+            at = command.index("BLOCK")
+            at_once = (*command[:at], *command[at + 2 :])
+            if reply := await self._timed(lambda: self.redis.execute_command(*at_once)):
+                return reply
+            self._flowing.discard(stream)
         begun = time.monotonic()
         reply = await self._patiently(lambda: self.redis.execute_command(*command, is_blocking=True))
         if reply:
+            self._flowing.add(stream)
             self.round_trips.brought_news(begun)
         return reply
 
@@ -273,8 +284,8 @@ def _give_up(state: RetryCallState) -> NoReturn:
 async def _answered(send: Callable[[], Awaitable[T]]) -> T:
     """Run `send`, and pass on a cancellation that got lost in it.
 
-    redis-py opens connections through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that
-    comes just as its inner task ends. A loop that reads from Redis would then go on for ever.
+    redis-py opens connections through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation
+    that comes just as its inner task ends. A loop that reads from Redis would then go on for ever.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0

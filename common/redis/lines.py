@@ -8,7 +8,6 @@ An error of one call does not touch the others. A command that blocks has a conn
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 import hiredis
@@ -192,7 +191,7 @@ class Client:
         return reply
 
     def disconnect(self) -> None:
-        """Drop all connections but those on which a command blocks; calls on them fail and may be repeated."""
+        """Drop all connections but those on which a command blocks; calls under way fail, to be repeated."""
         self._drop(filter(None, (self._shared, *self._idle)))
         self._shared, self._idle = None, []
 

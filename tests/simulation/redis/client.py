@@ -1,4 +1,4 @@
-"""A client of `MemoryServer` with the part of redis-py's asynchronous client that `common.redis.broker` uses.
+"""A client of `MemoryServer` with what `common.redis.broker` uses of `common.redis.lines.Client`.
 
 Each command is a message to the server and one back. What may happen on the way (it takes long, it is never
 applied, its answer never arrives) is for the `Network` to say.
@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from common.redis import lines
 from tests.simulation.redis.server import Blocked, Fields, MemoryServer, stream_keys, without_block
 
 Answer = Callable[[Any], None]
@@ -76,13 +77,14 @@ class MemoryClient:
     ) -> list[Any]:
         if not unit:
             return []
-        return await self._network.request([packed(command) for command in unit], is_atomic)
+        async with asyncio.timeout(lines.ANSWER_TIMEOUT_S):
+            return await self._network.request([packed(command) for command in unit], is_atomic)
 
     def disconnect(self) -> None:
         """The next command connects anew."""
 
     async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
-        (reply,) = await self._network.request([packed(command)], False)
+        (reply,) = await self.exchange([command])
         if isinstance(reply, Exception):
             raise reply
         return reply
