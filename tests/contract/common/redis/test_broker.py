@@ -13,17 +13,18 @@ from common import streams
 from common.errors import BrokerError
 from common.redis import lines
 from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis, available_servers, find_server
+from common.redis.embedded import EmbeddedRedis, find_server
 from common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
 from common.wire.keys import REWARD_GROUP, Keys
 from common.wire.messages import Commit, Score, ScoreStatus, Trajectory
+from tests.conftest import SERVERS
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 
 SECRET = "correct-horse"
 
 
-@pytest.fixture(params=list(available_servers().values()), ids=list(available_servers()))
+@pytest.fixture(params=list(SERVERS.values()), ids=list(SERVERS))
 def own_redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EmbeddedRedis]:
     """A server that the test may lock, fill or kill."""
     server = EmbeddedRedis(tmp_path / "redis", executable=request.param)
