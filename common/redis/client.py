@@ -12,13 +12,16 @@ from statistics import median
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from redis import Connection as BlockingConnection
 from redis import Redis as BlockingRedis
+from redis import SSLConnection as BlockingSSLConnection
 from redis.asyncio import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from common.errors import BrokerError
+from common.redis.cluster import Address, ClusterClient, make_blocking_cluster_client
 from common.redis.lines import Client
 from common.telemetry import metrics
 
@@ -34,7 +37,12 @@ SENTINEL_TIMEOUT_S = 2.0
 """A Sentinel that does not answer must not hold up the question to the next one."""
 SENTINEL_PORT = 26379
 
-TLS_SCHEMES = ("rediss", "rediss+sentinel")
+CLUSTER_PORT = 6379
+
+TLS_SCHEMES = ("rediss", "rediss+sentinel", "rediss+cluster")
+_CLUSTER_URL = re.compile(
+    r"rediss?\+cluster://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?(?P<hosts>[^@/?]+)(?:/0?)?"
+)
 _SENTINEL_URL = re.compile(
     r"rediss?\+sentinel://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?"
     r"(?P<hosts>[^@/?]+)/(?P<name>[^/?]+)(?:/(?P<db>\d+))?"
@@ -42,8 +50,8 @@ _SENTINEL_URL = re.compile(
 _HOST = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:,]+)(?::(?P<port>\d{1,5}))?")
 
 FORMS = (
-    "redis://host:6379/0, rediss:// for TLS, unix:///path, or redis+sentinel://host:26379,host:26379/NAME "
-    "(rediss+sentinel:// for TLS)"
+    "redis://host:6379/0, rediss:// for TLS, unix:///path, redis+sentinel://host:26379,host:26379/NAME, or "
+    "redis+cluster://host:6379,host:6379 (rediss+sentinel:// and rediss+cluster:// for TLS)"
 )
 
 
@@ -55,6 +63,10 @@ def make_client(url: str) -> Client:
     """
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
     try:
+        if "+cluster:" in url:
+            seeds, options = _cluster_options(url, options)
+            kind = SSLConnection if url.partition(":")[0] in TLS_SCHEMES else Connection
+            return ClusterClient(seeds, lambda node: kind(host=node[0], port=node[1], **options))
         if "+sentinel:" in url:
             pool = ConnectionPool(**_sentinel_options(url, options))
         else:
@@ -67,8 +79,8 @@ def make_client(url: str) -> Client:
     return Client(pool.make_connection)
 
 
-def make_blocking_client(url: str) -> BlockingRedis:
-    """A client for RQ, which waits for answers and is used on threads.
+def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
+    """A client for RQ, which waits for answers and is used on threads; in a cluster, for one run.
 
     Raises:
         BrokerError: the address has no known form, or is that of Sentinels, which RQ cannot follow.
@@ -81,6 +93,11 @@ def make_blocking_client(url: str) -> BlockingRedis:
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
     del options["retry"]
     try:
+        if "+cluster:" in url:
+            seeds, options = _cluster_options(url, options)
+            has_tls = url.partition(":")[0] in TLS_SCHEMES
+            kind = BlockingSSLConnection if has_tls else BlockingConnection
+            return make_blocking_cluster_client(seeds, run_id, kind, **options)
         return BlockingRedis.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}.") from None
@@ -180,6 +197,22 @@ def _sentinel_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
         "master": _Master(sentinel, unquote(match["name"])),
         "connection_class": _MasterTlsConnection if has_tls else _MasterConnection,
     }
+
+
+def _cluster_options(url: str, options: dict[str, Any]) -> tuple[list[Address], dict[str, Any]]:
+    """Some nodes of the cluster, and the options of connections to all of them.
+
+    Raises:
+        ValueError: the address does not have the form that `FORMS` gives.
+    """
+    match = _CLUSTER_URL.fullmatch(url)
+    hosts = [_HOST.fullmatch(host) for host in match["hosts"].split(",")] if match else []
+    if match is None or not all(hosts):
+        raise ValueError("not an address of a cluster")
+    in_address = {"username": match["user"], "password": match["password"]}
+    known = {option: unquote(value) for option, value in in_address.items() if value}
+    seeds = [(host["host"].strip("[]"), int(host["port"] or CLUSTER_PORT)) for host in hosts if host]
+    return seeds, {**known, **options}
 
 
 RECENT = 32
