@@ -250,7 +250,7 @@ class Consumer(Generic[M]):
         pairs = [
             (delivery.entry_id, max(delivery.attempts + change, 0))
             for delivery in deliveries
-            if not delivery.lost.is_set()
+            if not delivery.is_lost
         ]
         if pairs:
             args = [self.group, self.name, *(part for pair in pairs for part in pair)]
@@ -293,9 +293,11 @@ class Consumer(Generic[M]):
         self, deliveries: Sequence[Any], payloads: Sequence[bytes], out_key: str
     ) -> list[bool]:
         current = [self._is_current(delivery) for delivery in deliveries]
-        about = list(compress(deliveries, current))
+        about = deliveries
+        if not all(current):
+            about, payloads = list(compress(deliveries, current)), list(compress(payloads, current))
         ids = [delivery.entry_id for delivery in about]
-        pairs = zip(ids, compress(payloads, current), strict=True)
+        pairs = zip(ids, payloads, strict=True)
         args = [self.group, self.name, SCHEMA, *chain.from_iterable(pairs)]
         try:
             with self._settles(*ids):
@@ -316,8 +318,9 @@ class Consumer(Generic[M]):
         entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
         if isinstance(entry, Garbled):
             return entry
-        # Given to us a second time: Redis has lost the first, and what was begun under it with it.
-        self._lose(entry.entry_id)
+        if entry.entry_id in self.held:
+            # Given to us a second time: Redis has lost the first, and what was begun under it with it.
+            self._lose(entry.entry_id)
         delivery = Delivery(entry.entry_id, fields, entry.message, attempts)
         self.held[delivery.entry_id] = delivery
         return delivery
@@ -349,7 +352,7 @@ class Consumer(Generic[M]):
     def _lose(self, entry_id: str) -> None:
         delivery = self.held.pop(entry_id, None)
         if delivery is not None:
-            delivery.lost.set()
+            delivery.is_lost = True
             if delivery.on_lost is not None:
                 delivery.on_lost()
             metrics.LEASES_LOST.labels(self.label).inc()

@@ -3,9 +3,8 @@
 Readers of archives and of whole histories need this much of a stream and no more.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from common.errors import CodecError
@@ -47,8 +46,8 @@ class Delivery(Generic[M]):
     fields: Fields
     message: M
     attempts: int
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when another consumer has taken the message over: stop working on it."""
+    is_lost: bool = False
+    """True once another consumer has taken the message over: stop working on it."""
     on_lost: Callable[[], object] | None = None
     """Called then, for who holds thousands and wants no task for each that waits."""
 

@@ -23,7 +23,7 @@ BEAT_S = 5
 def main(run_id: str, *options: str) -> int:
     """Work until SIGTERM; with `--burst`, until the queue is empty. A running job is finished first."""
     try:
-        keys, connection = Keys(run_id), make_blocking_client(redis_url())
+        keys, connection = Keys(run_id), make_blocking_client(redis_url(), run_id)
     except TidemillError as error:
         print(f"tidemill jobs: {error}", file=sys.stderr)
         return error.exit_code

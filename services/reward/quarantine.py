@@ -83,7 +83,7 @@ class Quarantine:
                 while waiting and await self._is_alone():
                     company = self._company(waiting[0]) or FEW
                     together, waiting = waiting[:company], waiting[company:]
-                    together = [delivery for delivery in together if not delivery.lost.is_set()]
+                    together = [delivery for delivery in together if not delivery.is_lost]
                     await holder.consumer.unpark(together)
                     for delivery in together:
                         holder.start(delivery)

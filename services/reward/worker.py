@@ -163,7 +163,7 @@ class RewardLane(LaneWorker[Trajectory]):
             (suspects if self.quarantine.is_suspect(delivery) else trusted).append(delivery)
         await self.quarantine.admit(self.consumer, trusted)
         for delivery in trusted:
-            if not delivery.lost.is_set():
+            if not delivery.is_lost:
                 self.start(delivery)
         if suspects:
             await self.quarantine.work_off(self, suspects)

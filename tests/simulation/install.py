@@ -82,7 +82,7 @@ class NoStandIn(StandIn):
         """Nothing to end."""
 
 
-def no_redis_for_jobs(url: str) -> Any:
+def no_redis_for_jobs(url: str, run_id: str = "") -> Any:
     """RQ blocks: without its Redis, the trainer has the archive written by a child process."""
     raise OSError("there is no RQ in the simulation")
 

@@ -13,6 +13,7 @@ from common.process.activity import Activity
 from common.process.service import ServiceContext
 from common.redis.broker import Broker
 from common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
+from common.wire.codec import SCHEMA
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 from services.trainer.batch.prompt_plan import PromptPlan
@@ -85,13 +86,9 @@ async def messages(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
 
 async def lose_tail(broker: Broker, key: str, last: str) -> None:
     """What a Redis does that comes back without its last second: entries above `last` never were."""
-    for entry_id, _ in await broker.execute("XRANGE", key, f"({last}", "+"):
-        await broker.execute("XDEL", key, entry_id)
-    await broker.execute("XSETID", key, last)
-    for raw in await broker.execute("XINFO", "GROUPS", key):
-        info = dict(zip(raw[::2], raw[1::2], strict=True))
-        if id_order(info[b"last-delivered-id"].decode()) > id_order(last):
-            await broker.execute("XGROUP", "SETID", key, info[b"name"], last)
+    gone = await broker.execute("XRANGE", key, f"({last}", "+")
+    args = [SCHEMA, last, *(part for entry_id, _ in gone for part in (entry_id, b""))]
+    await broker.script("move_aside", [key, f"{key}:none"], args)
 
 
 @contextlib.asynccontextmanager

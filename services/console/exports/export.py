@@ -68,7 +68,7 @@ def _queue_with_worker(folder: RunFolder) -> Queue | None:
     if url is None:
         return None
     try:
-        connection = make_blocking_client(url)
+        connection = make_blocking_client(url, folder.run_id)
         queue = Queue(Keys(folder.run_id).jobs_queue, connection=connection, serializer=JSONSerializer)
         return queue if Worker.count(queue=queue) else None
     except (TidemillError, RedisError):

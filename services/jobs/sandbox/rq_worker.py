@@ -69,7 +69,7 @@ def main(run_id: str, configs: str) -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
-        connection = make_blocking_client(redis_url())
+        connection = make_blocking_client(redis_url(), run_id)
     except TidemillError as error:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code

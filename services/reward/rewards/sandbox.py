@@ -88,7 +88,7 @@ class SandboxJobs:
 
     def __init__(self, broker: Broker, keys: Keys, url: str | None = None) -> None:
         self._broker, self._keys = broker, keys
-        connection = make_blocking_client(url or redis_url())
+        connection = make_blocking_client(url or redis_url(), keys.run_id)
         self._queue = Queue(keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
         self._waiting: dict[str, list[asyncio.Future[dict[str, Any]]]] = {}
         self._poller: asyncio.Task[None] | None = None

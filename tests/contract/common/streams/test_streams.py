@@ -121,11 +121,8 @@ async def test_a_transaction_that_redis_refuses_for_lack_of_memory_leaves_nothin
 ) -> None:
     commands = [("XADD", keys.commits, streams.entry_id_of(n), "v", "1.0", "p", b"x") for n in range(3)]
     async with full_redis(broker):
-        pipe = broker.redis.pipeline(transaction=True)
-        for command in commands:
-            pipe.execute_command(*command)
         with pytest.raises(redis_errors.ResponseError):
-            await pipe.execute()
+            await broker.redis.exchange(commands, is_atomic=True)
     assert await streams.length(broker, keys.commits) == 0
 
 

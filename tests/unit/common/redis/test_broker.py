@@ -16,10 +16,8 @@ class FailingRedis:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.calls = self.disconnects = 0
-        self.connection_pool = self
 
-    async def disconnect(self, inuse_connections: bool) -> None:
-        assert not inuse_connections
+    def disconnect(self) -> None:
         self.disconnects += 1
 
     async def execute_command(self, *command: object) -> bytes:
