@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from common.archive import archive_folder, stream_folder
-from common.archive.manifest import Manifest, Segment, gaps
+from common.archive.manifest import Manifest, Segment, gaps, is_needed
 from common.archive.writer import archive_stream, kept_aside, unlisted, writing
 from common.config import ArchiveConfig
 from common.errors import ArchiveError
@@ -76,16 +76,18 @@ async def archive_run(
 
 
 def retain(run_dir: Path, config: ArchiveConfig) -> int:
-    """Remove the oldest segments beyond the run's limits; returns how many. Call within `writing`.
+    """Remove the oldest segments beyond the run's limits, but none that a restart may replay; returns how
+    many. Call within `writing`.
 
     A manifest forgets a file before the file goes: readers find whole segments only.
     """
     manifests = [Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName]
-    leaving = list(_too_much(manifests, config))
+    needed = [segment for m in manifests for segment in m.segments if is_needed(m.folder, segment)]
+    leaving = [segment for segment in _too_much(manifests, config) if segment not in needed]
     num_gone = 0
     for manifest in manifests:
         # From the beginning only: where a clock was set back, a later file may look older.
-        gone = list(takewhile(lambda segment: segment in leaving, manifest.segments))
+        gone = list(takewhile(leaving.__contains__, manifest.segments))
         if gone:
             manifest.without(gone)
             for segment in gone:

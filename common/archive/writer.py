@@ -25,6 +25,7 @@ from common.archive.columns import (
     RawEntry,
     columns_of,
     derived_of,
+    raw_entries_of,
     records_of,
     schema_of,
     table_of,
@@ -36,12 +37,13 @@ from common.archive.manifest import (
     Manifest,
     Segment,
     segment_name,
+    take_back_trim,
     trimmed_up_to,
 )
 from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
 from common.redis.broker import Broker
 from common.streams import read_raw
-from common.streams.entries import START, Entry, id_order
+from common.streams.entries import START, Entry, id_after, id_order
 from common.streams.selection import StreamName
 from common.wire import codec
 from common.wire.codec import PAYLOAD_FIELD
@@ -227,6 +229,32 @@ def _open(path: Path, message_type: type[Message]) -> pq.ParquetWriter:
         use_byte_stream_split=[leaf for leaf in floats if leaf.startswith("logprobs")],
         write_statistics=[ID_MS, *(column.name for column in columns if column.has_statistics)],
     )
+
+
+def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
+    """Forget entries above `last_id`: Redis has lost them, and their samples are made anew. Returns how many.
+
+    Call within `writing`. May be repeated: where this is killed, files that it had to remove are there still.
+    """
+    manifest = Manifest.load(folder, salvage=True)
+    kept = [segment for segment in manifest.segments if id_order(segment.last_id) <= id_order(last_id)]
+    gone = manifest.segments[len(kept) :]
+    num_lost = sum(segment.entries for segment in gone)
+    if gone and id_order(gone[0].first_id) <= id_order(last_id):
+        building = SegmentFile(message_type, gone[0].previous_id)
+        with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
+            table = pq.read_table(manifest.path(gone[0]))
+            for entry in raw_entries_of(table, message_type):
+                if id_order(entry[0]) <= id_order(last_id):
+                    building.add(entry, aside)
+            if building.entries:
+                kept.append(building.publish(aside, folder))
+        num_lost -= building.entries
+    manifest.cut(kept)
+    for segment in gone:
+        manifest.path(segment).unlink(missing_ok=True)
+    take_back_trim(folder, id_after(last_id))
+    return num_lost
 
 
 KEPT_SUFFIX = ".unlisted"

@@ -49,9 +49,9 @@ from common.streams.log import (
     read_range,
     read_raw,
     scan,
-    trim_before,
 )
 from common.streams.trail import Rung, Trail
+from common.streams.trimming import continue_after, trim_before, trimmed_below
 
 __all__ = [
     "DONE",
@@ -78,6 +78,7 @@ __all__ = [
     "backlog",
     "bury",
     "bury_unread",
+    "continue_after",
     "dead_letter",
     "decoded",
     "ensure_group",
@@ -101,4 +102,5 @@ __all__ = [
     "requeue",
     "scan",
     "trim_before",
+    "trimmed_below",
 ]

@@ -1,4 +1,4 @@
-"""Streams as logs: append, read by offset, scan, trim.
+"""Streams as logs: append, read by offset, scan.
 
 Appends that must happen once carry an explicit entry id, so that repeating them fails harmlessly. An
 entry that cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all.
@@ -184,20 +184,6 @@ async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[
                 return entry
         last = id_before(entries[-1].entry_id)
     return None
-
-
-async def trim_before(broker: Broker, key: str, entry_id: str, mark: Mark | None = None) -> int:
-    """Remove entries below `entry_id`; returns how many. The only way in which entries ever go.
-
-    Raises:
-        MarkLostError: the server has not got the `mark`; nothing was removed.
-    """
-    if mark is None:
-        return int(await broker.execute("XTRIM", key, "MINID", entry_id))
-    removed = int(await broker.script("trim", [key, mark.key], [entry_id, mark.field, mark.value]))
-    if removed < 0:
-        raise MarkLostError(f"Redis has lost a mark in {mark.key}")
-    return removed
 
 
 async def length(broker: Broker, key: str) -> int:
