@@ -35,8 +35,8 @@ STREAMS = (
 
 
 def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
-    """The schedule of a seed. `is_tight` has the run archived in the smallest files, so that Redis keeps what is in
-    flight, and recovers from few checkpoints."""
+    """The schedule of a seed. `is_tight` has the run archived in the smallest files, so that Redis keeps what
+    is in flight, and recovers from few checkpoints."""
     rng = random.Random(f"schedule {seed}")
     setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
     if is_tight:

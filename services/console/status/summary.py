@@ -1,7 +1,7 @@
 """What a run came to, computed from its commits rather than from what a process says about itself.
 
-Commits that were trimmed are in the archive, so this can be computed again at any time, and it is what proves that nothing was
-lost and nothing trained twice:
+Commits that were trimmed are in the archive, so this can be computed again at any time, and it is what proves
+that nothing was lost and nothing trained twice:
 
 * a ticket is lost when it was issued and no commit trained its group or says why it was dropped;
 * a trajectory of a trained group is lost when its commit neither trained it nor says why it was left out;
