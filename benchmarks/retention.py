@@ -65,7 +65,8 @@ def config_of(
         },
         "streams": {"archive": {"segment_mb": segment_mb}},
     }
-    (folder / "train.jsonl").write_text("".join(f'{{"prompt": "w{i}", "ground_truth": null}}\n' for i in range(9)))
+    rows = [f'{{"prompt": "w{i}", "ground_truth": null}}\n' for i in range(9)]
+    (folder / "train.jsonl").write_text("".join(rows))
     return parse_config(tree, "the benchmark's config")
 
 
