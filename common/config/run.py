@@ -67,7 +67,7 @@ class StreamsConfig(Section):
     max_message_mb: int = Field(64, ge=1, le=512)
     """Larger messages are refused before they are decoded, in MiB."""
     trim: bool = True
-    """Trim the streams below what the last durable checkpoint needs."""
+    """Trim what is archived and not in flight any more; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
     """Files of what was in the streams."""
 
