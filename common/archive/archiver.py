@@ -19,6 +19,7 @@ from common.config import ArchiveConfig
 from common.errors import ArchiveError
 from common.files import LockedError, file_checksum
 from common.redis.broker import Broker
+from common.store import ClaimStore
 from common.streams.selection import StreamName
 from common.wire.keys import Keys
 
@@ -56,6 +57,7 @@ async def archive_run(
     Raises:
         LockedError: another process archives this run, for longer than `patience_s`.
     """
+    broker.claims = broker.claims or ClaimStore(run_dir)
     ends = dict.fromkeys(StreamName, "+") if until is None else until
     size, deadline = int(config.segment_mb * MIB), time.monotonic() + patience_s
     while True:

@@ -14,6 +14,7 @@ from common.process.service import ServiceContext
 from common.streams.consumer import Consumer
 from common.streams.dead_letters import dead_letter
 from common.streams.entries import Delivery, Garbled
+from common.streams.log import has_claim
 from common.wire.messages import Lane, Message
 
 log = structlog.get_logger(__name__)
@@ -92,7 +93,12 @@ class LaneWorker(ABC, Generic[M]):
 
         Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
         """
-        return await self.consumer.fetch(count, BLOCK_S)
+        deliveries = await self.consumer.fetch(count, BLOCK_S)
+        if (claims := self.context.broker.claims) is not None:
+            for held in deliveries:
+                if isinstance(held, Delivery) and has_claim(held.message):
+                    held.message = await asyncio.to_thread(claims.resolve, held.message)
+        return deliveries
 
     def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Work on a message in a task, which ends with the message's lease: another worker has it then."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import xxhash
 
 from common.archive import archive_folder, stream_folder
 from common.archive.manifest import Manifest, Segment
@@ -26,6 +27,7 @@ from common.streams import (
     continue_after,
     decoded,
     entry_id_of,
+    has_claim,
     id_before,
     id_order,
     read_raw,
@@ -36,8 +38,9 @@ from common.wire import codec
 
 log = structlog.get_logger(__name__)
 
-REPLAYED = (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES)
-"""Streams that a replay reads beyond the checkpoint; commits above it stay in Redis."""
+NUMBERED = (StreamName.PROMPTS, StreamName.COMMITS)
+ALIGNED = (*NUMBERED, StreamName.TRAJECTORIES, StreamName.SCORES)
+"""Streams that a replay reads beyond the checkpoint."""
 Positions = Mapping[StreamName, str]
 
 
@@ -69,7 +72,7 @@ class ArchivedHistory:
             return True
         try:
             with writing(self.run_dir):
-                for stream in (*REPLAYED, StreamName.COMMITS):
+                for stream in ALIGNED:
                     await asyncio.to_thread(sweep, self._folder(stream), stream.message_type)
         except LockedError:
             return False
@@ -88,7 +91,7 @@ class ArchivedHistory:
             return True
         try:
             with writing(self.run_dir):
-                for stream in REPLAYED:
+                for stream in ALIGNED:
                     folder = self._folder(stream)
                     manifest = await asyncio.to_thread(sweep, folder, stream.message_type)
                     if manifest.last_id != START:
@@ -106,7 +109,7 @@ class ArchivedHistory:
         keep = last
         if settled is not None:
             keep = max(standing, min(last, settled.get(stream, START), key=id_order), key=id_order)
-        key, is_numbered = stream.key(self.keys), stream is StreamName.PROMPTS
+        key, is_numbered = stream.key(self.keys), stream in NUMBERED
         if not await continue_after(self.broker, key, standing, keep, is_numbered=is_numbered):
             keep = standing  # what came since would never be archived
         if keep == last:
@@ -206,4 +209,9 @@ async def _newest_first(
 
 
 def _payload(record: Entry[Any] | Garbled) -> Any:
-    return codec.encode_payload(record.message) if isinstance(record, Entry) else record.fields
+    """Tells records apart; a claim is the same as what it claims."""
+    if isinstance(record, Garbled):
+        return record.fields
+    if has_claim(record.message):
+        return record.message.claim.digest
+    return xxhash.xxh3_128_hexdigest(codec.encode_payload(record.message))

@@ -1,7 +1,7 @@
 """Saves checkpoints, and trims the streams.
 
 Where the run archives, what no outstanding group needs goes as soon as it is archived and its step committed:
-a restart replays it from the archive. Commits and dead letters go below the oldest kept checkpoint. Without
+a restart replays it from the archive. Dead letters go below the oldest kept checkpoint. Without
 an archive all does: an entry goes only when every whole checkpoint on the disk can do without it, and not
 before there are `keep_checkpoints` of them; checkpoints of earlier processes count too.
 """
@@ -19,11 +19,14 @@ from common.archive.manifest import Manifest, note_needed, note_trim
 from common.errors import ArchiveError
 from common.files import StorageError
 from common.process.service import ServiceContext, StoppedError
+from common.store import ClaimStore
 from common.streams import (
     START,
+    Entry,
     Mark,
     MarkLostError,
     Trail,
+    decoded,
     entry_id_of,
     id_after,
     id_before,
@@ -33,19 +36,21 @@ from common.streams import (
 )
 from common.streams.selection import StreamName
 from common.telemetry import metrics
+from common.wire.messages import Trajectory
 from services.trainer.batch.batch_assembler import Dropped
 from services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
 from services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
 from services.trainer.durable.archive_requests import ArchiveJobs
-from services.trainer.durable.archived_history import REPLAYED, ArchivedHistory
+from services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
 from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from services.trainer.metrics.recorder import Recorder
 from services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 
-KEPT_COMMITS = 256
+KEPT_COMMITS = 32
 """The newest, for people who watch the run."""
+READ_COUNT = 256
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 T = TypeVar("T")
@@ -236,7 +241,7 @@ class Checkpointer:
                 log.warning("gave up older checkpoints to make room in Redis", kept=newest.version)
             await self._trim(self._kept[0], is_urgent=True)
 
-    async def trim_settled(self) -> None:
+    async def trim_settled(self, version: int) -> None:
         """Between two steps: trim what no outstanding group needs, as far as it is archived.
 
         Not while a checkpoint is due for what Redis has lost, and by positions of this history only. As Redis
@@ -250,6 +255,7 @@ class Checkpointer:
                 StreamName.TRAJECTORIES: positions[TRAJECTORIES],
                 StreamName.SCORES: positions[SCORES],
                 StreamName.PROMPTS: entry_id_of(min(scheduler.outstanding, default=scheduler.next_ticket)),
+                StreamName.COMMITS: entry_id_of(max(0, version - KEPT_COMMITS)),
             }
             await self.trimmer.let_go(below, history)
 
@@ -265,6 +271,27 @@ class Checkpointer:
             await self._note_needed(self._kept[0] if len(self._kept) == self._kept.maxlen else None)
         if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
             await self._trim(self._kept[0])
+        if len(self._kept) == self._kept.maxlen:
+            await self._collect_claims(self._kept[0])
+
+    async def _collect_claims(self, oldest: TrainerState) -> None:
+        """Remove payloads that no entry claims, of tickets that were settled at the oldest checkpoint. Nothing
+        that Redis or a trainer may come back to needs them, and the archive has them in itself."""
+        context = self.context
+        store = ClaimStore(context.run_dir)
+        if not store.folder.is_dir():
+            return
+        claimed: set[str] = set()
+        key, first = context.keys.trajectories(), "-"
+        while entries := await read_raw(context.broker, key, first, count=READ_COUNT):
+            for entry_id, fields in entries:
+                record = decoded(entry_id.encode(), fields, Trajectory)
+                if isinstance(record, Entry) and record.message.claim is not None:
+                    claimed.add(record.message.claim.pointer)
+            first = f"({entries[-1][0]}"
+        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
+        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
+        await asyncio.to_thread(store.collect, first_ticket, claimed)
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
@@ -280,7 +307,6 @@ class Checkpointer:
             StreamName.WEIGHTS: entry_id_of(keep_from),
         }
         if self.trimmer.archives:
-            below[StreamName.COMMITS] = entry_id_of(max(0, oldest.version - KEPT_COMMITS))
             below[StreamName.DEAD] = positions.get(DEAD, START)
         await self.trimmer.let_go(below, history, is_urgent)
 
@@ -306,11 +332,12 @@ class Checkpointer:
 def settled_positions(state: TrainerState | None) -> dict[StreamName, str]:
     """Up to these ids, a run that continues from a checkpoint (or from its start) replays nothing."""
     if state is None:
-        return dict.fromkeys(REPLAYED, START)
+        return dict.fromkeys(ALIGNED, START)
     outstanding = [item[0] for item in state.scheduler["outstanding"]]
     first_ticket = min(outstanding, default=state.scheduler["next_ticket"])
     return {
         StreamName.PROMPTS: entry_id_of(first_ticket - 1) if first_ticket else START,
         StreamName.TRAJECTORIES: state.positions[TRAJECTORIES],
         StreamName.SCORES: state.positions[SCORES],
+        StreamName.COMMITS: entry_id_of(state.version - 1) if state.version else START,
     }

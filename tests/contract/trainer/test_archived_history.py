@@ -14,6 +14,8 @@ from common.history import History, StreamName
 from common.redis.broker import Broker
 from common.streams import Mark, id_after, length, read_raw, trim_before
 from common.wire.keys import Keys
+from common.wire.messages import Commit
+from services.trainer.durable import checkpointing
 from services.trainer.durable.archive_requests import ArchiveJobs
 from services.trainer.durable.archived_history import ArchivedHistory
 from services.trainer.service import serve
@@ -61,6 +63,19 @@ async def test_steps_that_redis_let_go_of_are_replayed_from_the_archive(
     assert len(trained) == len(set(trained)) == 6 * GROUPS * SIZE
     told = capfd.readouterr().out
     assert told.count("step replayed, same weights") == 5 and "weights differ" not in told
+
+
+async def test_commits_go_too_and_a_restart_reads_them_from_the_archive(
+    make, broker, keys, archives_at_once, monkeypatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "KEPT_COMMITS", 1)
+    async with answering(broker, keys):
+        context = make(**TIGHT)
+        await crash_after_commit(context, 4)
+        assert [commit.step for commit in await commits_of(broker, keys)] == [3, 4]
+        await run(make(**TIGHT))
+    history = History(keys.run_id, context.run_dir, broker)
+    assert [c.step async for c in history.messages(StreamName.COMMITS, Commit)] == list(range(6))
 
 
 async def test_a_manifest_that_is_cut_short_is_put_right_from_its_files(
