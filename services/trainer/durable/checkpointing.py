@@ -275,8 +275,8 @@ class Checkpointer:
             await self._collect_claims(self._kept[0])
 
     async def _collect_claims(self, oldest: TrainerState) -> None:
-        """Remove payloads that no entry claims, of tickets that were settled at the oldest checkpoint. Nothing
-        that Redis or a trainer may come back to needs them, and the archive has them in itself."""
+        """Remove payloads that no entry claims, of tickets that were settled at the oldest checkpoint. No
+        state that Redis or a trainer may come back to needs them, and the archive has them in itself."""
         context = self.context
         store = ClaimStore(context.run_dir)
         if not store.folder.is_dir():

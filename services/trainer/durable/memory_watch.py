@@ -1,8 +1,8 @@
 """Makes room in Redis before it is full, so that nobody waits for memory that trimming could free.
 
 Beyond `CHECKPOINT_SHARE` of maxmemory, between two steps, what may go is archived at once, in files of any
-size. Without an archive, a checkpoint is taken and the streams are trimmed to it. Beyond `FULL_SHARE` that is
-done at any time; without an archive, older checkpoints are given up and the streams trimmed to the newest one.
+size. Without an archive, a checkpoint is taken and the streams are trimmed to it. Beyond `FULL_SHARE` that
+is done at any time; without an archive, older checkpoints are given up and streams trimmed to the newest one.
 What remains is needed; if that is too much, the log says what to change. It also says within seconds if Redis
 may evict keys.
 """

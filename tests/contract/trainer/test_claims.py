@@ -1,4 +1,4 @@
-"""A run whose trajectories lie beside the stream: the same training, archive and replay; files go when unneeded."""
+"""A run whose trajectories lie beside the stream trains, archives and replays as any other."""
 
 import asyncio
 from typing import Any
@@ -107,6 +107,4 @@ async def test_without_a_folder_a_claim_is_no_trajectory_and_never_an_empty_one(
     store = ClaimStore(tmp_path, 1)
     await append(broker, keys.trajectories(), store.check_in(make_trajectory(0, 0)))
     entry = (await OffsetReader(broker, keys.trajectories(), Trajectory).read())[0]
-    from common.wire.messages import fault_of
-
     assert "was not looked into" in fault_of(entry.message)  # type: ignore[union-attr]
