@@ -209,6 +209,16 @@ def records_of(table: pa.Table, message_type: type[Message]) -> Iterator[Entry[M
             yield Entry(entry_id, message_type.model_validate(dict(zip(names, row, strict=True))))
 
 
+def raw_entries_of(table: pa.Table, message_type: type[Message]) -> Iterator[RawEntry]:
+    """The same entries as they were in the stream."""
+    originals = table[ORIGINAL].to_pylist()
+    for original, record in zip(originals, records_of(table, message_type), strict=True):
+        if original is not None:
+            yield record.entry_id, {item["name"]: item["value"] for item in original}
+        elif isinstance(record, Entry):
+            yield record.entry_id, codec.encode(record.message)
+
+
 def schema_of(message_type: type[Message]) -> pa.Schema:
     """The schema of a stream's files."""
     return table_of([], message_type)[0].schema

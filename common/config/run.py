@@ -67,8 +67,11 @@ class StreamsConfig(Section):
     in its worker in the last ones, so that it is not buried for what another one did."""
     max_message_mb: int = Field(64, ge=1, le=512)
     """Larger messages are refused before they are decoded, in MiB."""
+    claim_check_bytes: int = Field(0, ge=0, le=2**40)
+    """Training trajectories of so many bytes and more go to files in the run's folder, which all services
+    must share then; the stream gets pointer, size and digest. 0 puts everything into the stream."""
     trim: bool = True
-    """Trim the streams below what the last durable checkpoint needs."""
+    """Trim what is archived and not in flight any more; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
     """Files of what was in the streams."""
 

@@ -47,6 +47,7 @@ from common.run.state import (
     register_config,
     runs_dir,
 )
+from common.store import ClaimStore
 from common.telemetry import metrics
 from common.telemetry.logs import configure_logs
 from common.wire.keys import Keys
@@ -214,6 +215,7 @@ async def _serve(
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
+        broker.claims = ClaimStore(run_dir, config.streams.claim_check_bytes)
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered

@@ -35,6 +35,7 @@ from common.redis.client import (
 )
 from common.redis.lines import Client
 from common.telemetry import metrics
+from common.wire.messages import Claims
 
 log = structlog.get_logger(__name__)
 
@@ -85,6 +86,8 @@ class Broker:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
+        self.claims: Claims | None = None
+        """Reads the payloads that lie beside the streams, where the run's folder is known."""
         self.waited_s = 0.0
         self.round_trips = RoundTrips()
         self.is_stopping = False

@@ -40,6 +40,7 @@ from common.streams.log import (
     backlog,
     ensure_group,
     group_status,
+    has_claim,
     last_id,
     length,
     memory_bytes,
@@ -49,9 +50,9 @@ from common.streams.log import (
     read_range,
     read_raw,
     scan,
-    trim_before,
 )
 from common.streams.trail import Rung, Trail
+from common.streams.trimming import continue_after, trim_before, trimmed_below
 
 __all__ = [
     "DONE",
@@ -78,11 +79,13 @@ __all__ = [
     "backlog",
     "bury",
     "bury_unread",
+    "continue_after",
     "dead_letter",
     "decoded",
     "ensure_group",
     "entry_id_of",
     "group_status",
+    "has_claim",
     "has_entry",
     "id_after",
     "id_before",
@@ -101,4 +104,5 @@ __all__ = [
     "requeue",
     "scan",
     "trim_before",
+    "trimmed_below",
 ]

@@ -14,6 +14,7 @@ from common.process.service import ServiceContext
 from common.streams.consumer import Consumer
 from common.streams.dead_letters import dead_letter
 from common.streams.entries import Delivery, Garbled
+from common.streams.log import has_claim
 from common.wire.messages import Lane, Message
 
 log = structlog.get_logger(__name__)
@@ -97,9 +98,13 @@ class LaneWorker(ABC, Generic[M]):
 
         Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
         """
-        entries = await self.consumer.fetch(count, self._block_s)
-        self._block_s = BLOCK_S if entries else min(2 * self._block_s, self._longest_block_s)
-        return entries
+        deliveries = await self.consumer.fetch(count, self._block_s)
+        self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
+        if (claims := self.context.broker.claims) is not None:
+            for held in deliveries:
+                if isinstance(held, Delivery) and has_claim(held.message):
+                    held.message = await asyncio.to_thread(claims.resolve, held.message)
+        return deliveries
 
     def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Work on a message in a task, which ends with the message's lease: another worker has it then."""

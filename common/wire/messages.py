@@ -8,7 +8,7 @@ Fields of a newer minor schema are ignored. Token ids travel end to end and are 
 import time
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -86,6 +86,25 @@ class Ticket(PromptFields):
     issued_at: float = Field(default_factory=time.time)
 
 
+class Claim(BaseModel):
+    """Where the payload of a message lies that is too large for a stream."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    pointer: str = Field(pattern=r"^[0-9]+-[0-9]+-[0-9a-f]{32}$", description="name below the run's `claims`")
+    num_bytes: int = Field(ge=0)
+    digest: str = Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128 of the bytes")
+
+
+class Claims(Protocol):
+    """Finds what an entry has only a claim to."""
+
+    def resolve(self, message: Any) -> Any:
+        """The whole message; any other as it is."""
+
+    def check_in(self, sample: Any) -> Any:
+        """What to publish in its place."""
+
+
 class Trajectory(PromptFields):
     """One sample of a group: a completion, or a whole session. G is `group_size`, T the number of tokens in
     the completion of its first segment, which is the only one of a single turn."""
@@ -106,6 +125,8 @@ class Trajectory(PromptFields):
     finished_at: float = 0.0
     session: Session | None = Field(None, description="absent for a single turn")
     is_greedy: bool = Field(False, description="not sampled: a baseline for the others, never trained")
+    claim: Claim | None = Field(None, description="to everything else but the key, where that is too large")
+    fault: str = Field("", description="why the claimed payload cannot be had: the sample has failed")
 
     @property
     def key(self) -> TrajectoryKey:
@@ -168,6 +189,13 @@ class Trajectory(PromptFields):
         if self.index >= self.group_size:
             raise ValueError(f"index {self.index} is outside a group of {self.group_size}")
         return self
+
+
+def fault_of(sample: Trajectory) -> str:
+    """Why the sample has failed whatever its score says: what it claims cannot be had. Empty for others."""
+    if sample.claim is None:
+        return ""
+    return sample.fault or "its payload lies in the run's folder, which was not looked into"
 
 
 class ScoreStatus(StrEnum):

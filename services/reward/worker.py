@@ -16,7 +16,7 @@ from common.streams import Consumer, Delivery, Garbled
 from common.streams.lane_worker import LaneWorker
 from common.telemetry import metrics
 from common.wire.keys import REWARD_GROUP
-from common.wire.messages import Lane, Score, Trajectory
+from common.wire.messages import Lane, Score, ScoreStatus, Trajectory, fault_of
 from services.reward.quarantine import Quarantine
 from services.reward.remote.dependencies import RewardDependencies
 from services.reward.rewards.group_scoring import GroupScoring
@@ -66,6 +66,14 @@ class Scorer:
 
     async def score(self, trajectory: Trajectory, lane: Lane) -> Score:
         """The score of one trajectory; it never raises for what a reward does."""
+        if problem := fault_of(trajectory):
+            return Score(
+                ticket=trajectory.ticket,
+                index=trajectory.index,
+                status=ScoreStatus.FAILED,
+                error=problem,
+                worker=self._worker,
+            )
         started = time.monotonic()
         sample = RewardSample.from_trajectory(trajectory, lane)
         total = self.reward.sum_up(await self.parts(sample))
@@ -169,7 +177,10 @@ class RewardLane(LaneWorker[Trajectory]):
             await self.quarantine.work_off(self, suspects)
 
     def given_up(self, delivery: Delivery[Trajectory]) -> str:
-        """Only what was alone when its worker died is buried."""
+        """Only what was alone when its worker died is buried; and where groups are scored as a whole, what
+        has no payload: the others would wait for it."""
+        if self.groups.is_needed and (problem := fault_of(delivery.message)):
+            return problem
         if not self.quarantine.is_worn_out(delivery):
             return ""
         return (

@@ -12,6 +12,7 @@ from itertools import chain, count
 
 import structlog
 
+from common.files import StorageError
 from common.process.service import ServiceContext
 from common.streams import Consumer, Delivery
 from common.telemetry import metrics
@@ -166,9 +167,21 @@ class GroupGenerator:
             started_at=started_at,
             finished_at=time.time(),
         )
-        await self.consumer.publish_sample(delivery, *self._keys_of(ticket), sample)
+        published = await self._checked_in(sample)
+        await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
         self.num_published += 1
         self.counts.observe(sample)
+
+    async def _checked_in(self, sample: Trajectory) -> Trajectory:
+        """The sample, or a claim to it where it is large; the sample too where the disk does not take it."""
+        if self.broker.claims is None or self.lane is not Lane.TRAIN:
+            return sample
+        try:
+            published: Trajectory = await asyncio.to_thread(self.broker.claims.check_in, sample)
+        except StorageError as error:
+            log.warning("a large trajectory goes through the stream", problem=str(error))
+            return sample
+        return published
 
     async def _ask(self, name: str, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """One turn of the engine. Of a delivery that was lost, requests may still run: ids differ."""

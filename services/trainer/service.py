@@ -27,7 +27,7 @@ from services.trainer.durable.checkpoint import CheckpointStore
 from services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
 from services.trainer.durable.commits import CommitJournal
 from services.trainer.durable.memory_watch import MemoryWatch
-from services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
+from services.trainer.durable.recovery import Replayer, restore_checkpoint
 from services.trainer.evaluation import Evaluator
 from services.trainer.groups.group_filter import GroupFilter
 from services.trainer.metrics.diagnostics import Diagnostics
@@ -90,12 +90,13 @@ async def _train_policy(
     reconciler.term = await on_disk(context, next_term, context.run_dir)
     reconciler.registration = Registration(context)
     await until_stored(context, reconciler.registration.begin)
-    can_start_over = await begins_at_start(context.broker, context.keys)
-    restored, dropped = await runner.thread.call(
+    replayer = Replayer(context, runner, streams, journal)
+    await until_stored(context, replayer.repair_archive)
+    can_start_over = await replayer.archived.begins_at_start()
+    restored, dropped, needed = await runner.thread.call(
         restore_checkpoint, store, runner.policy, streams, journal, can_start_over
     )
-    replayer = Replayer(context, runner, streams, journal)
-    commits = await replayer.adopt(restored, dropped)
+    commits = await replayer.adopt(restored, dropped, needed)
     version = join.version = restored + len(commits)
     await until_stored(context, partial(_rebuild_records, context, restored, version, journal))
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:

@@ -166,6 +166,7 @@ class Trainer:
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)
+        await self.durability.checkpointer.trim_settled(self.version)
         self.outputs.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
         is_saved = await self.durability.memory.after_step(self._save)

@@ -100,10 +100,10 @@ def test_a_curriculum_that_a_resumed_trainer_does_not_remember_is_noticed(
     assert not any(run(schedule).problem for schedule in schedules)
     adopt = Scheduler.adopt_issued
 
-    async def forgetful(scheduler: Scheduler) -> Any:
+    async def forgetful(scheduler: Scheduler, *history: Any) -> Any:
         assert scheduler.prompts._curriculum is not None
         scheduler.prompts._curriculum._waiting.clear()
-        return await adopt(scheduler)
+        return await adopt(scheduler, *history)
 
     monkeypatch.setattr(Scheduler, "adopt_issued", forgetful)
     found = [run(schedule).problem for schedule in schedules]

@@ -184,10 +184,12 @@ def limit_of_scores(config: RunConfig, times: StageTimes) -> tuple[str, float]:
 
 
 def records_held(config: RunConfig) -> int:
-    """Trajectories that Redis holds at most: those under way, and those since the oldest kept checkpoint."""
+    """Trajectories that Redis holds at most: those under way; without an archive also those since the oldest
+    kept checkpoint."""
     trainer = config.trainer
     is_trimmed = config.streams.trim and trainer.checkpoint_every > 0
     kept = trainer.checkpoint_every * trainer.keep_checkpoints if is_trimmed else trainer.steps
+    kept = 0 if config.streams.trim and config.streams.archive.enabled else kept
     steps = 1 + trainer.max_staleness + min(kept, trainer.steps)
     return steps * trainer.groups_per_step * config.largest_group_size
 

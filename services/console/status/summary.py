@@ -1,7 +1,7 @@
 """What a run came to, computed from its commits rather than from what a process says about itself.
 
-Commits are never trimmed, so this can be computed again at any time, and it is what proves that nothing was
-lost and nothing trained twice:
+Commits that were trimmed are in the archive, so this can be computed again at any time, and it is what proves
+that nothing was lost and nothing trained twice:
 
 * a ticket is lost when it was issued and no commit trained its group or says why it was dropped;
 * a trajectory of a trained group is lost when its commit neither trained it nor says why it was left out;
@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from common.config import RunConfig
+from common.history import History, StreamName
 from common.history.groups import TicketOutcomes, dropped_groups, left_out
 from common.redis.broker import Broker
 from common.run.state import EVALUATION, METRICS_FILE, read_records, read_state
-from common.streams import scan
-from common.streams.entries import Entry
 from common.wire.keys import Keys
 from common.wire.messages import Commit, TrajectoryKey
 
-SCAN_BATCH = 32
 ROUNDING = 1e-9
 """0.7 - 0.3 is a gain of 0.4, whatever floating point says."""
 
@@ -76,12 +74,12 @@ class RunSummary:
 async def summarise(
     broker: Broker, keys: Keys, config: RunConfig, run_dir: Path, *, wall_s: float, rollout_idle: float | None
 ) -> RunSummary:
-    """Read a run's commits and state, and sum them up."""
+    """Read a run's commits, wherever they are, and its state, and sum them up."""
     state = await read_state(broker, keys)
     tally = CommitTotals(config.trainer.group_size)
-    async for entry in scan(broker, keys.commits, Commit, batch=SCAN_BATCH):
-        if isinstance(entry, Entry):
-            tally.add(entry.message)
+    history = History(keys.run_id, run_dir, broker)
+    async for commit in history.messages(StreamName.COMMITS, Commit):
+        tally.add(commit)
     summary = RunSummary(keys.run_id, wall_s=round(wall_s, 3), rollout_idle_share=rollout_idle)
     tally.write_into(summary, int(state.get("tickets_issued", 0)))
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))

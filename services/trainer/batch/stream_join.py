@@ -27,7 +27,9 @@ from common.streams import (
     id_before,
     id_order,
     read_raw,
+    trimmed_below,
 )
+from common.streams.selection import StreamName
 from common.telemetry import metrics
 from common.wire.keys import Keys
 from common.wire.messages import DeadLetter, Message, Score, Trajectory
@@ -231,6 +233,16 @@ class StreamJoin:
             trail = Trail(trails[stream]) if stream in trails else None  # an older release kept none
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
         self._seen_up_to = dict(high_water)
+
+    async def standing_positions(self) -> dict[StreamName, str]:
+        """Where a replay begins to read: at the positions, or below where Redis has lost its tail since."""
+        found: dict[StreamName, str] = {}
+        for name in (TRAJECTORIES, SCORES):
+            reader = self._readers[name]
+            standing = await Trail(reader.trail.sure).last_standing(self._broker, reader.key)
+            trimmed = id_before(await trimmed_below(self._broker, self._keys.state, reader.key))
+            found[StreamName(name)] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
+        return found
 
     def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
         groups = list(groups)

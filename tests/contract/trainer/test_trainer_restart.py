@@ -52,8 +52,8 @@ async def test_readers_that_are_faster_than_the_adoption_of_tickets_lose_nothing
 ):
     adopt = Scheduler.adopt_issued
 
-    async def slowly(scheduler: Scheduler) -> Any:
-        adopted = await adopt(scheduler)
+    async def slowly(scheduler: Scheduler, *history: Any) -> Any:
+        adopted = await adopt(scheduler, *history)
         for _ in range(200):
             await asyncio.sleep(0)
         await broker.execute("PING")
