@@ -66,7 +66,8 @@ def test_every_module_that_a_page_runs_exists(page: Page) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_command_that_a_page_names_exists(page: Page) -> None:
-    targets = set(re.findall(r"^([a-z-]+):.*##", (REPO / "Makefile").read_text(), re.MULTILINE))
+    rules = (REPO / "Makefile").read_text() + (REPO / "infra/release/release.mk").read_text()
+    targets = set(re.findall(r"^([a-z-]+):.*##", rules, re.MULTILINE))
     text = page.path.read_text(encoding="utf-8")
     named = set(re.findall(r"(?:`|^    |&& )make ([a-z-]+)", text, re.MULTILINE))
     assert named - targets == set()
