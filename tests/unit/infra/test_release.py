@@ -1,4 +1,4 @@
-"""Workflows do what `make` does, with pinned actions and few rights; a release names one version everywhere."""
+"""Workflows do what `make` does, with pinned actions and few rights; a release names one version."""
 
 import re
 import shutil
