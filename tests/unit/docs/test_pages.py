@@ -23,6 +23,7 @@ MODULE = re.compile(r"python -m ((?:services|infra|benchmarks|tests|common)[\w.]
 FORBIDDEN = {"utils.py"}
 """Named as what there must not be."""
 READERS_OWN = {"docs/tutorial.md", "README.md", "docs/algorithms.md", "docs/judges.md", "docs/debugging.md"}
+READERS_OWN |= {f"docs/{name}.md" for name in ("troubleshooting", "evaluation")}
 """Pages in which a bare name, such as `reward.py`, is a file of the reader's."""
 
 
