@@ -50,7 +50,7 @@ def plain(axes: "Axes", title: str) -> None:
 def series(url: str, expression: str, start_s: float, end_s: float) -> list[dict[str, Any]]:
     """What Prometheus has for an expression, from start to end."""
     step_s = max((end_s - start_s) / POINTS, 1)
-    asked = {"query": expression, "start": start_s, "end": end_s, "step": step_s}
+    asked: dict[str, str | float] = {"query": expression, "start": start_s, "end": end_s, "step": step_s}
     answer = httpx.get(f"{url}/api/v1/query_range", params=asked)
     answer.raise_for_status()
     found: list[dict[str, Any]] = answer.json()["data"]["result"]
