@@ -22,8 +22,8 @@ _ASSIGNED = re.compile(r"^(?:[A-Z_]+=\S* )+")
 _NOTE = re.compile(r"(?: +#|\s{3,}|\t).*$")
 """What follows a command in its line: a comment, or a second column that says what it does."""
 
-_MODULE = re.compile(r"-m tidemill\.(?=services|common|benchmarks)")
-"""Services are named without the package that they are installed in."""
+_PACKAGE = re.compile(r"\btidemill\.(?=(?:services|common|benchmarks)\b)")
+"""Modules are compared without the package that they are installed in."""
 
 
 def program_of(line: str) -> str:
@@ -56,7 +56,7 @@ def commands_of(page: Page) -> list[str]:
         if any(line.startswith("$ ") for line in lines):
             lines = [line[2:] for line in lines if line.startswith("$ ")]
         for line in lines:
-            command = _MODULE.sub("-m ", " ".join(_NOTE.sub("", line.strip()).split()))
+            command = _PACKAGE.sub("", " ".join(_NOTE.sub("", line.strip()).split()))
             if command and program_of(command) in PROGRAMS:
                 found.append(command)
             elif command and language == "sh" and not command.startswith("#"):
@@ -86,11 +86,10 @@ def table() -> dict[str, Fate]:
     pairs: list[tuple[str, Fate]] = []
     for entry in tree["run"]:
         for command, run in entry.items() if isinstance(entry, dict) else [(entry, entry)]:
-            pairs.append((command, Fate(run=run)))
+            pairs.append((_PACKAGE.sub("", command), Fate(run=run)))
     for kind in ("tested", "needs"):
-        pairs += [
-            (command, Fate(**{kind: why})) for why, commands in tree[kind].items() for command in commands
-        ]
+        for why, commands in tree[kind].items():
+            pairs += [(_PACKAGE.sub("", command), Fate(**{kind: why})) for command in commands]
     if twice := [
         command for command, number in Counter(command for command, _ in pairs).items() if number > 1
     ]:
