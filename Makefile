@@ -16,7 +16,6 @@ ENGINE ?= transformers
 # Tests wait more than they compute. Files stay whole, and the longest come first (tests/conftest.py).
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 V ?=
-IMAGE_TAG ?= 0.1.0-cpu
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
@@ -28,7 +27,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test check docs bench bench-name chaos simulate compose-test images-cpu clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test check docs bench bench-name chaos simulate compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -75,6 +74,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/python -m services.console.reference.metric_table --check docs/metrics.md
 	$(BIN)/python -m services.console.reference.option_tables --check docs/coming-from.md
 	$(BIN)/python -m infra.grafana --check
+	$(BIN)/python -m infra.helm --check
 	$(BIN)/python -m infra.docs --check
 	$(BIN)/python -m infra.docs.architecture --check
 
@@ -98,15 +98,7 @@ simulate: $(BASE) $(DEV) ## whole runs in virtual time under faults from seeds (
 compose-test: $(BASE) ## the whole stack on a real Docker engine: scaling, kills, two nodes (needs root and Docker)
 	$(BIN)/python -m tests.compose $(ARGS)
 
-images-cpu: ## build the CPU images with Docker (IMAGE_ARGS="--build-arg PIP_FIND_LINKS=...")
-	docker build -t tidemill-cpu:$(IMAGE_TAG) -f infra/images/cpu.Dockerfile $(IMAGE_ARGS) .
-	for name in trainer rollout; do \
-		docker build -t tidemill/$$name:$(IMAGE_TAG) -f services/$$name/Dockerfile \
-			--build-arg BASE_IMAGE=tidemill-cpu:$(IMAGE_TAG) $(IMAGE_ARGS) . || exit; done
-	docker build -t tidemill/reward-model:$(IMAGE_TAG) -f services/reward/model_server/Dockerfile \
-		--build-arg BASE_IMAGE=tidemill-cpu:$(IMAGE_TAG) $(IMAGE_ARGS) .
-	for name in reward console; do \
-		docker build -t tidemill/$$name:$(IMAGE_TAG) -f services/$$name/Dockerfile $(IMAGE_ARGS) . || exit; done
+include infra/release/release.mk
 
 clean: ## remove caches and build leftovers; keeps .venv/ and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
