@@ -136,7 +136,7 @@ STAGES = Row(
         Panel(
             "Changed weights",
             "percentunit",
-            "Share of the values that the last step changed, in the precision that engines get; -1 not measured.",
+            "Share of the values that the last step changed, as engines get them; -1: not measured.",
             "Above weights.max_share_changed versions are full; a smaller rate changes less.",
             HEADING,
             (Query("tidemill_weights_share_changed{$run}", "changed"),),
