@@ -15,7 +15,8 @@ from torch import Tensor
 
 from common.weights.bits import Bits, TensorInfo
 from services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
-from services.rollout.engines.held_weights import DTYPES, Change, HeldWeights, trace
+from services.rollout.engines.held_weights import Change, HeldWeights, trace
+from services.rollout.engines.tensors import DTYPES
 from services.rollout.engines.vllm_layers import is_cpu, reason_to_refuse, refresh
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
