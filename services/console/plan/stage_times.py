@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.config import RunConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, WeightsError
 from common.process.activity import WAIT
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
+from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, version_name
 from services.console.status.bottleneck import RATE_STEPS, Evidence, state_of
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -113,10 +114,13 @@ def _trainer_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float
 
 
 def _newest_bytes(folder: Path) -> int:
-    """Size of the newest version in a folder; 0 where there is none."""
+    """Size of the newest version in a folder, of a delta's in full; 0 where there is none."""
     versions = folder_versions(folder)
     if not versions:
         return 0
+    with suppress(WeightsError):
+        if (manifest := read_manifest(folder.parent, versions[-1])) and manifest.is_delta:
+            return manifest.full_bytes
     files = (folder / version_name(versions[-1])).rglob("*")
     return sum(file.stat().st_size for file in files if file.is_file())
 

@@ -171,8 +171,8 @@ def trace(
 ) -> tuple[HeldWeights, set[str]]:
     """Follow `load` (a model's `load_weights`); returns the pieces, and the names that it says it loaded.
 
-    No parameter changes. Raises ValueError: the loader does more than to view and copy. What the loader asserts
-    about its parameters goes through.
+    No parameter changes. Raises ValueError: the loader does more than to view and copy. What it asserts about
+    its parameters goes through.
     """
     by_memory: dict[int, TensorInfo] = {}
     tensors = []

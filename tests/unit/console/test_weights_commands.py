@@ -52,7 +52,9 @@ def test_what_is_not_whole_says_why(runs: Path, capsys: pytest.CaptureFixture[st
     assert [bool(row["problem"]) for row in rows(runs, capsys, verify=True)] == [False, True, False]
     assert not any(row["problem"] for row in rows(runs, capsys, verify=False)), "ls reads no bytes"
     shutil.rmtree(runs / "one" / "weights" / "v00000000")
-    assert ["which is not there" in str(row["problem"]) for row in rows(runs, capsys, verify=False)] == [True] * 2
+    assert ["which is not there" in str(row["problem"]) for row in rows(runs, capsys, verify=False)] == [
+        True
+    ] * 2
 
 
 def test_a_version_is_exported_from_its_chain(runs: Path) -> None:
