@@ -15,11 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from common.config import RunConfig
 from common.errors import TidemillError, WeightsError
+from common.files import StorageError, aside_folder
 from common.process.service import ServiceContext, StoppedError
 from common.redis.broker import Broker
-from common.run.weight_files import WEIGHTS_FOLDER, read_manifest, version_name
+from common.run.weight_files import read_chain, read_manifest, verified_files
 from common.streams import entry_id_of, read_raw
 from common.telemetry import metrics
+from common.weights.whole import write_whole
 from common.wire import codec
 from common.wire.keys import Keys
 from common.wire.messages import Commit
@@ -34,7 +36,6 @@ from services.trainer.metrics.step_metrics import step_metrics
 from services.trainer.policy.model_loading import pick_device
 from services.trainer.policy.policy import Policy
 from services.trainer.step import StepRunner
-from services.trainer.weights.store import WEIGHTS_FILE
 
 log = structlog.get_logger(__name__)
 
@@ -204,26 +205,33 @@ def check_replay(
 def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str, Any] | None:
     """Greatest and mean absolute difference to the commit's weights on the disk; None without them. In the
     dtype in which they were written, so that a difference too small for it shows as 0."""
-    path = run_dir / WEIGHTS_FOLDER / version_name(commit.version) / WEIGHTS_FILE
-    greatest, total, count = 0.0, 0.0, 0
-    unlike: list[str] = []
     try:
         manifest = read_manifest(run_dir, commit.version)
-        if manifest is None or manifest.is_delta or manifest.digest != commit.digest.partition("+")[0]:
-            return None  # a delta, or a training that was replayed has written this version since
-        with safe_open(path, framework="pt") as stored:
-            names = set(stored.keys())
-            # To the end in any case: where the policy is sharded, its other ranks take part in every tensor.
-            for name, tensor in policy.named_parameters_for_export():
-                if name not in names or stored.get_slice(name).get_shape() != list(tensor.shape):
-                    unlike.append(name)
-                    continue
-                own, other = tensor.detach().to("cpu", torch.float64), stored.get_tensor(name)
-                apart = (own - other.to(torch.float64)).abs()
-                greatest = max(greatest, float(apart.max())) if apart.numel() else greatest
-                total, count = total + float(apart.sum()), count + apart.numel()
-    except (OSError, SafetensorError, WeightsError):
+        if manifest is None or manifest.digest != commit.digest.partition("+")[0]:
+            return None  # not written yet, or a training that was replayed has written this version since
+        base, *deltas = [verified_files(run_dir, part) for part in read_chain(run_dir, manifest)]
+        if not deltas:
+            return _difference_to(policy, base[0])
+        with aside_folder(run_dir / "replayed", "weights to compare with") as folder:
+            return _difference_to(policy, write_whole(base, deltas, folder)[0])
+    except (OSError, SafetensorError, StorageError, WeightsError):
         return None
+
+
+def _difference_to(policy: Policy, path: Path) -> dict[str, Any]:
+    greatest, total, count = 0.0, 0.0, 0
+    unlike: list[str] = []
+    with safe_open(path, framework="pt") as stored:
+        names = set(stored.keys())
+        # To the end in any case: where the policy is sharded, its other ranks take part in every tensor.
+        for name, tensor in policy.named_parameters_for_export():
+            if name not in names or stored.get_slice(name).get_shape() != list(tensor.shape):
+                unlike.append(name)
+                continue
+            own, other = tensor.detach().to("cpu", torch.float64), stored.get_tensor(name)
+            apart = (own - other.to(torch.float64)).abs()
+            greatest = max(greatest, float(apart.max())) if apart.numel() else greatest
+            total, count = total + float(apart.sum()), count + apart.numel()
     if unlike:
         return {"size": f"not comparable: {path} has no {unlike[0]} of the same shape"}
     return {"max_abs_difference": greatest, "mean_abs_difference": total / max(count, 1)}

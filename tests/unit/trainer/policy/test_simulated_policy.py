@@ -61,7 +61,7 @@ def test_simulated_weights_differ_by_version(simulated, tmp_path):
     simulated.update(1.0)
     (after,) = simulated.save_weights(tmp_path / "b")
     assert before.read_bytes() != after.read_bytes()
-    assert after.stat().st_size < 1000
+    assert after.stat().st_size < 5000
 
 
 def test_simulated_metrics_count_as_the_real_ones(simulated):
