@@ -50,11 +50,11 @@ class WeightServer:
         total = int(answer.headers.get("content-range", "").rpartition("/")[2] or len(answer.content))
         if len(answer.content) != length:
             raise WeightsError(f"{answer.url} has {total:,} bytes, and not {length:,} from {start:,} on.")
-        return answer.content
+        return bytes(answer.content)
 
     def read_all(self, path: str) -> bytes:
         """See `Remote`."""
-        return self._get(path, {}).content
+        return bytes(self._get(path, {}).content)
 
     def close(self) -> None:
         """See `Remote`."""

@@ -7,6 +7,7 @@ checkpoint's coordinates, however it splits and fuses. A loader that does more t
 followed: then `trace` says so, and such a model's updates are whole versions.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -170,7 +171,8 @@ def trace(
 ) -> tuple[HeldWeights, set[str]]:
     """Follow `load` (a model's `load_weights`); returns the pieces, and the names that it says it loaded.
 
-    No parameter changes. Raises ValueError: the loader does more than to view and copy.
+    No parameter changes. Raises ValueError: the loader does more than to view and copy. What it asserts about
+    its parameters goes through.
     """
     by_memory: dict[int, TensorInfo] = {}
     tensors = []
@@ -189,27 +191,52 @@ def trace(
         pieces.append(Piece(key, info, target.detach()))
 
     try:
-        with torch.no_grad(), _copies_go_to(record):
+        with torch.no_grad(), _writes_go_to(record):
             loaded = load(tensors)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(f"the model's loader cannot be followed: {error}") from error
     return HeldWeights(pieces), set(loaded or ())
 
 
+class _Item(float):
+    """The value of a tensor of one element that has no memory."""
+
+    tensor: Tensor
+
+
 @contextmanager
-def _copies_go_to(record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """`copy_` calls `record(target, source)` and copies nothing. vLLM's own patches take hold there too."""
-    original = torch.Tensor.copy_
+def _writes_go_to(record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """In this thread `copy_` calls `record(target, source)` and writes nothing, and so does a `fill_` with
+    the `item` of a tensor without memory. vLLM's own patches take hold in the same place.
+    """
+    mine, originals = threading.get_ident(), (torch.Tensor.copy_, torch.Tensor.fill_, torch.Tensor.item)
+    copy, fill, item = originals
 
     def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if threading.get_ident() != mine:
+            return copy(target, source, non_blocking)
         record(target, source)
         return target
 
-    torch.Tensor.copy_ = copy_  # type: ignore[method-assign,assignment]
+    def fill_(target: Tensor, value: Any) -> Tensor:
+        if isinstance(value, _Item):
+            record(target, value.tensor.reshape(target.shape))
+            return target
+        return target if threading.get_ident() == mine else fill(target, value)
+
+    def item_(tensor: Tensor) -> Any:
+        if not tensor.is_meta or tensor.numel() != 1:
+            return item(tensor)
+        value = _Item()
+        value.tensor = tensor
+        return value
+
+    patched: Any = torch.Tensor
+    patched.copy_, patched.fill_, patched.item = copy_, fill_, item_
     try:
         yield
     finally:
-        torch.Tensor.copy_ = original  # type: ignore[method-assign]
+        patched.copy_, patched.fill_, patched.item = originals
 
 
 def _by_stride(key: Key) -> list[int]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from common.weights.bits import Bits, TensorInfo
 from services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
-from services.rollout.engines.held_weights import DTYPES, Change, HeldWeights, trace
+from services.rollout.engines.held_weights import Change, HeldWeights, trace
+from services.rollout.engines.tensors import DTYPES
 from services.rollout.engines.vllm_layers import is_cpu, reason_to_refuse, refresh
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,13 +47,14 @@ class RankWeights:
             self._infos = [TensorInfo(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
             self.held, self._loaded = trace(self.model.load_weights, self._infos)
             wrong = self._num_wrong(tensors.items())
+            unread = converted = f"{wrong:,} values lie in a converted layout" if wrong else ""
+        except AssertionError as error:
+            unread = converted = f"a parameter was replaced: {error}"
         except (ValueError, KeyError, AttributeError) as error:
-            unread = str(error)
-        else:
-            unread = f"{wrong:,} values lie in a converted layout" if wrong else ""
+            unread, converted = str(error), ""
         self._is_plain = not unread
-        if unread and is_cpu():
-            return {"refuse": f"new weights would not reach what vLLM computes with on this CPU: {unread}"}
+        if converted and is_cpu():  # GPUs have the layerwise reload, which converts again
+            return {"refuse": f"new weights would not reach what vLLM computes with on this CPU: {converted}"}
         return {"refuse": "", "unread": unread}
 
     def stage(self, files: Sequence[str], deltas: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -111,7 +113,9 @@ class RankWeights:
         tensors = checkpoint_tensors(base, deltas)
         loaded = self.model.load_weights(tensors) if is_cpu() else self._reload(tensors)
         self._refresh()
-        expected = self._loaded or {name for name, _ in self.model.named_parameters()}
+        expected = self._loaded or {
+            name for name, parameter in self.model.named_parameters() if hasattr(parameter, "weight_loader")
+        }
         if loaded is not None and (missing := sorted(expected - set(loaded))):
             raise ValueError(f"{len(missing)} parameters got no new weights: {', '.join(missing[:5])}")
         if not self._is_plain:

@@ -43,7 +43,7 @@ class WeightLoader:
     model_runner: Any
     vllm_config: Any
     rank: int
-    _tidemill: "Any" = None
+    _tidemill: Any = None
 
     @answers
     def tidemill_open(self) -> dict[str, Any]:
@@ -52,7 +52,8 @@ class WeightLoader:
         from services.rollout.engines.vllm_weights import RankWeights
 
         self._tidemill = RankWeights(self.model_runner.get_model(), self.vllm_config)
-        return self._tidemill.open()
+        opened: dict[str, Any] = self._tidemill.open()
+        return opened
 
     @answers
     def tidemill_stage(self, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Weights through an object store: the trainer publishes, workers read. The server is moto's, a process."""
 
+import os
 import subprocess
 import sys
 import time
@@ -18,12 +19,18 @@ from services.rollout.weights.download import WeightDownload
 from services.rollout.weights.routes import find_route
 from services.trainer.weights.publisher import ObjectPublisher
 from tests.support.models import tiny_model
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
+from tests.support.training import assert_nothing_lost
 from tests.support.versions import Chain
 from tests.support.waiting import PATIENCE_S
 
 RUN = "far-away"
 VENV = Path(__file__).parents[3] / "build" / "objects"
+PIP = [VENV / "bin" / "python", "-m", "pip", "-q", "install"]
+CLIENT = VENV / "client"
+"""Apart from the server, whose dependencies are not those of the product."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,7 +40,8 @@ def server() -> Iterator[str]:
     """Its address; the client and the server are installed once, apart from the product's packages."""
     commands = [
         [sys.executable, "-m", "venv", VENV],
-        [VENV / "bin" / "python", "-m", "pip", "-q", "install", "moto[server]>=5", "obstore>=0.8"],
+        [*PIP, "--target", CLIENT, "--no-deps", "obstore>=0.8"],
+        [*PIP, "moto[server]>=5"],
     ]
     for command in [] if (VENV / "bin" / "moto_server").exists() else commands:
         done = subprocess.run(command, capture_output=True, text=True, timeout=500)
@@ -62,18 +70,21 @@ def is_up(url: str) -> bool:
         return False
 
 
-@pytest.fixture
-def url(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A folder of its own in the bucket."""
-    packages = next((VENV / "lib").glob("python3*/site-packages"))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
-    for name, value in {
+def variables(server: str) -> dict[str, str]:
+    return {
         "AWS_ENDPOINT_URL": server,
         "AWS_ALLOW_HTTP": "true",
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
-    }.items():
+    }
+
+
+@pytest.fixture
+def url(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A folder of its own in the bucket."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(CLIENT)])
+    for name, value in variables(server).items():
         monkeypatch.setenv(name, value)
     return f"s3://bucket/{request.node.name}"
 
@@ -149,3 +160,32 @@ def test_an_address_that_cannot_be_used_is_a_mistake_of_the_user(monkeypatch: py
         open_remote("s3://bucket/folder", RUN)
     with pytest.raises(ConfigError, match="expected one such as"):
         open_remote("ftp://head", RUN)
+
+
+async def test_a_run_through_the_store_goes_by_deltas(server: str, tmp_path: Path) -> None:
+    """bfloat16 weights of which a step changes few; the worker sees nothing of the trainer's folder."""
+    config = simulated_config(
+        tmp_path,
+        model__dtype="bfloat16",
+        rollout__engine="transformers",
+        rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers",
+        trainer__optimizer={"lr": 1e-6},
+        trainer__steps=3,
+        weights__url="s3://bucket/run",
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        path = {"PYTHONPATH": os.pathsep.join([str(REPO), str(CLIENT)])}
+        run.variables["trainer"] = variables(server) | path
+        run.variables["rollout"] = run.variables["trainer"] | {
+            "TIDEMILL_RUNS_DIR": str(tmp_path / "nothing here"),
+            "TIDEMILL_CACHE_DIR": str(tmp_path / "cache"),
+        }
+        for role in ("rollout", "reward", "trainer"):
+            run.start(role)
+        assert await run.wait("trainer") == 0, run.log_of("trainer") + run.log_of("rollout")
+        await assert_nothing_lost(run.broker, run.keys, 3 * 4)
+    cached = list((tmp_path / "cache").glob("*/weights/v*/*.tmd"))
+    assert len({path.parent for path in cached}) == 3, "every version after the first was a delta"
+    assert "weights downloaded" in run.log_of("rollout")
+    assert "other weights" not in run.log_of("rollout")

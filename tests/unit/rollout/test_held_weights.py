@@ -122,7 +122,7 @@ def test_a_value_that_is_not_what_was_committed_shows_in_the_digest(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "compute",
-    [lambda weight: weight * 2, lambda weight: torch.cat([weight, weight])[:4], lambda weight: weight.item()],
+    [lambda weight: weight * 2, lambda weight: torch.cat([weight, weight])[:4], lambda weight: weight.sum()],
 )
 def test_a_loader_that_computes_cannot_be_followed(compute: Callable[[Tensor], Tensor]) -> None:
     target = torch.zeros(4, 6)
@@ -133,6 +133,21 @@ def test_a_loader_that_computes_cannot_be_followed(compute: Callable[[Tensor], T
     with pytest.raises(ValueError, match="loader"):
         trace(load, [Q])
     assert torch.Tensor.copy_.__name__ == "copy_" and torch.zeros(2).copy_(torch.ones(2)).sum() == 2
+
+
+def test_a_value_that_a_loader_fills_in_is_followed_and_padding_stays() -> None:
+    scale, padded = torch.full((1,), 3.0), torch.ones(6)
+    info = TensorInfo("scale", "BF16", ())
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, weight in weights:
+            scale.fill_(weight.item())
+            padded[4:].fill_(0)
+
+    (piece,) = trace(load, [info])[0]
+    assert scale.item() == 3.0 and padded.sum() == 6
+    assert piece.key[1:] == (0, (1,), (1,)) and piece.num_wrong(torch.tensor(3.0).bfloat16()) == 0
+    assert piece.num_wrong(torch.tensor(4.0).bfloat16()) == 1
 
 
 def test_parameters_that_two_tensors_share_or_that_round_are_not_proven() -> None:
