@@ -98,21 +98,11 @@ class Comparison:
         """Whether there may be news."""
         return any(line.status == "running" for line in self.lines if line.run_id in self.series)
 
-    def longest_s(self, run: str) -> float:
-        """Seconds until its last value."""
-        return max(
-            (float(series.time[-1]) for series in self.series[run].values() if len(series.time)), default=0.0
-        )
-
-    def last(self, run: str, metric: str) -> float | None:
-        """The newest value."""
-        y = self.series[run][metric].y
-        return float(y[-1]) if len(y) else None
-
-    def last_x(self, run: str, metric: str) -> float | None:
-        """Its step or version."""
-        x = self.series[run][metric].x
-        return float(x[-1]) if len(x) else None
+    @property
+    def longest_s(self) -> float:
+        """Seconds until the last value of any of them."""
+        lasts = (one.last for found in self.series.values() for one in found.values())
+        return max((last[2] for last in lasts if last), default=0.0)
 
 
 async def _read(site: Site, request: Request) -> Comparison:
@@ -191,14 +181,13 @@ async def curves(site: Site, request: Request) -> Response:
     found = await _read(site, request)
     query = found.query
 
-    longest_s = max((found.longest_s(run) for run in found.runs), default=0.0)
-    unit, unit_s = ("hour", 3600.0) if longest_s > LEAST_HOURS * 3600 else ("minute", 60.0)
+    unit, unit_s = ("hour", 3600.0) if found.longest_s > LEAST_HOURS * 3600 else ("minute", 60.0)
 
     def trees() -> list[dict[str, Any]]:
         is_timed = query.x == "time"
         return [
             {
-                "key": metric,
+                "key": sendable(metric),
                 "title": sendable(metric),
                 "unit": "",
                 "x": unit if is_timed else "version" if metric.startswith(EVALUATION_PREFIX) else "step",

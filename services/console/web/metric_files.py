@@ -39,6 +39,11 @@ class Series:
     y: Numbers
     time: Numbers
 
+    @property
+    def last(self) -> tuple[float, float, float] | None:
+        """The newest `x`, `y` and `time`."""
+        return (float(self.x[-1]), float(self.y[-1]), float(self.time[-1])) if len(self.x) else None
+
 
 NO_SERIES = Series(np.empty(0), np.empty(0), np.empty(0))
 
