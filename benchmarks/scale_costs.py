@@ -39,7 +39,7 @@ from tests.support.training import make_parts, trainer_config
 from tests.support.trajectories import make_trajectory
 
 ROUNDS, GROUP_SIZE = 5, 4
-SMALL, LARGE = (100, 50), (1000, 500)
+SMALL, LARGE = (100, 20), (1000, 200)
 """Rollout workers, and steps of one group for each worker of the small size."""
 GROUPS = 100
 Timed = Callable[[], Awaitable[Any]]
