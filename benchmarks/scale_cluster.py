@@ -194,7 +194,7 @@ class Cluster:
 
     def work(self) -> list[tuple[float, float, float]]:
         """Begin, nominal and real seconds of each completion so far."""
-        return [tuple(line) for line in self._lines() if isinstance(line, list)]  # type: ignore[misc]
+        return [tuple(line) for line in self._lines() if isinstance(line, list)]
 
     def cpu_s(self) -> dict[str, float]:
         """Of each process, since its start."""

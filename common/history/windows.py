@@ -15,7 +15,7 @@ from common.streams.entries import Entry, id_order
 from common.streams.selection import Selection, StreamName
 from common.wire.messages import Commit, Lane, Message, Ticket
 
-SPARE_STEPS, SPARE_TICKETS = 4, 64
+SPARE_STEPS, SPARE_TICKETS = 2, 64
 """Tickets may be outstanding together whose numbers lie so many times as far apart as admission alone allows:
 others were replaced, and a resumed run may have had other limits."""
 PROBED = 4
