@@ -3,8 +3,8 @@
     python -m benchmarks.scale_costs
 
 A Redis is filled as a run of so many workers and steps leaves it: heartbeats, consumers, held tickets,
-streams of small records, commits. Then each call is made as its caller makes it, ten times: processor time of the caller and of
-Redis together, in milliseconds, and the ratio of the larger size to the smaller one.
+streams of small records, commits. Then each call is made as its caller makes it, ten times: processor time
+of the caller and of Redis together, in milliseconds, and the ratio of the larger size to the smaller one.
 """
 
 import tempfile

@@ -122,11 +122,11 @@ class Trouble:
                 stats = {key: int(value) for key, value in pairs if key in COUNTED}
             except (redis_errors.RedisError, OSError):
                 stats = {}
-            if before and stats and stats[COUNTED[0]] >= before[COUNTED[0]]:
-                opened, done = (stats[name] - before[name] for name in COUNTED)
-                found.most_connections = max(found.most_connections, opened)
-                found.most_commands = max(found.most_commands, done)
-            before = stats or dict.fromkeys(COUNTED, 0)
+            since = {name: stats[name] - before[name] for name in COUNTED if name in stats and name in before}
+            found.most_connections = max(found.most_connections, since.get(COUNTED[0], 0))
+            found.most_commands = max(found.most_commands, since.get(COUNTED[1], 0))
+            # A server that comes back counts connections anew, and as commands what it reads from its file.
+            before = stats or {COUNTED[0]: 0}
             await asyncio.sleep(LOOK_S)
 
 
