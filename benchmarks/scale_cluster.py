@@ -24,6 +24,7 @@ from common.streams import Entry, group_status, id_order, memory_bytes, scan
 from common.streams.entries import entry_id_of
 from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from common.wire.messages import Commit, Message, Score, Ticket, Trajectory
+from services.console.plan.lengths import mean_of_lengths
 from tests.support.runs import ServiceRun, simulated_config
 
 SIGMA, CUT = 0.99, 16
@@ -34,13 +35,6 @@ REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
 TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)
 LEASE_S, DRAIN_S = 15.0, 1.0
 POLL_S = 0.2
-
-
-def mean_of_lengths(sigma: float = SIGMA, cut: float = CUT) -> float:
-    """Mean of a log-normal with median 1 whose values above `cut` are `cut`."""
-    normal = lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))  # noqa: E731
-    edge = math.log(cut) / sigma
-    return math.exp(sigma**2 / 2) * normal(edge - sigma) + cut * (1 - normal(edge))
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Size:
             model__max_model_len=MEDIAN_TOKENS * CUT + 16,
             rollout__sampling={"max_tokens": MEDIAN_TOKENS * CUT},
             rollout__simulated={
-                "group_s": mean_s / mean_of_lengths(),
+                "group_s": mean_s / mean_of_lengths(SIGMA, CUT),
                 "sigma": SIGMA,
                 "tokens": MEDIAN_TOKENS,
                 "vocab_size": 32,
@@ -200,7 +194,7 @@ class Cluster:
 
     def work(self) -> list[tuple[float, float, float]]:
         """Begin, nominal and real seconds of each completion so far."""
-        return [tuple(line) for line in self._lines() if isinstance(line, list)]  # type: ignore[misc]
+        return [tuple(line) for line in self._lines() if isinstance(line, list)]
 
     def cpu_s(self) -> dict[str, float]:
         """Of each process, since its start."""
@@ -211,7 +205,10 @@ class Cluster:
 
     def busy_share(self, begin: float, end: float, workers: int | None = None) -> float:
         """Of all slots of the engines, with work that counts its nominal time."""
-        spent = sum(max(0.0, min(end, at + took) - max(begin, at)) for at, took, _ in self.work())
+        spent = sum(
+            math.copysign(max(0.0, min(end, at + abs(took)) - max(begin, at)), took)
+            for at, took, _ in self.work()
+        )
         return spent / ((workers or self.size.workers) * SLOTS * (end - begin))
 
     def _lines(self) -> list[Any]:
@@ -266,7 +263,7 @@ async def pending(broker: Broker, key: str, group: str) -> Any:
     delivered = id_order(status.last_delivered) if status else (0, 0)
     held: set[str] = set()
     first = "-"
-    while rows := await broker.execute("XPENDING", key, group, first, "+", 4096):
+    while status and (rows := await broker.execute("XPENDING", key, group, first, "+", 4096)):
         held.update(row[0].decode() for row in rows)
         first = f"({rows[-1][0].decode()}"
     return lambda entry_id: entry_id in held or id_order(entry_id) > delivered

@@ -63,11 +63,19 @@ class MeasuredEngine(SimulatedEngine):
     def __init__(self, config: RunConfig, work: list[tuple[float, float, float]]) -> None:
         super().__init__(config)
         self.work, self.factor = work, 1.0
+        self._ends_at = 0.0
 
     def _duration_s(self, key: int, num_tokens: int) -> float:
         nominal_s = super()._duration_s(key, num_tokens)
+        self._ends_at = time.time() + nominal_s
         self.work.append((time.time(), nominal_s, nominal_s * self.factor))
         return nominal_s * self.factor
+
+    def die(self) -> None:
+        """What it is at is never finished: work of a negative time."""
+        now = time.time()
+        if self._ends_at > now:
+            self.work.append((now, now - self._ends_at, 0.0))
 
 
 class LoopReward:
@@ -130,6 +138,8 @@ class Member:
 
     def kill(self) -> None:
         """As by SIGKILL: nothing that it still does is seen by anybody."""
+        if self.engine is not None:
+            self.engine.die()
         redis = self.broker.redis
         self.broker.redis = Cut(is_dead=True)  # type: ignore[assignment]
         self.broker.redis.aclose = redis.aclose  # type: ignore[method-assign]
@@ -215,8 +225,8 @@ async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str
     keys = Keys(run_id)
     broker = await Broker.connect()
     pool = Pool(role, keys, await read_config(broker, keys), folder, stretch)
-    rollout.build_engine = pool.engine  # type: ignore[assignment]
-    weighted_sum.make_reward = lambda *_: LoopReward()
+    rollout.build_engine = pool.engine  # type: ignore[attr-defined]
+    weighted_sum.make_reward = lambda *_: LoopReward()  # type: ignore[attr-defined]
     await broker.close()
     pool.start(count)
     lines: asyncio.StreamReader = asyncio.StreamReader()

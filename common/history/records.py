@@ -12,7 +12,7 @@ import numpy as np
 from common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
 from common.history.history import History
 from common.history.sessions import SessionFacts, num_completion_tokens, session_facts
-from common.history.windows import near_tickets
+from common.history.windows import EVERYWHERE, KnownPlaces, near_tickets, nearby
 from common.streams.entries import Entry, entry_id_of
 from common.streams.selection import Selection, StreamName
 from common.wire.messages import (
@@ -126,27 +126,6 @@ class GroupRecord:
         return _is_reversed([(r, a) for r, a in found if r is not None and a is not None])
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPlaces:
-    """Where a group's entries are, for readers that know: nothing else is searched."""
-
-    trajectories: tuple[str, str] | None = None
-    """First and last entry id; None for none."""
-    scores: tuple[str, str] | None = None
-    step: int = -1
-    """Whose commit names the group; -1 for none."""
-    has_letters: bool = True
-
-
-EVERYWHERE = KnownPlaces(("-", "+"), ("-", "+"))
-
-
-async def _nearby(history: History, number: int, lane: Lane) -> KnownPlaces:
-    streams = (StreamName.TRAJECTORIES.of(lane), StreamName.SCORES.of(lane))
-    made, scored = [await near_tickets(history, stream, number, number) for stream in streams]
-    return KnownPlaces((made.first_id, made.last_id), (scored.first_id, scored.last_id))
-
-
 async def read_group(
     history: History, number: int, lane: Lane = Lane.TRAIN, known: KnownPlaces | None = None
 ) -> GroupRecord:
@@ -158,7 +137,7 @@ async def read_group(
         group.commit = await history.commit_of_ticket(number)
     elif lane is Lane.TRAIN and known and known.step >= 0:
         group.commit = await history.commit(known.step)
-    group.samples = await _read_group_samples(history, group, known or await _nearby(history, number, lane))
+    group.samples = await _read_group_samples(history, group, known or await nearby(history, number, lane))
     if known is None and group.is_trained and not group.is_whole:
         group.samples = await _read_group_samples(history, group, EVERYWHERE)
     if group.is_trained and group.commit:

@@ -6,16 +6,16 @@ of their keys: a copy that comes much later is not looked for.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.history.history import History
 from common.redis.broker import Broker
 from common.streams import read_back, read_newest, read_range
 from common.streams.entries import Entry, id_order
 from common.streams.selection import Selection, StreamName
-from common.wire.messages import Commit, Message, Ticket
+from common.wire.messages import Commit, Lane, Message, Ticket
 
-SPARE_STEPS, SPARE_TICKETS = 4, 64
+SPARE_STEPS, SPARE_TICKETS = 2, 64
 """Tickets may be outstanding together whose numbers lie so many times as far apart as admission alone allows:
 others were replaced, and a resumed run may have had other limits."""
 PROBED = 4
@@ -88,3 +88,25 @@ class _Search:
             found = await read_back(self._broker, self._key, self._kind, count=PROBED)
         tickets = [getattr(entry.message, "ticket", -1) for entry in found if isinstance(entry, Entry)]
         return bool(tickets) and holds(tickets)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlaces:
+    """Where a group's entries are, for readers that know: nothing else is searched."""
+
+    trajectories: tuple[str, str] | None = None
+    """First and last entry id; None for none."""
+    scores: tuple[str, str] | None = None
+    step: int = -1
+    """Whose commit names the group; -1 for none."""
+    has_letters: bool = True
+
+
+EVERYWHERE = KnownPlaces(("-", "+"), ("-", "+"))
+
+
+async def nearby(history: History, number: int, lane: Lane) -> KnownPlaces:
+    """Where the entries of a ticket lie that count."""
+    streams = (StreamName.TRAJECTORIES.of(lane), StreamName.SCORES.of(lane))
+    made, scored = [await near_tickets(history, stream, number, number) for stream in streams]
+    return KnownPlaces((made.first_id, made.last_id), (scored.first_id, scored.last_id))

@@ -7,7 +7,6 @@ holder falls silent. Every call may be repeated after a lost connection.
 
 import asyncio
 import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from redis import exceptions as redis_errors
 from common.errors import LeaseLostError
 from common.process.stand_in import StandIn
 from common.redis.broker import Broker
-from common.streams.entries import START, Delivery, Fields, Garbled, decoded, in_parts
+from common.streams.entries import START, Delivery, Fields, Garbled, at_random, decoded, in_parts
 from common.streams.log import block_ms, ensure_group, fields_of, is_without_group
 from common.telemetry import metrics
 from common.wire import codec
@@ -31,8 +30,6 @@ log = structlog.get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
 RECLAIMS_PER_LEASE = 2
-RECLAIM_JITTER = 0.25
-"""Share by which pauses between looks for abandoned messages differ."""
 CLOCK_CHECKS_PER_LEASE = 3
 """A clock of the server that is ahead of ours by this part of a lease has jumped."""
 
@@ -367,7 +364,7 @@ class Consumer(Generic[M]):
         if self.broker.waited_s != self._waited_s:
             self._waited_s = self.broker.waited_s
             await self.renew()
-            self._wait_before_reclaim(self.lease_s)
+            self._next_reclaim = time.monotonic() + at_random(self.lease_s)
         if time.monotonic() < self._next_reclaim:
             return []
         args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, self._latest_ms()]
@@ -376,12 +373,12 @@ class Consumer(Generic[M]):
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self.label)
             await self.renew()
-            self._wait_before_reclaim(self.lease_s)
+            self._next_reclaim = time.monotonic() + at_random(self.lease_s)
             return []
         cursor, taken = found
         self._cursor = cursor.decode()
         if self._cursor == START and len(taken) < count:
-            self._wait_before_reclaim(self.lease_s / RECLAIMS_PER_LEASE)
+            self._next_reclaim = time.monotonic() + at_random(self.lease_s / RECLAIMS_PER_LEASE)
         deliveries = [
             self._hold(entry_id, fields_of(raw), attempts)
             for entry_id, raw, attempts in taken
@@ -391,10 +388,6 @@ class Consumer(Generic[M]):
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
             log.info("took over abandoned messages", stream=self.label, count=len(deliveries))
         return deliveries
-
-    def _wait_before_reclaim(self, pause_s: float) -> None:
-        """A little longer at random: all workers have seen the same outage, and must not all come at once."""
-        self._next_reclaim = time.monotonic() + pause_s * (1.0 + RECLAIM_JITTER * random.random())
 
     def _latest_ms(self) -> int:
         """The latest that it can be by Redis's clock, unless that jumps ahead; 0 where it is not known."""

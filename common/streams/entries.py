@@ -3,6 +3,7 @@
 Readers of archives and of whole histories need this much of a stream and no more.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -91,3 +92,11 @@ def decoded(
 def in_parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
     """The items, in parts that one call takes."""
     return (items[i : i + MAX_IN_ONE_CALL] for i in range(0, len(items), MAX_IN_ONE_CALL))
+
+
+JITTER = 0.25
+
+
+def at_random(pause_s: float) -> float:
+    """A pause that is a little longer: all workers have seen one outage, and must not all come at once."""
+    return pause_s * (1.0 + JITTER * random.random())

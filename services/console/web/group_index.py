@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from common.history import History, Selection, StreamName
 from common.history.groups import dropped_groups, left_out
-from common.history.records import KnownPlaces
 from common.history.sessions import num_completion_tokens
+from common.history.windows import KnownPlaces
 from common.streams.entries import Entry, id_after, id_order
 from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
 from services.console.status.snapshot import StepPoint
