@@ -75,8 +75,8 @@ def redis_url() -> str:
         raise BrokerError(
             f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 (rediss:// "
             "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch, "
-            "redis+cluster://host:6379 for a cluster), or start the whole run with `tidemill up`, which brings "
-            "its own Redis."
+            "redis+cluster://host:6379 for a cluster), or start the whole run with `tidemill up`, which "
+            "brings its own Redis."
         )
     return url
 
