@@ -75,8 +75,9 @@ def redis_url() -> str:
     if not url:
         raise BrokerError(
             f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 (rediss:// "
-            "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch), or start the "
-            "whole run with `tidemill up`, which brings its own Redis."
+            "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch, "
+            "redis+cluster://host:6379 for a cluster), or start the whole run with `tidemill up`, which "
+            "brings its own Redis."
         )
     return url
 
