@@ -31,7 +31,7 @@ from common.process.programs import run_main
 from common.process.service import ServiceContext
 from common.redis.broker import Broker
 from common.redis.embedded import EmbeddedRedis
-from common.streams import Entry, OffsetReader, append, length
+from common.streams import Entry, OffsetReader, append, id_order, last_id
 from common.wire.keys import Keys
 from common.wire.messages import Ticket
 from services.trainer.durable.archive_requests import ArchiveJobs
@@ -104,7 +104,7 @@ async def sizes(broker: Broker, keys: Keys) -> dict[StreamName, int]:
 async def watch(broker: Broker, keys: Keys, curve: dict[int, int]) -> None:
     """The most that the streams take while each version is the newest."""
     while True:
-        version = await length(broker, keys.commits)
+        version = id_order(await last_id(broker, keys.commits))[0]  # commits are trimmed as well
         curve[version] = max(curve.get(version, 0), sum((await sizes(broker, keys)).values()))
         await asyncio.sleep(SAMPLE_S)
 

@@ -8,6 +8,7 @@ wrong: that sample has failed, and no other. A file goes only when no entry clai
 import re
 from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -47,7 +48,7 @@ class ClaimStore:
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / claim.pointer, payload)
-        without = {
+        without: dict[str, Any] = {
             "prompt_ids": NO_IDS,
             "completion_ids": NO_IDS,
             "logprobs": NO_LOGPROBS,

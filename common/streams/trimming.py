@@ -6,6 +6,8 @@ from common.redis.broker import Broker
 from common.streams.entries import START
 from common.streams.log import Mark, MarkLostError
 
+KEPT_COMMITS = 32
+"""The newest stay, for people who watch the run."""
 TRIMMED = "trimmed:{}"
 """Field of the run's state for a stream: the id below which this server has trimmed it. One that has lost the
 trim has lost the field too."""

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.config import RunConfig
+from common.streams.trimming import KEPT_COMMITS
 from services.console.plan.lengths import mean_of_later
 from services.console.plan.pipeline import Pipeline, play
 from services.console.plan.stage_times import StageTimes
@@ -206,7 +207,9 @@ def redis_bytes(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
     trainer = config.trainer
     records = records_held(config) * (bytes_of_a_record or longest_record(config))
     a_step = BYTES_OF_A_COMMIT + BYTES_OF_A_SAMPLE * trainer.groups_per_step * config.largest_group_size
-    return int(records + trainer.steps * a_step) + archive_backlog(config, bytes_of_a_record)
+    is_archived = config.streams.trim and config.streams.archive.enabled
+    num_commits = min(trainer.steps, KEPT_COMMITS) if is_archived else trainer.steps
+    return int(records + num_commits * a_step) + archive_backlog(config, bytes_of_a_record)
 
 
 def archive_backlog(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:

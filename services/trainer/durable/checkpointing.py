@@ -36,6 +36,7 @@ from common.streams import (
     trim_before,
 )
 from common.streams.selection import StreamName
+from common.streams.trimming import KEPT_COMMITS
 from common.telemetry import metrics
 from common.wire.messages import Trajectory
 from services.trainer.batch.batch_assembler import Dropped
@@ -49,8 +50,6 @@ from services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 
-KEPT_COMMITS = 32
-"""The newest, for people who watch the run."""
 READ_COUNT = 256
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 

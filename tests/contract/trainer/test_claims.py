@@ -14,7 +14,7 @@ from common.store import ClaimStore
 from common.streams import OffsetReader, append, read_raw
 from common.wire import codec
 from common.wire.keys import Keys
-from common.wire.messages import Ticket, Trajectory
+from common.wire.messages import Ticket, Trajectory, fault_of
 from services.trainer.durable.archive_requests import ArchiveJobs
 from tests.conftest import SERVERS
 from tests.support.training import commits_of, make_score
