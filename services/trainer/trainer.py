@@ -66,6 +66,10 @@ class Outputs:
     diagnostics: Diagnostics
 
 
+LAST_WORDS_S = 10.0
+"""A trainer that is asked to leave finishes what it announces, if that takes no longer."""
+
+
 class Trainer:
     """Owns the version: the number of committed steps."""
 
@@ -138,7 +142,10 @@ class Trainer:
 
     async def _stop(self) -> None:
         """Leave a state to resume from; without a checkpoint, the commits hold every step. Weights within a
-        step belong to no version: they are not saved."""
+        step belong to no version: they are not saved. Workers that are asked to leave as well may hold tickets
+        that wait for the version that is being written."""
+        if self._publication is not None:
+            await asyncio.wait({self._publication}, timeout=LAST_WORDS_S)
         for task in (self._publication, self._evaluation):
             if task is not None:
                 task.cancel()
