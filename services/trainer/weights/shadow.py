@@ -19,6 +19,8 @@ from common.weights.delta import WINDOW, DeltaWriter
 from common.weights.digest import Digest, header_digest, run_digest, updated
 from services.trainer.weights.exported import ExportPlan, exported_dtype
 
+CHUNK = 1 << 20
+"""Elements compared at once: what is converted for it stays in a CPU's cache."""
 DENSE_SHARE = 0.4
 """Of a chunk: where more has changed, its values are written as they stand, without positions."""
 
@@ -84,6 +86,8 @@ class Shadow:
     num_changed: int = 0
     _held: dict[str, Tensor] = field(default_factory=dict)
     _digest: Digest | None = None
+    _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    """For the weights of a chunk in the dtype of the export: fresh memory each time would cost more."""
     _changes: list[Change] = field(default_factory=list)
 
     @property
@@ -104,7 +108,7 @@ class Shadow:
         else:
             digest, flats = before, _flats(tensors, converted)
             for part in self.parts:
-                for offset in range(0, part.count, WINDOW):
+                for offset in range(0, part.count, CHUNK):
                     digest = self._compare_chunk(part, offset, flats[part.source], digest)
         self._digest = digest
         num_bytes = sum(part.count * part.info.bits_dtype.itemsize for part in self.parts)
@@ -125,10 +129,13 @@ class Shadow:
         return sum((header_digest(info) for info in self.plan.infos), digest) if self.is_leader else digest
 
     def _compare_chunk(self, part: Part, offset: int, flat: Tensor, digest: Digest) -> Digest:
-        count = min(WINDOW, part.count - offset)
+        count = min(CHUNK, part.count - offset)
         begin = part.first + offset
-        held = _as_bits(self._held[part.source][begin : begin + count])
-        now = _as_bits(flat[begin : begin + count].to(self._held[part.source].dtype))
+        values = self._held[part.source]
+        if values.dtype not in self._buffers:
+            self._buffers[values.dtype] = values.new_empty(CHUNK)
+        held = _as_bits(values[begin : begin + count])
+        now = _as_bits(self._buffers[values.dtype][:count].copy_(flat[begin : begin + count]))
         places = _unlike(now, held)
         if not len(places):
             return digest
