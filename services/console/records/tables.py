@@ -164,8 +164,11 @@ def _manifest_cells(message: WeightManifest, _: int) -> Cells:
     return {
         "version": str(message.version),
         "announced": when(message.announced_at),
+        "kind": f"delta to {message.parent}" if message.is_delta else "full",
         "files": str(len(message.files)),
-        "size": f"{sum(file.num_bytes for file in message.files) / 1e6:,.1f} MB",
+        "size": f"{message.num_bytes / 1e6:,.1f} MB",
+        "changed": f"{message.share_changed:.2%}" if message.share_changed >= 0.0 else NOTHING,
+        "written": took(message.encode_s),
         "digest": message.digest,
     }
 
