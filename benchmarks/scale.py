@@ -27,7 +27,7 @@ from benchmarks.scale_anchors import print_anchors
 from benchmarks.scale_cluster import Outcome, Size, measure
 from common.process.programs import run_main
 
-MEAN_S, MOST_STRETCH = 2.0, 12.0
+MEAN_S, MOST_STRETCH = 1.5, 12.0
 FIRST_CORES_PER_WORKER = 0.008
 """What is assumed before anything was measured."""
 CORES_USED = 0.4

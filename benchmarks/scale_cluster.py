@@ -29,7 +29,7 @@ from tests.support.runs import ServiceRun, simulated_config
 
 SIGMA, CUT = 0.99, 16
 MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2
-STALENESS, WARM_STEPS, STEPS = 8, 2, 5
+STALENESS, WARM_STEPS, STEPS = 8, 1, 4
 """Steps last two mean completions; the longest completion takes ten, and must not hold up the trainer."""
 REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
 TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)

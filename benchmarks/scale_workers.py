@@ -225,7 +225,7 @@ async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str
     keys = Keys(run_id)
     broker = await Broker.connect()
     pool = Pool(role, keys, await read_config(broker, keys), folder, stretch)
-    rollout.build_engine = pool.engine  # type: ignore[attr-defined]
+    rollout.build_engine = pool.engine  # type: ignore[attr-defined, assignment]
     weighted_sum.make_reward = lambda *_: LoopReward()  # type: ignore[attr-defined]
     await broker.close()
     pool.start(count)
