@@ -1,0 +1,8 @@
+"""`python -m tidemill` is the `tidemill` command."""
+
+import sys
+
+from services.console.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main())
