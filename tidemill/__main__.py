@@ -2,7 +2,7 @@
 
 import sys
 
-from services.console.__main__ import main
+from tidemill.services.console.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import structlog
 
-from common.archive import archive_folder, stream_folder
-from common.archive.manifest import Manifest, Segment, gaps
-from common.archive.writer import archive_stream, kept_aside, unlisted, writing
-from common.config import ArchiveConfig
-from common.errors import ArchiveError
-from common.files import LockedError, file_checksum
-from common.redis.broker import Broker
-from common.streams.selection import StreamName
-from common.wire.keys import Keys
+from tidemill.common.archive import archive_folder, stream_folder
+from tidemill.common.archive.manifest import Manifest, Segment, gaps
+from tidemill.common.archive.writer import archive_stream, kept_aside, unlisted, writing
+from tidemill.common.config import ArchiveConfig
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import LockedError, file_checksum
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 

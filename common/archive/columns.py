@@ -17,11 +17,11 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pyarrow as pa
 
-from common.streams.entries import Entry, Fields, Garbled, decoded, id_order
-from common.streams.selection import time_of
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.messages import Commit, Message, Trajectory
+from tidemill.common.streams.entries import Entry, Fields, Garbled, decoded, id_order
+from tidemill.common.streams.selection import time_of
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.messages import Commit, Message, Trajectory
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 ID, ID_MS, ID_SEQ = "id", "id_ms", "id_seq"

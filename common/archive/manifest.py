@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.errors import ArchiveError
-from common.files import storage_errors, write_atomically
-from common.streams.entries import START, id_before, id_order
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import storage_errors, write_atomically
+from tidemill.common.streams.entries import START, id_before, id_order
 
 MANIFEST_FILE = "_manifest.jsonl"
 """The underscore keeps it out of what other programs take for the files of a table."""

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
 
-from common.archive import LOCK_FILE, archive_folder, stream_folder
-from common.archive.columns import (
+from tidemill.common.archive import LOCK_FILE, archive_folder, stream_folder
+from tidemill.common.archive.columns import (
     ID,
     ID_MS,
     ORIGINAL,
@@ -30,7 +30,7 @@ from common.archive.columns import (
     table_of,
     widen,
 )
-from common.archive.manifest import (
+from tidemill.common.archive.manifest import (
     PREVIOUS_ID,
     SUFFIX,
     Manifest,
@@ -38,15 +38,15 @@ from common.archive.manifest import (
     segment_name,
     trimmed_up_to,
 )
-from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
-from common.redis.broker import Broker
-from common.streams import read_raw
-from common.streams.entries import START, Entry, id_order
-from common.streams.selection import StreamName
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD
-from common.wire.keys import Keys
-from common.wire.messages import Message
+from tidemill.common.files import aside_file, clear_aside, file_checksum, locked, publish_file
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import read_raw
+from tidemill.common.streams.entries import START, Entry, id_order
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Message
 
 log = structlog.get_logger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from common.config.data import TRAIN_KINDS
-from common.config.run import RunConfig
-from common.errors import ConfigError
+from tidemill.common.config.data import TRAIN_KINDS
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import ConfigError
 
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 

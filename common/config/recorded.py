@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.config.loading import parse_config, read_tree
-from common.config.run import RunConfig
+from tidemill.common.config.loading import parse_config, read_tree
+from tidemill.common.config.run import RunConfig
 
 FORMER_VALUES: dict[str, Any] = {"trainer.algorithm.dual_clip": None, "trainer.algorithm.kl.bound": None}
 """Field -> what releases without it did, where today's default does something else."""

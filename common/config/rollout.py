@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from common.config.environment import EnvironmentConfig
-from common.config.section import Section
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.config.section import Section
 
 
 class SamplingConfig(Section):

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.data import DataConfig, SourceConfig
-from common.config.reward import RewardConfig
-from common.config.rollout import RolloutConfig
-from common.config.section import Section
-from common.config.trainer import TrainerConfig
+from tidemill.common.config.data import DataConfig, SourceConfig
+from tidemill.common.config.reward import RewardConfig
+from tidemill.common.config.rollout import RolloutConfig
+from tidemill.common.config.section import Section
+from tidemill.common.config.trainer import TrainerConfig
 
 
 def is_path(model: str) -> bool:
@@ -44,7 +44,7 @@ class ArchiveConfig(Section):
     """Entries are written to Parquet files in the run's folder before they are trimmed from Redis."""
 
     enabled: bool = True
-    """Trim only what is archived, and archive the rest at the end; needs `python -m services.jobs RUN_ID`,
+    """Trim only what is archived, and archive the rest at the end; needs `python -m tidemill.services.jobs RUN_ID`,
     which `tidemill up` starts. Off, trimmed entries are gone."""
     segment_mb: float = Field(32.0, ge=0.001, le=1024.0)
     """Payload of one file, in MiB. Redis keeps as much of each stream beyond what the run needs."""

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.section import Section
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.section import Section
 
 
 class LoraConfig(Section):

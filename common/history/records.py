@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
-from common.history.history import History
-from common.history.sessions import SessionFacts, num_completion_tokens, session_facts
-from common.streams.entries import Entry, entry_id_of
-from common.streams.selection import Selection, StreamName
-from common.wire.messages import (
+from tidemill.common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
+from tidemill.common.history.history import History
+from tidemill.common.history.sessions import SessionFacts, num_completion_tokens, session_facts
+from tidemill.common.streams.entries import Entry, entry_id_of
+from tidemill.common.streams.selection import Selection, StreamName
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Lane,

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from common.process.programs import ROOT, Child
-from common.wire.codec import pack
+from tidemill.common.process.programs import ROOT, Child
+from tidemill.common.wire.codec import pack
 
 Send = Callable[[dict[str, Any]], None]
 LENGTH = struct.Struct("<I")

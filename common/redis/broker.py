@@ -3,7 +3,7 @@
 Every command of a running service goes through `Broker`, which repeats it with backoff and jitter while
 Redis is away, loading, failing over or full, says so in the log, and counts the time as waiting for
 Redis. Only the first `connect` fails fast, because then a person is watching. Commands must therefore
-be safe to repeat; `common.streams` sees to that.
+be safe to repeat; `tidemill.common.streams` sees to that.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
-from common.errors import BrokerError, OutageError, UnreachableError
-from common.redis.client import (
+from tidemill.common.errors import BrokerError, OutageError, UnreachableError
+from tidemill.common.redis.client import (
     CA_VARIABLE,
     PASSWORD_VARIABLE,
     URL_VARIABLE,
@@ -34,7 +34,7 @@ from common.redis.client import (
     make_client,
     public_address,
 )
-from common.telemetry import metrics
+from tidemill.common.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 

@@ -19,8 +19,8 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from common.errors import BrokerError
-from common.telemetry import metrics
+from tidemill.common.errors import BrokerError
+from tidemill.common.telemetry import metrics
 
 URL_VARIABLE = "TIDEMILL_REDIS_URL"
 USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"

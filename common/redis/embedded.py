@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import BrokerError
-from common.files import locked
+from tidemill.common.errors import BrokerError
+from tidemill.common.files import locked
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0

@@ -17,8 +17,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.run.hub_datasets import is_hub_dataset, open_hub_dataset
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.hub_datasets import is_hub_dataset, open_hub_dataset
 
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""

@@ -5,15 +5,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError
-from common.run.dataset import JSONL, Row, files_of, parse_row, read_dataset, suffix_of
-from common.run.hub_datasets import is_hub_dataset, open_hub_dataset, open_parquet
-from common.run.streamed_rows import JsonlFile, RowFile, StreamedRows, TableFile
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.dataset import JSONL, Row, files_of, parse_row, read_dataset, suffix_of
+from tidemill.common.run.hub_datasets import is_hub_dataset, open_hub_dataset, open_parquet
+from tidemill.common.run.streamed_rows import JsonlFile, RowFile, StreamedRows, TableFile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from common.config.data import DataConfig, SourceConfig
+    from tidemill.common.config.data import DataConfig, SourceConfig
 
 
 def read_training_rows(data: "DataConfig") -> dict[str, Sequence[Row]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from common.errors import WeightsError
-from common.files import file_checksum
-from common.wire.messages import WeightFile, WeightManifest
+from tidemill.common.errors import WeightsError
+from tidemill.common.files import file_checksum
+from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 WEIGHTS_FOLDER = "weights"
 """Below the run's folder."""

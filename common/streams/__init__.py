@@ -1,7 +1,7 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
-from common.streams.consumer import Consumer
-from common.streams.dead_letters import (
+from tidemill.common.streams.consumer import Consumer
+from tidemill.common.streams.dead_letters import (
     DONE,
     LETTER_GONE,
     MESSAGE_GONE,
@@ -15,7 +15,7 @@ from common.streams.dead_letters import (
     remove_entries,
     requeue,
 )
-from common.streams.entries import (
+from tidemill.common.streams.entries import (
     START,
     Delivery,
     Entry,
@@ -27,7 +27,7 @@ from common.streams.entries import (
     id_before,
     id_order,
 )
-from common.streams.log import (
+from tidemill.common.streams.log import (
     Backlog,
     GroupStatus,
     Mark,
@@ -51,7 +51,7 @@ from common.streams.log import (
     scan,
     trim_before,
 )
-from common.streams.trail import Rung, Trail
+from tidemill.common.streams.trail import Rung, Trail
 
 __all__ = [
     "DONE",

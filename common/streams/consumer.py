@@ -16,15 +16,15 @@ from typing import Any, Generic, TypeVar
 import structlog
 from redis import exceptions as redis_errors
 
-from common.errors import LeaseLostError
-from common.process.stand_in import StandIn
-from common.redis.broker import Broker
-from common.streams.entries import START, Delivery, Fields, Garbled, decoded, in_parts
-from common.streams.log import block_ms, ensure_group, fields_of, is_without_group
-from common.telemetry import metrics
-from common.wire import codec
-from common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
-from common.wire.messages import Message, Trajectory
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.process.stand_in import StandIn
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.entries import START, Delivery, Fields, Garbled, decoded, in_parts
+from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
+from tidemill.common.wire.messages import Message, Trajectory
 
 log = structlog.get_logger(__name__)
 

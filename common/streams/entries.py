@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from common.errors import CodecError
-from common.wire import codec
-from common.wire.codec import MAX_PAYLOAD_BYTES
-from common.wire.messages import Message
+from tidemill.common.errors import CodecError
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES
+from tidemill.common.wire.messages import Message
 
 START = "0-0"
 """Before every entry."""

@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from common.process.service import ServiceContext
-from common.streams.consumer import Consumer
-from common.streams.dead_letters import dead_letter
-from common.streams.entries import Delivery, Garbled
-from common.wire.messages import Lane, Message
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams.consumer import Consumer
+from tidemill.common.streams.dead_letters import dead_letter
+from tidemill.common.streams.entries import Delivery, Garbled
+from tidemill.common.wire.messages import Lane, Message
 
 log = structlog.get_logger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from redis import exceptions as redis_errors
 
-from common.errors import TidemillError
-from common.redis.broker import MAX_BLOCK_S, Broker
-from common.streams.entries import (
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import MAX_BLOCK_S, Broker
+from tidemill.common.streams.entries import (
     START,
     Entry,
     Fields,
@@ -22,10 +22,10 @@ from common.streams.entries import (
     id_before,
     id_order,
 )
-from common.streams.trail import Trail
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.messages import Message
+from tidemill.common.streams.trail import Trail
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.messages import Message
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""

@@ -1,14 +1,14 @@
 """Every metric of every service, with help and unit. Labels are few and of low cardinality.
 
 Most belong to the process that exports them. Those in `RUN` describe a whole run as Redis knows it, and are
-exported by one process: `python -m services.console.exporter`.
+exported by one process: `python -m tidemill.services.console.exporter`.
 """
 
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from common.telemetry.batched import Histogram
+from tidemill.common.telemetry.batched import Histogram
 
 RUN = CollectorRegistry()
 """Metrics of a run instead of a process."""

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
-from common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
+from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
+from tidemill.common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
 
 TrajectoryKey = tuple[int, int]
 """`(ticket, index)`: identifies one trajectory and its score everywhere downstream."""

@@ -1,6 +1,6 @@
 """Starts a service in its container: on free GPUs, with a metrics port and a name that no other replica has.
 
-    start.py services.rollout --run my-run
+    start.py tidemill.services.rollout --run my-run
 
 `TIDEMILL_GPUS=0,1,2,3` names the GPUs of all replicas of a service on this machine, `TIDEMILL_GPUS_EACH`
 how many each of them gets (1). A replica takes the first free ones: it holds a lock on one file for each GPU,

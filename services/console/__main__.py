@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import typer
 
-from common.errors import ConfigError, TidemillError
-from services.console.cli import dead, records, runs
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.services.console.cli import dead, records, runs
 
 app = typer.Typer(
     name="tidemill",
@@ -58,7 +58,7 @@ def main() -> None:
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         if isinstance(error, ConfigError) and error.unknown_fields:
-            from services.console.convert.aliases import names_elsewhere
+            from tidemill.services.console.convert.aliases import names_elsewhere
 
             print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)

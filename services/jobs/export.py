@@ -1,6 +1,6 @@
 """A version of a run as a Hugging Face folder: config, tokenizer, weights, and where they come from.
 
-An RQ job, and a command (`python -m services.jobs.export --help`), which `tidemill export` calls.
+An RQ job, and a command (`python -m tidemill.services.jobs.export --help`), which `tidemill export` calls.
 The weights are copied as the engines loaded them, after their checksums were checked; everything else comes
 from the model that the run started with. The folder appears by one rename, complete.
 """
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, TidemillError, WeightsError
-from common.files import aside_folder, publish_folder
-from common.run.model_overrides import overridden
-from common.run.state import BEST_FILE
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, verified_files
-from common.wire.messages import WeightManifest
+from tidemill.common.errors import ConfigError, TidemillError, WeightsError
+from tidemill.common.files import aside_folder, publish_folder
+from tidemill.common.run.model_overrides import overridden
+from tidemill.common.run.state import BEST_FILE
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, verified_files
+from tidemill.common.wire.messages import WeightManifest
 
 BEST, LAST = "best", "last"
 ORIGIN_FILE = "tidemill.json"

@@ -21,8 +21,8 @@ from rq.exceptions import NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from common.process.programs import JobFunction
-from common.streams.selection import StreamName
+from tidemill.common.process.programs import JobFunction
+from tidemill.common.streams.selection import StreamName
 
 # fmt: off
 FIELDS = frozenset((
@@ -204,7 +204,7 @@ def run_functions(run_id: str) -> Functions:
         until: dict[StreamName, EntryId],
         is_last: StrictBool = False,
     ) -> dict[str, int]:
-        from services.jobs import archive
+        from tidemill.services.jobs import archive
 
         return archive.archive(run_id, run_dir, {str(name): last for name, last in until.items()}, is_last)
 
@@ -217,7 +217,7 @@ def run_functions(run_id: str) -> Functions:
         output: Annotated[Text, AfterValidator(_absolute)],
         overrides: dict[Text, JsonValue] | None = None,
     ) -> dict[str, Any]:
-        from services.jobs import export
+        from tidemill.services.jobs import export
 
         return export.export(run_dir, model, dtype, version, output, overrides)
 

@@ -10,20 +10,20 @@ import random
 import time
 from collections.abc import Callable
 
-from common.config import RewardConfig
-from common.process.service import ServiceContext
-from common.streams import Consumer, Delivery, Garbled
-from common.streams.lane_worker import LaneWorker
-from common.telemetry import metrics
-from common.wire.keys import REWARD_GROUP
-from common.wire.messages import Lane, Score, Trajectory
-from services.reward.quarantine import Quarantine
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.rewards.group_scoring import GroupScoring
-from services.reward.rewards.post_processing import PostProcessing
-from services.reward.rewards.weighted_sum import Parts, WeightedSum, make_weighted_sum
-from services.reward.sample import RewardSample
-from services.reward.worker_metrics import Capacity, WorkerMetrics
+from tidemill.common.config import RewardConfig
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Consumer, Delivery, Garbled
+from tidemill.common.streams.lane_worker import LaneWorker
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import REWARD_GROUP
+from tidemill.common.wire.messages import Lane, Score, Trajectory
+from tidemill.services.reward.quarantine import Quarantine
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.rewards.group_scoring import GroupScoring
+from tidemill.services.reward.rewards.post_processing import PostProcessing
+from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, make_weighted_sum
+from tidemill.services.reward.sample import RewardSample
+from tidemill.services.reward.worker_metrics import Capacity, WorkerMetrics
 
 MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""

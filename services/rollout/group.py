@@ -12,14 +12,14 @@ from itertools import chain, count
 
 import structlog
 
-from common.process.service import ServiceContext
-from common.streams import Consumer, Delivery
-from common.telemetry import metrics
-from common.telemetry.batched import Batched
-from common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
-from services.rollout.engines.engine import Engine, Generation, GenerationRequest
-from services.rollout.sessions.player import Player
-from services.rollout.weight_follower import WeightFollower
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.telemetry import metrics
+from tidemill.common.telemetry.batched import Batched
+from tidemill.common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.weight_follower import WeightFollower
 
 Counted = tuple[int, int, float]
 """Tokens of the prompt and of the completion, and the seconds it took."""

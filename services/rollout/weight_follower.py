@@ -18,25 +18,25 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
-from common.errors import ConfigError, WeightsError
-from common.files import StorageError, aside_folder, publish_folder, retire_folder
-from common.process.service import ServiceContext
-from common.run.weight_files import (
+from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.files import StorageError, aside_folder, publish_folder, retire_folder
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.run.weight_files import (
     WEIGHTS_FOLDER,
     WEIGHTS_TOKEN_VARIABLE,
     folder_versions,
     verified_files,
     version_name,
 )
-from common.streams import Entry, Garbled, OffsetReader, id_before, read_newest
-from common.telemetry import metrics
-from common.wire.messages import WeightFile, WeightManifest
-from services.rollout.engines.engine import Engine
+from tidemill.common.streams import Entry, Garbled, OffsetReader, id_before, read_newest
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.services.rollout.engines.engine import Engine
 
 log = structlog.get_logger(__name__)
 
 URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
-"""Address of services.trainer.weight_server, such as http://head:8200; empty reads the run's folder."""
+"""Address of tidemill.services.trainer.weight_server, such as http://head:8200; empty reads the run's folder."""
 CACHE_VARIABLE = "TIDEMILL_CACHE_DIR"
 CHUNK_BYTES = 4 << 20
 TIMEOUT_S = 30.0

@@ -5,41 +5,41 @@ from functools import partial
 
 import structlog
 
-from common.config.trainer import HealthyRange
-from common.files import locked
-from common.process.checks import check_loggers
-from common.process.heartbeats import Heartbeat
-from common.process.service import ServiceContext, StoppedError
-from common.run.state import METRICS_FILE, read_records, read_state
-from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import BatchAssembler
-from services.trainer.batch.prompt_plan import PromptPlan
-from services.trainer.batch.prompts import (
+from tidemill.common.config.trainer import HealthyRange
+from tidemill.common.files import locked
+from tidemill.common.process.checks import check_loggers
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.run.state import METRICS_FILE, read_records, read_state
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.prompts import (
     Prompt,
     load_eval_prompts,
     load_tokenizer,
     load_training_prompts,
 )
-from services.trainer.batch.reconciler import Reconciler, Registration, RunStreams, next_term
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import STREAMS, StreamJoin
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
-from services.trainer.durable.commits import CommitJournal
-from services.trainer.durable.memory_watch import MemoryWatch
-from services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
-from services.trainer.evaluation import Evaluator
-from services.trainer.groups.group_filter import GroupFilter
-from services.trainer.metrics.diagnostics import Diagnostics
-from services.trainer.metrics.recorder import Recorder, rebuild
-from services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
-from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import PolicyThread
-from services.trainer.step import StepRunner
-from services.trainer.trainer import Durability, Outputs, Trainer
-from services.trainer.weights.best_version import BestVersion
-from services.trainer.weights.store import WeightStore
+from tidemill.services.trainer.batch.reconciler import Reconciler, Registration, RunStreams, next_term
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
+from tidemill.services.trainer.durable.commits import CommitJournal
+from tidemill.services.trainer.durable.memory_watch import MemoryWatch
+from tidemill.services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
+from tidemill.services.trainer.evaluation import Evaluator
+from tidemill.services.trainer.groups.group_filter import GroupFilter
+from tidemill.services.trainer.metrics.diagnostics import Diagnostics
+from tidemill.services.trainer.metrics.recorder import Recorder, rebuild
+from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
+from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.policy import PolicyThread
+from tidemill.services.trainer.step import StepRunner
+from tidemill.services.trainer.trainer import Durability, Outputs, Trainer
+from tidemill.services.trainer.weights.best_version import BestVersion
+from tidemill.services.trainer.weights.store import WeightStore
 
 log = structlog.get_logger(__name__)
 

@@ -13,32 +13,32 @@ from functools import partial
 
 import structlog
 
-from common.errors import WeightsError
-from common.files import free_share
-from common.process.activity import BOOKKEEPING, WAIT
-from common.process.service import ServiceContext, StoppedError
-from common.run.state import FINISHED, RUNNING, finish_state, read_state, update_state
-from common.run.weight_files import verified_files
-from common.streams import Mark, MarkLostError, entry_id_of, read_newest
-from common.telemetry import metrics
-from common.wire.messages import Commit, Lane, WeightManifest
-from services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
-from services.trainer.batch.reconciler import delete_results
-from services.trainer.durable.checkpointing import Checkpointer, on_disk, until_stored
-from services.trainer.durable.commits import (
+from tidemill.common.errors import WeightsError
+from tidemill.common.files import free_share
+from tidemill.common.process.activity import BOOKKEEPING, WAIT
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.run.state import FINISHED, RUNNING, finish_state, read_state, update_state
+from tidemill.common.run.weight_files import verified_files
+from tidemill.common.streams import Mark, MarkLostError, entry_id_of, read_newest
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Commit, Lane, WeightManifest
+from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
+from tidemill.services.trainer.batch.reconciler import delete_results
+from tidemill.services.trainer.durable.checkpointing import Checkpointer, on_disk, until_stored
+from tidemill.services.trainer.durable.commits import (
     CommitJournal,
     LostTailError,
     append_commit,
     restore_commits,
 )
-from services.trainer.durable.memory_watch import MemoryWatch
-from services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
-from services.trainer.metrics.diagnostics import Diagnostics
-from services.trainer.metrics.recorder import Recorder
-from services.trainer.metrics.step_metrics import observe_step, step_metrics
-from services.trainer.step import StepResult, StepRunner, make_commit
-from services.trainer.weights.best_version import BestVersion
-from services.trainer.weights.store import WeightStore
+from tidemill.services.trainer.durable.memory_watch import MemoryWatch
+from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
+from tidemill.services.trainer.metrics.diagnostics import Diagnostics
+from tidemill.services.trainer.metrics.recorder import Recorder
+from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics
+from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
+from tidemill.services.trainer.weights.best_version import BestVersion
+from tidemill.services.trainer.weights.store import WeightStore
 
 log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m services.trainer.weight_server`: weights over HTTP, for rollout workers without a shared folder.
+"""`python -m tidemill.services.trainer.weight_server`: weights over HTTP, for rollout workers without a shared folder.
 
 Serves nothing but the files that a version's manifest names, to whoever has the token:
 
@@ -21,12 +21,12 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from common.errors import ConfigError, TidemillError
-from common.run.state import runs_dir
-from common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, WEIGHTS_TOKEN_VARIABLE
-from common.telemetry.logs import configure_logs
-from common.wire.keys import Keys
-from common.wire.messages import WeightManifest
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.run.state import runs_dir
+from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, WEIGHTS_TOKEN_VARIABLE
+from tidemill.common.telemetry.logs import configure_logs
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import WeightManifest
 
 MIN_TOKEN_CHARS = 16
 FOLDER = re.compile(r"v[0-9]{8}")
@@ -73,7 +73,7 @@ class WeightApp:
 def main() -> int:
     """Serve until SIGTERM; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.weight_server",
+        prog="python -m tidemill.services.trainer.weight_server",
         description="Serves the weights below TIDEMILL_RUNS_DIR to rollout workers on other machines.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

@@ -26,12 +26,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.report import print_result
-from common.config import RunConfig, load_config
-from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.driver import Driver, Outcome, torment
 from tests.chaos.faults import KILLS, SESSION_KILLS, plan
 from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
 from tests.support.servers import free_port
+from tidemill.common.config import RunConfig, load_config
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
 OVERRIDES = (

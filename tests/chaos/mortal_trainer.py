@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from services.trainer import trainer
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.durable import checkpoint
-from services.trainer.policy.transformers_policy import TransformersPolicy
-from services.trainer.service import serve
-from services.trainer.weights.store import WeightStore
 from tests.support.training import make_context
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.services.trainer import trainer
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.durable import checkpoint
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.service import serve
+from tidemill.services.trainer.weights.store import WeightStore
 
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "after a micro-batch": (TransformersPolicy, "accumulate", True),

@@ -10,10 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.run.weight_files import verified_files
-from common.wire.messages import WeightManifest
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.mortal_trainer import POINTS, Death, live
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import (
@@ -23,6 +19,10 @@ from tests.support.training import (
     num_commits,
     replayed_digests,
 )
+from tidemill.common.run.weight_files import verified_files
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 STEPS, GROUPS, SIZE = 36, 2, 4
 LIFE_S = 90.0

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig, parse_config
+from tidemill.common.config import RunConfig, parse_config
 
 LEASE_S = 4.0
 REISSUE_AFTER_S = 60.0

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import redis
 
-from common.redis.embedded import available_servers
+from tidemill.common.redis.embedded import available_servers
 
 REPO = Path(__file__).resolve().parent.parent.parent
 INFRA = REPO / "infra" / "redis"

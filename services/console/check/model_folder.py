@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config import DataConfig, ModelConfig, is_path
-from common.errors import ConfigError
-from common.run.chat_template import RenderError
-from common.run.dataset import Row
-from common.run.model_overrides import overridden
-from common.run.prompt_lengths import TOKENIZER_FILE, Ruler
+from tidemill.common.config import DataConfig, ModelConfig, is_path
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import RenderError
+from tidemill.common.run.dataset import Row
+from tidemill.common.run.model_overrides import overridden
+from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")

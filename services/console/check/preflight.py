@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.config import RunConfig, load_config
-from common.errors import TidemillError
-from common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
-from common.process.gpu_sharing import count_gpus
-from common.process.programs import Program, run_main, run_own
-from common.process.vllm_machine import check_machine
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.dataset import Row
-from common.run.prompt_lengths import NotMeasuredError, with_steps
-from common.run.training_rows import read_evaluation_rows, read_training_rows
-from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
-from services.console.check.teachers import check_teachers
+from tidemill.common.config import RunConfig, load_config
+from tidemill.common.errors import TidemillError
+from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
+from tidemill.common.process.gpu_sharing import count_gpus
+from tidemill.common.process.programs import Program, run_main, run_own
+from tidemill.common.process.vllm_machine import check_machine
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.dataset import Row
+from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
+from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
+from tidemill.services.console.check.teachers import check_teachers
 
 SANDBOX_TIMEOUT_S = 120.0
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from common.errors import ConfigError
-from services.console.options import (
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.options import (
     CheckOptions,
     ConvertOptions,
     DiffOptions,
@@ -32,12 +32,12 @@ def check(options: CheckOptions) -> None:
     TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
     """
     if options.fields:
-        from services.console.reference.fields import print_fields
+        from tidemill.services.console.reference.fields import print_fields
 
         print_fields(str(options.config or ""))
         return
-    from services.console.check.preflight import examine
-    from services.console.plan.explain import explain
+    from tidemill.services.console.check.preflight import examine
+    from tidemill.services.console.plan.explain import explain
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
@@ -52,7 +52,7 @@ def convert(options: ConvertOptions) -> None:
     or a call in a Python file; prime-rl's TOML. Runs nothing of it. Exits with 1 where what came out is
     refused.
     """
-    from services.console.convert.command import run_convert
+    from tidemill.services.console.convert.command import run_convert
 
     raise typer.Exit(run_convert(options))
 
@@ -68,7 +68,7 @@ def up(options: UpOptions) -> None:
     Exits with 0 when the run did what it should, 1 when it did not, 2 for a mistake in what it was given, and
     130 when it was stopped.
     """
-    from services.console.launch.up import run_up
+    from tidemill.services.console.launch.up import run_up
 
     raise typer.Exit(run_up(options))
 
@@ -78,7 +78,7 @@ def status(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None
 
     Finds the run's Redis by itself on the machine of `tidemill up`, elsewhere through TIDEMILL_REDIS_URL.
     """
-    from services.console.status.attach import show_status
+    from tidemill.services.console.status.attach import show_status
 
     show_status(run_id, as_json, runs_dir)
 
@@ -89,14 +89,14 @@ def report(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None
     Writes summary.json and reward.png into the run's folder. Exits with 1 if anything was lost, trained
     twice, or not as the config expects it.
     """
-    from services.console.status.report import show_report
+    from tidemill.services.console.status.report import show_report
 
     raise typer.Exit(show_report(run_id, as_json, runs_dir))
 
 
 def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
     """Watch a run live, from this machine or another, without touching it. Ctrl-C ends the watching only."""
-    from services.console.status.attach import watch
+    from tidemill.services.console.status.attach import watch
 
     watch(run_id, runs_dir)
 
@@ -114,9 +114,9 @@ def export(
 ) -> None:
     """Write a version of a run as a Hugging Face folder: config, tokenizer and safetensors.
 
-    Done by a worker of the run (`python -m services.jobs RUN_ID`) where there is one, and here otherwise.
+    Done by a worker of the run (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here otherwise.
     """
-    from services.console.exports.export import export as export_version
+    from tidemill.services.console.exports.export import export as export_version
 
     export_version(run_id, version, output, now, runs_dir)
 
@@ -134,7 +134,7 @@ def archive(
     `tidemill up` does this at the end of a run by itself; this is for runs whose services were started one by
     one, or whose end was cut short. What is archived already is passed over.
     """
-    from services.console.exports.archive import archive as archive_run
+    from tidemill.services.console.exports.archive import archive as archive_run
 
     raise typer.Exit(archive_run(run_id, runs_dir, check, as_json))
 
@@ -146,7 +146,7 @@ def plan(options: PlanOptions) -> None:
     The times are those of the newest run with this config, unless told otherwise. The formulas are in
     docs/operations/sizing.md; each is shown with its numbers.
     """
-    from services.console.plan.plan import plan as print_plan
+    from tidemill.services.console.plan.plan import plan as print_plan
 
     print_plan(options)
 
@@ -158,7 +158,7 @@ def web(options: WebOptions) -> None:
     Pages are read only, and need nothing from the network. They listen on this machine alone, unless --host
     says otherwise; then the printed address carries a token that browsers must show.
     """
-    from services.console.web.server import serve
+    from tidemill.services.console.web.server import serve
 
     serve(options)
 
@@ -178,7 +178,7 @@ def rescore(
     a scores stream of their own, in a sandbox run. The report has agreement, rank correlation, the groups
     that would have had another best completion, and what it cost.
     """
-    from services.console.rescore.commands import rescore as rescore_run
+    from tidemill.services.console.rescore.commands import rescore as rescore_run
 
     rescore_run(options, first, last)
 
@@ -202,7 +202,7 @@ def trajectories(
     They enter a sandbox run at the pace at which they were recorded, or faster, and real reward workers score
     them; with --workers 0 the workers are yours to start. The run they come from is only read.
     """
-    from services.console.rescore.commands import replay_trajectories
+    from tidemill.services.console.rescore.commands import replay_trajectories
 
     replay_trajectories(options, first, last, speed, max_backlog)
 
@@ -217,7 +217,7 @@ def step(options: ReplayOptions) -> None:
 
     Exits with 0 when loss, gradient norm, every other metric and the digest come out the same, else with 1.
     """
-    from services.console.compare.replay import replay_steps
+    from tidemill.services.console.compare.replay import replay_steps
 
     raise typer.Exit(replay_steps(options))
 
@@ -229,6 +229,6 @@ def diff(options: DiffOptions) -> None:
     Compares step by step what both were trained on and what came out, and stops at the first step that
     differs by more than rounding. Exits with 0 when there is none, and 1 when there is.
     """
-    from services.console.compare.commands import show_diff
+    from tidemill.services.console.compare.commands import show_diff
 
     raise typer.Exit(show_diff(options))

@@ -16,20 +16,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.run.state import read_config
-from common.streams import remove_entries
-from common.wire.keys import Keys
-from services.console.dead.dead_letters import Letter, read_letters
-from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
-from services.console.options import LetterChoice
-from services.console.records.tables import print_values
-from services.console.run.folder import connected, find_run, folder_of_runs, log_nothing
-from services.console.text.formats import printable, sample_name, when
-from services.console.text.tables import jsonable, listing, name_table, plain_fields
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import read_config
+from tidemill.common.streams import remove_entries
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.dead.dead_letters import Letter, read_letters
+from tidemill.services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
+from tidemill.services.console.options import LetterChoice
+from tidemill.services.console.records.tables import print_values
+from tidemill.services.console.run.folder import connected, find_run, folder_of_runs, log_nothing
+from tidemill.services.console.text.formats import printable, sample_name, when
+from tidemill.services.console.text.tables import jsonable, listing, name_table, plain_fields
 
 ERROR_CHARACTERS = 60
 HEX_ROW_BYTES = 16

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import CodecError
-from common.history import StreamName
-from common.redis.broker import Broker
-from common.streams import dead_letter, has_entry, scan
-from common.streams.entries import Garbled, entry_id_of
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Lane, Message
-from services.console.options import LetterFilter
+from tidemill.common.errors import CodecError
+from tidemill.common.history import StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import dead_letter, has_entry, scan
+from tidemill.common.streams.entries import Garbled, entry_id_of
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Message
+from tidemill.services.console.options import LetterFilter
 
 SCAN_BATCH = 16
 """Letters read at once: each may hold a message of the greatest size."""

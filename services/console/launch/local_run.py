@@ -12,26 +12,26 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from common.archive import mark_whole
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.redis.broker import Broker, redis_url
-from common.redis.client import URL_VARIABLE
-from common.run.state import FAILED, publish_config, read_state, update_state
-from common.streams import read_newest
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.console.exports.archive import archive_rest
-from services.console.launch.local_redis import LocalRedis
-from services.console.launch.views import LiveView, PlainView, View
-from services.console.processes.guard import Guard
-from services.console.processes.service import ServiceSpec, service_environment
-from services.console.processes.supervisor import Ending, RunOutcome, Supervisor
-from services.console.run.folder import RunFolder, log_to_file, nearest
-from services.console.status.bottleneck import ROLES, Bottleneck
-from services.console.status.report import print_report, write_report
-from services.console.status.snapshot import RunSnapshot, SnapshotReader
-from services.console.status.summary import failures, summarise, summary_tree
+from tidemill.common.archive import mark_whole
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import FAILED, publish_config, read_state, update_state
+from tidemill.common.streams import read_newest
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.console.exports.archive import archive_rest
+from tidemill.services.console.launch.local_redis import LocalRedis
+from tidemill.services.console.launch.views import LiveView, PlainView, View
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.processes.service import ServiceSpec, service_environment
+from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
+from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
+from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
+from tidemill.services.console.status.report import print_report, write_report
+from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
+from tidemill.services.console.status.summary import failures, summarise, summary_tree
 
 log = structlog.get_logger(__name__)
 

@@ -14,25 +14,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from common.config import Change, RunConfig, changed_fields
-from common.errors import ConfigError
-from common.process.programs import run_main
-from common.process.service import METRICS_HOST_VARIABLE
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.prompt_lengths import with_steps
-from common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
-from common.wire.keys import Keys
-from services.console.check.preflight import examine
-from services.console.launch.local_run import LocalRun
-from services.console.options import UpOptions
-from services.console.processes.service import (
+from tidemill.common.config import Change, RunConfig, changed_fields
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import run_main
+from tidemill.common.process.service import METRICS_HOST_VARIABLE
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.prompt_lengths import with_steps
+from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.check.preflight import examine
+from tidemill.services.console.launch.local_run import LocalRun
+from tidemill.services.console.options import UpOptions
+from tidemill.services.console.processes.service import (
     ServiceSpec,
     exporter_spec,
     metrics_ports,
     service_specs,
 )
-from services.console.run.folder import RunFolder, folder_of_runs, nearest
+from tidemill.services.console.run.folder import RunFolder, folder_of_runs, nearest
 
 
 def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:

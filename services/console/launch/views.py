@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from services.console.processes.supervisor import ServiceStatus
-from services.console.status.render import dashboard, evaluation_line, step_line, warning_line
-from services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.status.render import dashboard, evaluation_line, step_line, warning_line
+from tidemill.services.console.status.snapshot import RunSnapshot
 
 MAX_EVENTS = 5
 

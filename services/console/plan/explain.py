@@ -5,13 +5,13 @@ from textwrap import indent
 from rich.console import Console
 from rich.text import Text
 
-from common.config import AlgorithmConfig, RewardConfig
-from common.config.algorithm_table import PRESETS
-from common.config.trainer import TrainerConfig
-from services.console.check.preflight import Findings
-from services.console.plan.sizing import redis_bytes
-from services.console.text.formats import printable_block, size
-from services.console.text.tables import name_table
+from tidemill.common.config import AlgorithmConfig, RewardConfig
+from tidemill.common.config.algorithm_table import PRESETS
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.console.check.preflight import Findings
+from tidemill.services.console.plan.sizing import redis_bytes
+from tidemill.services.console.text.formats import printable_block, size
+from tidemill.services.console.text.tables import name_table
 
 MAX_READ_CHARACTERS = 4000
 

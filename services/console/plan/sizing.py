@@ -16,9 +16,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.config import RunConfig
-from services.console.plan.stage_times import StageTimes
-from services.console.status.bottleneck import Bottleneck
+from tidemill.common.config import RunConfig
+from tidemill.services.console.plan.stage_times import StageTimes
+from tidemill.services.console.status.bottleneck import Bottleneck
 
 HEAD_ROOM = 0.2
 """Reward workers are counted so that they need no more than 1 less this of the time that there is."""

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from common.process.activity import WAIT
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
-from services.console.status.bottleneck import RATE_STEPS, Evidence, state_of
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.activity import WAIT
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
+from tidemill.services.console.status.bottleneck import RATE_STEPS, Evidence, state_of
 
 CHECKPOINTS_FOLDER = "checkpoints"
 WHOLE = 0.9

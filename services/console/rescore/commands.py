@@ -14,26 +14,26 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from common.errors import ConfigError
-from common.files import write_atomically
-from common.history import Selection, StreamName
-from common.process.heartbeats import Heartbeat
-from common.process.programs import run_main
-from common.redis.client import URL_VARIABLE
-from common.run.state import RUNS_DIR_VARIABLE
-from common.wire.messages import Lane, Score, ScoreStatus, TrajectoryKey
-from services.console.options import SandboxOptions
-from services.console.rescore.agreement import compare, replay_table, rescore_tables
-from services.console.rescore.emission import Emission, Flow, Pace, shown
-from services.console.rescore.options import (
+from tidemill.common.errors import ConfigError
+from tidemill.common.files import write_atomically
+from tidemill.common.history import Selection, StreamName
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus, TrajectoryKey
+from tidemill.services.console.options import SandboxOptions
+from tidemill.services.console.rescore.agreement import compare, replay_table, rescore_tables
+from tidemill.services.console.rescore.emission import Emission, Flow, Pace, shown
+from tidemill.services.console.rescore.options import (
     require_history,
     sandbox_config,
     sandbox_folder,
     stretch,
 )
-from services.console.rescore.sandbox_run import SandboxRun
-from services.console.run.folder import RunFolder, log_to_file, nearest
-from services.console.run.history import open_history
+from tidemill.services.console.rescore.sandbox_run import SandboxRun
+from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
+from tidemill.services.console.run.history import open_history
 
 REPORT_FILE = "rescore.json"
 """Below the sandbox's folder."""
@@ -189,7 +189,7 @@ def _say_how_to_join(console: Console, sandbox: SandboxRun) -> None:
     workers = sandbox.config.reward.workers
     what = f"{workers} reward worker(s) of its own score it" if workers else "no reward worker was started"
     address = f"{URL_VARIABLE}={shlex.quote(sandbox.url or '')} {RUNS_DIR_VARIABLE}={sandbox.folder.runs}"
-    command = f"{address} python -m services.reward --run {sandbox.folder.run_id}"
+    command = f"{address} python -m tidemill.services.reward --run {sandbox.folder.run_id}"
     console.print(f"sandbox {sandbox.folder.run_id}: {what}; another joins with\n  {command}", soft_wrap=True)
 
 

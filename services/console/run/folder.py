@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from common.errors import BrokerError, ConfigError
-from common.files import write_atomically
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.state import CONFIG_FILE, runs_dir
+from tidemill.common.errors import BrokerError, ConfigError
+from tidemill.common.files import write_atomically
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import CONFIG_FILE, runs_dir
 
 if TYPE_CHECKING:
-    from common.config import RunConfig
+    from tidemill.common.config import RunConfig
 
 
 LATEST = "latest"
@@ -90,7 +90,7 @@ class RunFolder:
         """
         import yaml
 
-        from common.config import parse_recorded
+        from tidemill.common.config import parse_recorded
 
         path = self.path / CONFIG_FILE
         try:

@@ -11,12 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.process.activity import WAIT
-from common.process.heartbeats import FAILURES, Heartbeat
-from common.run.state import FINISHED
-from services.console.processes.supervisor import ServiceStatus
-from services.console.status.snapshot import RunSnapshot
-from services.console.text.formats import NOTHING, duration, printable
+from tidemill.common.process.activity import WAIT
+from tidemill.common.process.heartbeats import FAILURES, Heartbeat
+from tidemill.common.run.state import FINISHED
+from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.text.formats import NOTHING, duration, printable
 
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""

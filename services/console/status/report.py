@@ -9,14 +9,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from common.files import StorageError, write_atomically
-from common.process.programs import run_main
-from common.run.plots import plot_learning_curve
-from common.run.state import METRICS_FILE, has_finished, read_config, read_records, read_state
-from common.wire.keys import Keys
-from services.console.run.folder import (
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.files import StorageError, write_atomically
+from tidemill.common.process.programs import run_main
+from tidemill.common.run.plots import plot_learning_curve
+from tidemill.common.run.state import METRICS_FILE, has_finished, read_config, read_records, read_state
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.run.folder import (
     PICTURE_FILE,
     RunFolder,
     connected,
@@ -25,9 +25,9 @@ from services.console.run.folder import (
     log_nothing,
     nearest,
 )
-from services.console.status.summary import RunSummary, failures, summarise, summary_tree
-from services.console.text.formats import NOTHING
-from services.console.text.tables import jsonable
+from tidemill.services.console.status.summary import RunSummary, failures, summarise, summary_tree
+from tidemill.services.console.text.formats import NOTHING
+from tidemill.services.console.text.tables import jsonable
 
 PERCENT, NUMBER, COUNT, SECONDS = "percent", "number", "count", "seconds"
 

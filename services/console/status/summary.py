@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig
-from common.history.groups import TicketOutcomes, dropped_groups, left_out
-from common.redis.broker import Broker
-from common.run.state import EVALUATION, METRICS_FILE, read_records, read_state
-from common.streams import scan
-from common.streams.entries import Entry
-from common.wire.keys import Keys
-from common.wire.messages import Commit, TrajectoryKey
+from tidemill.common.config import RunConfig
+from tidemill.common.history.groups import TicketOutcomes, dropped_groups, left_out
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records, read_state
+from tidemill.common.streams import scan
+from tidemill.common.streams.entries import Entry
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, TrajectoryKey
 
 SCAN_BATCH = 32
 ROUNDING = 1e-9

@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.state import CONFIG_FILE, METRICS_FILE, known_runs
-from common.wire.keys import RUN_ID
-from services.console.run.folder import RunFolder
-from services.console.status.report import read_report
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, known_runs
+from tidemill.common.wire.keys import RUN_ID
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.status.report import read_report
+from tidemill.services.console.web.watched_run import WatchedRun
 
 MAX_OPEN_RUNS = 4
 MAX_LISTED_RUNS = 500

@@ -7,16 +7,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from common.errors import TidemillError
-from common.history.records import GroupRecord, read_group, read_trajectories
-from common.history.sessions import num_completion_tokens
-from common.wire.messages import Lane, Trajectory
-from common.wire.segments import Segment
-from services.console.web.formats import TokenTexts, sendable
-from services.console.web.group_index import STATES, GroupRow
-from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
-from services.console.web.site import Page, Site, history_of
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import TidemillError
+from tidemill.common.history.records import GroupRecord, read_group, read_trajectories
+from tidemill.common.history.sessions import num_completion_tokens
+from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.common.wire.segments import Segment
+from tidemill.services.console.web.formats import TokenTexts, sendable
+from tidemill.services.console.web.group_index import STATES, GroupRow
+from tidemill.services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
+from tidemill.services.console.web.site import Page, Site, history_of
+from tidemill.services.console.web.watched_run import WatchedRun
 
 MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""

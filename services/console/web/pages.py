@@ -8,18 +8,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from common.errors import TidemillError
-from common.history import History, Selection, StreamName
-from common.history.groups import WHOLE_GROUP, micro_batches_of
-from common.streams.entries import Garbled
-from common.wire.messages import Commit, DeadLetter, Lane
-from services.console.dead.commands import as_tree
-from services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
-from services.console.text.formats import sample_name
-from services.console.web.charts import chart_trees
-from services.console.web.group_index import STATES, GroupIndex, GroupRow
-from services.console.web.site import Page, Site, history_of
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
+from tidemill.common.streams.entries import Garbled
+from tidemill.common.wire.messages import Commit, DeadLetter, Lane
+from tidemill.services.console.dead.commands import as_tree
+from tidemill.services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
+from tidemill.services.console.text.formats import sample_name
+from tidemill.services.console.web.charts import chart_trees
+from tidemill.services.console.web.group_index import STATES, GroupIndex, GroupRow
+from tidemill.services.console.web.site import Page, Site, history_of
+from tidemill.services.console.web.watched_run import WatchedRun
 
 TOPICS = (
     ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),

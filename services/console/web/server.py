@@ -14,15 +14,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from common.errors import ConfigError, TidemillError
-from common.process.programs import run_main
-from common.wire.messages import Lane
-from services.console.options import WebOptions
-from services.console.run.folder import find_run, folder_of_runs, log_nothing
-from services.console.web import group_pages, pages
-from services.console.web.access import TOKEN_PARAMETER, Access, Gate, is_loopback
-from services.console.web.catalog import Catalog
-from services.console.web.site import FOLDER, Site
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import run_main
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.options import WebOptions
+from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
+from tidemill.services.console.web import group_pages, pages
+from tidemill.services.console.web.access import TOKEN_PARAMETER, Access, Gate, is_loopback
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.site import FOLDER, Site
 
 
 class LaneConvertor(Convertor[Lane]):

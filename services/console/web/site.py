@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from common.errors import BrokerError
-from common.history import History, sessions
-from services.console.text.formats import when
-from services.console.web import formats
-from services.console.web.catalog import Catalog
-from services.console.web.formats import sendable, visible
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import BrokerError
+from tidemill.common.history import History, sessions
+from tidemill.services.console.text.formats import when
+from tidemill.services.console.web import formats
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.formats import sendable, visible
+from tidemill.services.console.web.watched_run import WatchedRun
 
 FOLDER = Path(__file__).parent
 MAX_WORDS_CHARACTERS = 20_000

@@ -15,8 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.wire.messages import SamplingParams
-from common.wire.segments import VersionSpan
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.common.wire.segments import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from common.errors import EngineError
-from common.process.gpu_sharing import GpuGate, GpuLock, GpuSharingError, lock_files
-from services.rollout.engines.engine import Engine, Generation, GenerationRequest, WeightUpdate
+from tidemill.common.errors import EngineError
+from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, GpuSharingError, lock_files
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, WeightUpdate
 
 
 class SleepingEngine(Engine, Protocol):

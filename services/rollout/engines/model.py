@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from common.config.run import ModelConfig, is_path
-from common.errors import ConfigError, WeightsError
-from common.run.chat_template import exact_attention
-from common.run.model_overrides import with_overrides
-from services.rollout.engines.engine import GenerationRequest, check_ids, check_length
+from tidemill.common.config.run import ModelConfig, is_path
+from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.run.chat_template import exact_attention
+from tidemill.common.run.model_overrides import with_overrides
+from tidemill.services.rollout.engines.engine import GenerationRequest, check_ids, check_length
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config.run import RunConfig
-from common.errors import EngineError
-from common.wire.segments import VersionSpan
-from services.rollout.engines.engine import (
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError
+from tidemill.common.wire.segments import VersionSpan
+from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
     WeightUpdate,

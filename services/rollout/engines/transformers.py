@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.config.run import RunConfig
-from common.errors import EngineError
-from services.rollout.engines.engine import (
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError
+from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
     WeightUpdate,
     check_ids,
     request_key,
 )
-from services.rollout.engines.model import (
+from tidemill.services.rollout.engines.model import (
     ModelFolder,
     copy_weights,
     load_model,
@@ -30,10 +30,10 @@ from services.rollout.engines.model import (
     open_model,
     read_weights,
 )
-from services.rollout.engines.vllm_launch import share_cores
+from tidemill.services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:
-    from services.rollout.engines.decoding import DecodingRow
+    from tidemill.services.rollout.engines.decoding import DecodingRow
 
 Result = TypeVar("Result")
 
@@ -94,7 +94,7 @@ class TransformersEngine:
             ValueError: the request cannot be served at all.
             EngineError: the model failed, or the engine was closed.
         """
-        from services.rollout.engines.decoding import DecodingRow
+        from tidemill.services.rollout.engines.decoding import DecodingRow
 
         self._running_model()
         self._running_folder().check(request)
@@ -128,7 +128,7 @@ class TransformersEngine:
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Logprobs of the completion at temperature 1, from one forward pass without a cache."""
-        from services.rollout.engines.decoding import score_completion
+        from tidemill.services.rollout.engines.decoding import score_completion
 
         model, folder = self._running_model(), self._running_folder()
         check_ids([*prompt_ids, *completion_ids], folder.vocab_size)
@@ -186,7 +186,7 @@ class TransformersEngine:
 
     async def _decode(self, batch: list[_Waiting]) -> None:
         """Decode one batch and hand each caller its completion."""
-        from services.rollout.engines.decoding import decode_batch
+        from tidemill.services.rollout.engines.decoding import decode_batch
 
         model, eos_ids = self._running_model(), frozenset(self._running_folder().eos_ids)
         rows = [waiting.row for waiting in batch if not waiting.done.done()]

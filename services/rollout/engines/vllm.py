@@ -17,11 +17,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.run import RunConfig
-from common.errors import EngineError, WeightsError
-from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate, check_ids
-from services.rollout.engines.model import ModelFolder, open_model
-from services.rollout.engines.vllm_launch import start_vllm
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError, WeightsError
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate, check_ids
+from tidemill.services.rollout.engines.model import ModelFolder, open_model
+from tidemill.services.rollout.engines.vllm_launch import start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from services.rollout.engines.vllm_launch import OWNER_VARIABLE
+from tidemill.services.rollout.engines.vllm_launch import OWNER_VARIABLE
 
 
 def _install_unpacked_gemm() -> None:

@@ -14,16 +14,16 @@ from typing import Any
 
 import structlog
 
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.streams import START, Entry, append_missing, entry_id_of, id_order, last_id, read_range
-from common.telemetry import metrics
-from common.wire.codec import SCHEMA
-from common.wire.keys import Keys
-from common.wire.messages import Outcome, Ticket
-from services.trainer.batch.prompt_plan import PromptPlan
-from services.trainer.batch.strays import move_strays_aside
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, Entry, append_missing, entry_id_of, id_order, last_id, read_range
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.codec import SCHEMA
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Outcome, Ticket
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.strays import move_strays_aside
 
 log = structlog.get_logger(__name__)
 

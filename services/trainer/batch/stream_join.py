@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from common.redis.broker import Broker
-from common.streams import (
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import (
     START,
     Entry,
     Garbled,
@@ -28,12 +28,12 @@ from common.streams import (
     id_order,
     read_raw,
 )
-from common.telemetry import metrics
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Message, Score, Trajectory
-from services.trainer.batch.scheduler import Outstanding
-from services.trainer.groups.group_filter import CompleteGroup
-from services.trainer.groups.samples import Precomputed
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Message, Score, Trajectory
+from tidemill.services.trainer.batch.scheduler import Outstanding
+from tidemill.services.trainer.groups.group_filter import CompleteGroup
+from tidemill.services.trainer.groups.samples import Precomputed
 
 log = structlog.get_logger(__name__)
 

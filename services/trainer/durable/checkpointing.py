@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import structlog
 
-from common.archive import stream_folder
-from common.archive.manifest import Manifest, note_trim
-from common.errors import ArchiveError
-from common.files import StorageError
-from common.process.service import ServiceContext, StoppedError
-from common.streams import (
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.manifest import Manifest, note_trim
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import StorageError
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.streams import (
     START,
     Mark,
     MarkLostError,
@@ -29,15 +29,15 @@ from common.streams import (
     read_raw,
     trim_before,
 )
-from common.streams.selection import StreamName
-from common.telemetry import metrics
-from services.trainer.batch.batch_assembler import Dropped
-from services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
-from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
-from services.trainer.durable.archive_requests import ArchiveJobs
-from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
-from services.trainer.metrics.recorder import Recorder
-from services.trainer.step import StepRunner
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.telemetry import metrics
+from tidemill.services.trainer.batch.batch_assembler import Dropped
+from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
+from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES
+from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
+from tidemill.services.trainer.metrics.recorder import Recorder
+from tidemill.services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any
 import structlog
 import xxhash
 
-from common.errors import TidemillError
-from common.files import storage_errors
-from common.redis.broker import Broker
-from common.streams import (
+from tidemill.common.errors import TidemillError
+from tidemill.common.files import storage_errors
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import (
     Entry,
     Garbled,
     Mark,
@@ -30,10 +30,10 @@ from common.streams import (
     last_id,
     read_range,
 )
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.batch.strays import is_stray, move_strays_aside
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.strays import is_stray, move_strays_aside
 
 log = structlog.get_logger(__name__)
 

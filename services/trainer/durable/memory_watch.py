@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.process.service import ServiceContext
-from common.telemetry import metrics
-from services.trainer.durable.checkpointing import Checkpointer
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.telemetry import metrics
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
 
 log = structlog.get_logger(__name__)
 

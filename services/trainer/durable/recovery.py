@@ -13,28 +13,28 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.config import RunConfig
-from common.errors import TidemillError, WeightsError
-from common.process.service import ServiceContext, StoppedError
-from common.redis.broker import Broker
-from common.run.weight_files import WEIGHTS_FOLDER, read_manifest, version_name
-from common.streams import entry_id_of, read_raw
-from common.telemetry import metrics
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import QUIET_S, Dropped
-from services.trainer.batch.reconciler import RunStreams
-from services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
-from services.trainer.durable.checkpointing import on_disk
-from services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
-from services.trainer.groups.group_filter import CompleteGroup
-from services.trainer.metrics.recorder import Recorder
-from services.trainer.metrics.step_metrics import step_metrics
-from services.trainer.policy.model_loading import pick_device
-from services.trainer.policy.policy import Policy
-from services.trainer.step import StepRunner
-from services.trainer.weights.store import WEIGHTS_FILE
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError, WeightsError
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, read_manifest, version_name
+from tidemill.common.streams import entry_id_of, read_raw
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.batch_assembler import QUIET_S, Dropped
+from tidemill.services.trainer.batch.reconciler import RunStreams
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
+from tidemill.services.trainer.durable.checkpointing import on_disk
+from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
+from tidemill.services.trainer.groups.group_filter import CompleteGroup
+from tidemill.services.trainer.metrics.recorder import Recorder
+from tidemill.services.trainer.metrics.step_metrics import step_metrics
+from tidemill.services.trainer.policy.model_loading import pick_device
+from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.step import StepRunner
+from tidemill.services.trainer.weights.store import WEIGHTS_FILE
 
 log = structlog.get_logger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from common.config import NamedRewardConfig, RunConfig
-from common.wire.messages import Score, ScoreStatus, Trajectory
-from services.trainer.groups.samples import (
+from tidemill.common.config import NamedRewardConfig, RunConfig
+from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
+from tidemill.services.trainer.groups.samples import (
     Precomputed,
     PrecomputedTokens,
     Sample,

@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from common.wire.arrays import Float32, Int32
-from services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
-from services.trainer.groups.samples import Sample
-from services.trainer.policy.packing import Layout, Tile, TokenRow, choose_layout, make_tiles
+from tidemill.common.wire.arrays import Float32, Int32
+from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.packing import Layout, Tile, TokenRow, choose_layout, make_tiles
 
 log = structlog.get_logger(__name__)
 

@@ -25,11 +25,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from common.config.run import ModelConfig
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError
-from common.run.chat_template import exact_attention
-from common.run.model_overrides import with_overrides
+from tidemill.common.config.run import ModelConfig
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import exact_attention
+from tidemill.common.run.model_overrides import with_overrides
 
 log = structlog.get_logger(__name__)
 

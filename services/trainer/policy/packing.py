@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from common.wire.arrays import Bits, Int32
-from services.trainer.groups.samples import Sample
+from tidemill.common.wire.arrays import Bits, Int32
+from tidemill.services.trainer.groups.samples import Sample
 
 Layout = Literal["padded", "varlen", "block"]
 

@@ -18,11 +18,11 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import Coefficients
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from services.trainer.policy.state import PolicyState
+from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.coefficients import Coefficients
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.policy.state import PolicyState
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.config.algorithm import ValueConfig
-from common.config.penalties import ReferenceConfig
-from services.trainer.policy.forward import TokenScorer
-from services.trainer.policy.packing import Tile
-from services.trainer.weights.store import model_tensors
+from tidemill.common.config.algorithm import ValueConfig
+from tidemill.common.config.penalties import ReferenceConfig
+from tidemill.services.trainer.policy.forward import TokenScorer
+from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.weights.store import model_tensors
 
 REFERENCE_PREFIX = "reference."
 """Of its weights' names, in a checkpoint."""

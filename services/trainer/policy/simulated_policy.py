@@ -15,16 +15,16 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.config.run import RunConfig
-from common.errors import ConfigError
-from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import HasCoefficients
-from services.trainer.algorithm.losses.tokens import denominator
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from services.trainer.policy.policy import UpdateResult
-from services.trainer.policy.state import PolicyState
-from services.trainer.weights.store import WEIGHTS_FILE
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
+from tidemill.services.trainer.algorithm.losses.tokens import denominator
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.weights.store import WEIGHTS_FILE
 
 
 class SimulatedPolicy(HasCoefficients):

@@ -19,38 +19,44 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config.run import RunConfig
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError
-from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import HasCoefficients
-from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.registry import find_loss
-from services.trainer.algorithm.losses.tokens import denominator
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
-from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
-from services.trainer.policy.forward import ScoredSamples, TokenScorer, pick_layout, place, tile_tokens
-from services.trainer.policy.model_loading import (
+from tidemill.common.config.run import RunConfig
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
+from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
+from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses.tokens import denominator
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
+from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
+from tidemill.services.trainer.policy.forward import (
+    ScoredSamples,
+    TokenScorer,
+    pick_layout,
+    place,
+    tile_tokens,
+)
+from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
     load_model,
     pick_device,
     recompute_layers,
 )
-from services.trainer.policy.optimizer import (
+from tidemill.services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
     learning_rate,
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from services.trainer.policy.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
-from services.trainer.policy.policy import UpdateResult
-from services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
-from services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
-from services.trainer.policy.state import PolicyState
-from services.trainer.weights.store import (
+from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
+from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.weights.store import (
     digest_parameters,
     export_tensors,
     model_tensors,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.history import (
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import (
     GroupCursor,
     History,
     MissingRecordsError,
@@ -23,15 +23,15 @@ from common.history import (
     Selection,
     StreamName,
 )
-from common.process.activity import Activity
-from common.streams import Entry, entry_id_of
-from common.wire.messages import Commit
-from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
-from services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
-from services.trainer.metrics.step_metrics import step_metrics
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.step import StepResult, StepRunner
+from tidemill.common.process.activity import Activity
+from tidemill.common.streams import Entry, entry_id_of
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES
+from tidemill.services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter
+from tidemill.services.trainer.metrics.step_metrics import step_metrics
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.step import StepResult, StepRunner
 
 Say = Callable[[dict[str, Any]], None]
 """Tells whoever waits how far the replay is."""

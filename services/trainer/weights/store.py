@@ -2,7 +2,7 @@
 
 Layout: `weights/v00000012/{model.safetensors, ..., manifest.json}` below the run's folder. A version appears
 there by one rename. Subfolders, such as its adapters, are for people: no manifest names them. `write` returns
-the manifest that the trainer announces; the reading side is `common.run.weight_files`.
+the manifest that the trainer announces; the reading side is `tidemill.common.run.weight_files`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from common.files import (
+from tidemill.common.files import (
     aside_folder,
     clear_aside,
     file_checksum,
@@ -26,8 +26,8 @@ from common.files import (
     retire_folder,
     write_atomically,
 )
-from common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, folder_versions, version_name
-from common.wire.messages import WeightFile, WeightManifest
+from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, folder_versions, version_name
+from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 log = structlog.get_logger(__name__)
 

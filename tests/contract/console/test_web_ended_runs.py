@@ -9,17 +9,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.history import StreamName
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.wire.keys import Keys
-from services.console.web import watched_run
-from services.console.web.access import Access
-from services.console.web.catalog import Catalog
-from services.console.web.server import create_app
 from tests.support.archives import archive
 from tests.support.waiting import wait_until
 from tests.support.web_runs import write_folder, write_run
+from tidemill.common.history import StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.web import watched_run
+from tidemill.services.console.web.access import Access
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.server import create_app
 
 KEYS = Keys("ended")
 

@@ -6,13 +6,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from services.console.web.access import CONTENT_POLICY, Access
-from services.console.web.catalog import Catalog
-from services.console.web.server import create_app
 from tests.conftest import SERVERS
 from tests.support.waiting import wait_until
 from tests.support.web_runs import (
@@ -24,6 +17,13 @@ from tests.support.web_runs import (
     write_folder,
     write_run,
 )
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.web.access import CONTENT_POLICY, Access
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.server import create_app
 
 # What differs between servers is hidden by `History`, and tested there.
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)

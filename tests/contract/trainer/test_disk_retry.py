@@ -4,17 +4,6 @@ import asyncio
 import shutil
 from typing import Any
 
-from common.config import RunConfig
-from common.files import StorageError
-from common.redis.broker import Broker
-from common.run.weight_files import verified_files
-from common.streams import id_order, last_id
-from common.wire.keys import Keys
-from common.wire.messages import WeightManifest
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.durable.checkpointing import Checkpointer
-from services.trainer.policy.simulated_policy import SimulatedPolicy
-from services.trainer.weights.store import WeightStore
 from tests.support.training import answering, messages, num_commits, replayed_digests
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
@@ -24,6 +13,17 @@ from tests.support.whole_trainer import (
     has_commits,
     run,
 )
+from tidemill.common.config import RunConfig
+from tidemill.common.files import StorageError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.weight_files import verified_files
+from tidemill.common.streams import id_order, last_id
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.weights.store import WeightStore
 
 
 async def test_a_full_disk_is_waited_out_and_can_be_stopped(make, broker, keys, monkeypatch):

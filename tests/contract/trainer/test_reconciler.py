@@ -5,21 +5,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from common.redis.broker import Broker
-from common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
-from common.streams.selection import StreamName
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import StreamJoin
-from services.trainer.durable.checkpointing import Trimmer
-from services.trainer.durable.commits import (
-    CommitJournal,
-    append_commit,
-    read_commits,
-    restore_commits,
-)
 from tests.support.training import (
     commits_of,
     lose_tail,
@@ -33,6 +18,21 @@ from tests.support.training import (
 )
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.durable.commits import (
+    CommitJournal,
+    append_commit,
+    read_commits,
+    restore_commits,
+)
 
 DIGEST = "0" * 32
 

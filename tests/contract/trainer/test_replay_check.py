@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.policy.simulated_policy import SimulatedPolicy
 from tests.support.training import answering
 from tests.support.whole_trainer import crash_after_commit, run
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 DIFFER = "step replayed, but the weights differ"
 

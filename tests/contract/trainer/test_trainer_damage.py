@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import TidemillError
-from common.run.state import EVALUATION, METRICS_FILE, STEP, read_records
-from services.trainer.durable import recovery
-from services.trainer.durable.checkpoint import CheckpointError, CheckpointStore
-from services.trainer.service import serve
 from tests.support.training import answering, commits_of
 from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, run
+from tidemill.common.errors import TidemillError
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_records
+from tidemill.services.trainer.durable import recovery
+from tidemill.services.trainer.durable.checkpoint import CheckpointError, CheckpointStore
+from tidemill.services.trainer.service import serve
 
 
 def tear_newest(run_dir: Path) -> int:

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
-from common.run.weight_files import folder_versions
-from common.wire.messages import Lane
-from services.trainer.evaluation import Evaluator
 from tests.support.training import answering
 from tests.support.whole_trainer import crash_after_commit, run
+from tidemill.common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
+from tidemill.common.run.weight_files import folder_versions
+from tidemill.common.wire.messages import Lane
+from tidemill.services.trainer.evaluation import Evaluator
 
 
 async def test_evaluations_after_the_checkpoint_are_not_forgotten(make, broker, keys):

@@ -5,17 +5,6 @@ from typing import Any
 
 import pytest
 
-from common.files import LockedError, locked
-from common.run.state import FINISHED, METRICS_FILE, read_records, read_state
-from common.streams import append
-from common.wire.messages import DeadLetter, WeightManifest
-from services.trainer import trainer as trainer_module
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import StreamJoin
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.trainer import Trainer
-from services.trainer.weights.store import WeightStore
 from tests.support.training import answering, commits_of, messages
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
@@ -28,6 +17,17 @@ from tests.support.whole_trainer import (
     is_answered,
     run,
 )
+from tidemill.common.files import LockedError, locked
+from tidemill.common.run.state import FINISHED, METRICS_FILE, read_records, read_state
+from tidemill.common.streams import append
+from tidemill.common.wire.messages import DeadLetter, WeightManifest
+from tidemill.services.trainer import trainer as trainer_module
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.trainer import Trainer
+from tidemill.services.trainer.weights.store import WeightStore
 
 
 async def test_a_run_ends_with_every_ticket_trained_once(make, broker, keys):

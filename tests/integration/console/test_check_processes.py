@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.console.check import preflight
-from services.console.plan.explain import describe
 from tests.support.checked_runs import make_folder, write_run
+from tidemill.services.console.check import preflight
+from tidemill.services.console.plan.explain import describe
 
 
 @pytest.fixture

@@ -6,12 +6,6 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import Score, ScoreStatus
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
 from tests.support.preloaded import REPO
@@ -25,6 +19,12 @@ from tests.support.web_runs import (
     write_folder,
     write_run,
 )
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, ScoreStatus
 
 NUM_GROUPS, NUM_SCORED = 50_000, 970
 MOST_ELEMENTS = 8_000

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.process.programs import ROOT, Program, run_own
 from tests.support.runs import simulated_config
+from tidemill.common.process.programs import ROOT, Program, run_own
 
 TIDEMILL = Path(sys.executable).with_name("tidemill")
 
@@ -53,6 +53,6 @@ def test_our_own_modules_are_started_without_the_working_directory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    assert run_own(Program.JOBS, "run") == [sys.executable, "-P", "-m", "services.jobs", "run"]
+    assert run_own(Program.JOBS, "run") == [sys.executable, "-P", "-m", "tidemill.services.jobs", "run"]
     monkeypatch.chdir(ROOT)
-    assert run_own(Program.JOBS, "run") == [sys.executable, "-m", "services.jobs", "run"]
+    assert run_own(Program.JOBS, "run") == [sys.executable, "-m", "tidemill.services.jobs", "run"]

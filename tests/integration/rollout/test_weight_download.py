@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from common.errors import ConfigError, WeightsError
-from common.run.state import read_state
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
-from common.wire.messages import WeightManifest
-from services.rollout.weight_follower import WeightDownload, weight_download
-from services.trainer.weights.store import WeightStore
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.training import assert_nothing_lost
+from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.run.state import read_state
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.rollout.weight_follower import WeightDownload, weight_download
+from tidemill.services.trainer.weights.store import WeightStore
 
 RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
 START_TIMEOUT_S = 60.0
@@ -43,11 +43,11 @@ class Policy:
 
 
 class Server:
-    """`python -m services.trainer.weight_server` as a process, on the runs of one folder."""
+    """`python -m tidemill.services.trainer.weight_server` as a process, on the runs of one folder."""
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.port = runs, free_port()
-        command = [sys.executable, "-m", "services.trainer.weight_server", "--port", str(self.port)]
+        command = [sys.executable, "-m", "tidemill.services.trainer.weight_server", "--port", str(self.port)]
         env = os.environ | {"TIDEMILL_RUNS_DIR": str(runs), "TIDEMILL_WEIGHTS_TOKEN": TOKEN}
         self.process = subprocess.Popen(command, cwd=REPO, env=env)
 
@@ -189,7 +189,7 @@ def test_an_address_that_is_none_is_a_mistake_of_the_user(monkeypatch: pytest.Mo
 def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
     env = os.environ | {"TIDEMILL_WEIGHTS_TOKEN": "short", "TIDEMILL_RUNS_DIR": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-m", "services.trainer.weight_server", "--port", "0"],
+        [sys.executable, "-m", "tidemill.services.trainer.weight_server", "--port", "0"],
         cwd=REPO,
         env=env,
         capture_output=True,

@@ -2,7 +2,6 @@
 
 import torch
 
-from services.trainer.policy.model_loading import compile_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,
@@ -11,6 +10,7 @@ from tests.support.models import (
     one_batch,
     tiny_llama,
 )
+from tidemill.services.trainer.policy.model_loading import compile_model
 
 
 def test_a_compiled_model_has_the_same_gradients_for_every_shape():

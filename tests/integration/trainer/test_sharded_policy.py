@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.config import RunConfig
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import Sample, form_micro_batches
-from services.trainer.policy.fsdp.rank_policy import load_rank_policy
-from services.trainer.policy.fsdp.ranks import lead_ranks
-from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from services.trainer.policy.policy import Policy, UpdateResult
-from services.trainer.policy.transformers_policy import load_policy
 from tests.support.losses import with_statistics
 from tests.support.models import emptied, make_samples, masked, run_config, tiny_model
 from tests.support.sessions import session_samples
+from tidemill.common.config import RunConfig
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
+from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
+from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.policy import Policy, UpdateResult
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 STEPS = 3
 

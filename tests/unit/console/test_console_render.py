@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.process.heartbeats import Heartbeat
-from services.console.launch.views import PlainView
-from services.console.processes.supervisor import ServiceStatus
-from services.console.status.render import dashboard, evaluation_line, sparkline, step_line
-from services.console.status.report import spell_line
-from services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint
-from services.console.text.formats import duration
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.services.console.launch.views import PlainView
+from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.status.render import dashboard, evaluation_line, sparkline, step_line
+from tidemill.services.console.status.report import spell_line
+from tidemill.services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint
+from tidemill.services.console.text.formats import duration
 
 
 def snapshot(num_steps: int = 3, **fields: Any) -> RunSnapshot:

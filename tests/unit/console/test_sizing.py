@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from common.process.heartbeats import Heartbeat
-from services.console.plan.plan import what_times_rest_on
-from services.console.plan.sizing import (
+from tests.support.trajectories import make_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.services.console.plan.plan import what_times_rest_on
+from tidemill.services.console.plan.sizing import (
     Plan,
     Workers,
     disk_bytes,
@@ -20,9 +21,8 @@ from services.console.plan.sizing import (
     redis_bytes,
     step_time,
 )
-from services.console.plan.stage_times import StageTimes, assumed_times, measured_times
-from services.console.status.bottleneck import find_bottleneck, gather_evidence
-from tests.support.trajectories import make_config
+from tidemill.services.console.plan.stage_times import StageTimes, assumed_times, measured_times
+from tidemill.services.console.status.bottleneck import find_bottleneck, gather_evidence
 
 
 def config_of(staleness: int = 1, **sections: Any) -> Any:

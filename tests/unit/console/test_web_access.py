@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from services.console.web.access import Access
-from services.console.web.catalog import Catalog
-from services.console.web.server import create_app
+from tidemill.services.console.web.access import Access
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.server import create_app
 
 
 def client_of(access: Access, runs: Path, base: str = "http://127.0.0.1:8420") -> TestClient:

@@ -11,7 +11,7 @@ import typer
 
 from infra.docs import architecture
 from infra.docs.pages import REPO, ROOMS, Page, all_pages, anchor_of, broken_links
-from services.console.__main__ import app
+from tidemill.services.console.__main__ import app
 
 PAGES = [page for page in all_pages() if page.name != "CHANGELOG.md"]
 """The changelog names files as they were."""

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 
-from common.config.reward import RewardConfig
-from common.config.run import StreamsConfig
-from common.process.programs import ROOT
+from tidemill.common.config.reward import RewardConfig
+from tidemill.common.config.run import StreamsConfig
+from tidemill.common.process.programs import ROOT
 
 FILE, NODE = ROOT / "docker-compose.yml", ROOT / "infra" / "compose" / "node.yml"
 EXAMPLE = ROOT / ".env.example"

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from common.config import RewardConfig
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.sample import RewardSample
 from tests.support.rewards import scorer_of
 from tests.support.trajectories import make_trajectory
+from tidemill.common.config import RewardConfig
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 
 class ScriptedReward:
@@ -97,7 +97,7 @@ async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
     async def note(delay_s: float) -> None:
         slept.append(delay_s)
 
-    monkeypatch.setattr("services.reward.worker.asyncio.sleep", note)
+    monkeypatch.setattr("tidemill.services.reward.worker.asyncio.sleep", note)
     for worker in ("one", "two"):
         reward = ScriptedReward(*[RewardOutcome(1.0)] * 3)
         scorer = scorer_of(reward, RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.config.run import RunConfig
-from common.errors import EngineError
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine, simulated
-from services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine, simulated
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 
 
 class FakeTime:

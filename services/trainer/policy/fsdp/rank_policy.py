@@ -19,16 +19,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from common.config.run import RunConfig
-from common.wire.arrays import Float32
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import MicroBatch, Sample
-from services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
-from services.trainer.policy.fsdp.ranks import Ranks
-from services.trainer.policy.packing import Tile
-from services.trainer.policy.side_models import ValueHead
-from services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
-from services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from tidemill.common.config.run import RunConfig
+from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.policy.side_models import ValueHead
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
 
 
 class ShardedModel(nn.Module):

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError, TidemillError
-from common.process.programs import Program, run_own
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import Program, run_own
 
 PATIENCE = timedelta(days=365)
 

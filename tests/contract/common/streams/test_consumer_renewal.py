@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from common.streams import Consumer, append, append_numbered
 from tests.support.letters import make_ticket, samples_of, tickets_of
 from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.streams import Consumer, append, append_numbered
 
 
 @pytest.fixture

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from common import streams
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.wire.keys import ROLLOUT_GROUP, Keys
-from common.wire.messages import Trajectory
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
 from tests.chaos.mortal_redis import append_only_file
 from tests.conftest import SERVERS
 from tests.support.consumers import make_ticket, samples_of, take_ticket
 from tests.support.trajectories import make_trajectory
+from tidemill.common import streams
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
 
 SIZE = 4
 

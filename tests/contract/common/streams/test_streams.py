@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
-from common import streams
-from common.redis.broker import Broker
-from common.run.state import read_state, update_state
-from common.streams import START, Consumer, Entry, Garbled, OffsetReader
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
 from tests.support.trajectories import make_trajectory
+from tidemill.common import streams
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import read_state, update_state
+from tidemill.common.streams import START, Consumer, Entry, Garbled, OffsetReader
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
 
 
 def make_commit(step: int, digest: str = "") -> Commit:

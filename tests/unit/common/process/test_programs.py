@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program, run_main
+from tidemill.common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program, run_main
 
 REGISTRY = ROOT / "common" / "process" / "programs.py"
 QUOTED = re.compile(r"[\"'](services|common)\.")

@@ -3,9 +3,9 @@
 import pytest
 from redis import exceptions as redis_errors
 
-from common.errors import BrokerError
-from common.redis import broker as broker_module
-from common.redis.broker import Broker, redis_url
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis import broker as broker_module
+from tidemill.common.redis.broker import Broker, redis_url
 
 OOM = redis_errors.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
 

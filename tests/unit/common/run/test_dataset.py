@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.errors import ConfigError
-from common.process.programs import ROOT
-from common.run.dataset import Row, gsm8k_answer, read_dataset
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import ROOT
+from tidemill.common.run.dataset import Row, gsm8k_answer, read_dataset
 
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 

@@ -9,11 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common.config import DataConfig
-from common.errors import ConfigError
-from common.run.dataset import read_dataset
-from common.run.hub_datasets import open_hub_dataset
-from common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.common.config import DataConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.dataset import read_dataset
+from tidemill.common.run.hub_datasets import open_hub_dataset
+from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
 
 datasets = pytest.importorskip("datasets")
 ROWS = [{"prompt": f"what is {i}?", "ground_truth": str(i), "level": i % 3} for i in range(7)]

@@ -8,14 +8,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.reward.model_server.scoring_model import ScoringModel
-from services.rollout.engines.decoding import score_completion
-from services.rollout.engines.model import load_model as load_for_engine
-from services.trainer.policy import model_loading
-from services.trainer.policy.model_loading import choose_attention, load_model
-from services.trainer.policy.transformers_policy import load_policy
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import make_samples, run_config, write_tokenizer
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
+from tidemill.services.rollout.engines.decoding import score_completion
+from tidemill.services.rollout.engines.model import load_model as load_for_engine
+from tidemill.services.trainer.policy import model_loading
+from tidemill.services.trainer.policy.model_loading import choose_attention, load_model
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 CUDA = torch.device("cuda")
 
@@ -108,7 +108,7 @@ def test_without_flash_attention_capped_scores_take_the_plain_kernel(flash_is_in
 def test_a_model_of_text_and_images_is_loaded_with_what_is_chosen_for_its_text(family, tmp_path, monkeypatch):
     make_model(family).save_pretrained(tmp_path)
     chosen = {"text_config": "eager"}
-    monkeypatch.setattr("services.trainer.policy.model_loading.choose_attention", lambda *_: chosen)
+    monkeypatch.setattr("tidemill.services.trainer.policy.model_loading.choose_attention", lambda *_: chosen)
     model = load_model(run_config(tmp_path).model, torch.device("cpu"))
     assert model.config.get_text_config()._attn_implementation == "eager"
     assert model.config._attn_implementation == "sdpa"

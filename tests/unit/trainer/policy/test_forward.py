@@ -18,17 +18,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.trainer.groups.samples import Sample
-from services.trainer.policy import packing
-from services.trainer.policy.forward import (
+from tests.support.models import PIECES, attend_as_varlen, make_samples, tiny_llama
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy import packing
+from tidemill.services.trainer.policy.forward import (
     TokenScorer,
     has_plain_head,
     output_head,
     score_hidden,
     score_logits,
 )
-from services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tiles
-from tests.support.models import PIECES, attend_as_varlen, make_samples, tiny_llama
+from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tiles
 
 
 def completions_of(samples: list[Sample]) -> list[np.ndarray]:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import ConfigError
-from services.trainer.policy.policy import Policy
-from services.trainer.policy.simulated_policy import SimulatedPolicy
-from services.trainer.policy.state import PolicyState
 from tests.support.losses import with_statistics
 from tests.support.models import make_policy, make_samples, masked, one_batch, run_config, train
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.policy.state import PolicyState
 
 
 @pytest.fixture
