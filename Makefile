@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
-# The environment holds all there is to import; a PYTHONPATH from outside could shadow `common`.
+# The environment holds all there is to import; a PYTHONPATH from outside could shadow it.
 unexport PYTHONPATH
 
 VENV := .venv
@@ -60,7 +60,7 @@ unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Promet
 	$(BIN)/python -m pytest tests/unit -q -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
-	@$(BIN)/python -m compileall -q common services tests  # once, and not by every process of the run
+	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run
 	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)

@@ -32,7 +32,7 @@ PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_", "TIDEMILL_WEIGHTS_TOKEN")
 # The child imports from where its parent does, without a variable that would reach what it starts in turn.
 _BOOTSTRAP = (
     "import sys; fd, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]; "
-    "sys.path[:] = sys.argv[4:]; import common, services; del sys.path[0]; "
+    "sys.path[:] = sys.argv[4:]; import tidemill; del sys.path[0]; "
     "import importlib; importlib.import_module(name).main(fd, parent)"
 )
 

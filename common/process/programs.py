@@ -11,8 +11,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds `common` and `services`."""
+import tidemill
+
+ROOT = Path(tidemill.__file__).absolute().parents[1]
+"""The folder that holds `tidemill`: a clone, or the site-packages that it is installed in."""
 
 
 class Program(StrEnum):
@@ -66,11 +68,10 @@ VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker_extension.Weight
 def run_own(program: Program, *arguments: str) -> list[str]:
     """The command line that runs one of our modules.
 
-    `python -m NAME` looks into the working directory first, where a user's folder may be called `services`;
-    `-P` keeps it from doing so.
+    `python -m NAME` looks into the working directory first, where modules may be called like anything; `-P`
+    keeps it from doing so.
     """
-    # From our own folder nothing else can be meant, and it may be what makes the modules importable.
-    safe = [] if _is_own_folder() else ["-P"]
+    safe = [] if _is_imported_from_here() else ["-P"]
     return [sys.executable, *safe, "-m", program.value, *arguments]
 
 
@@ -80,9 +81,10 @@ def import_from_here() -> None:
         sys.path.append(folder)
 
 
-def _is_own_folder() -> bool:
+def _is_imported_from_here() -> bool:
+    """Whether the working directory is what makes us importable: `python -m tidemill` in a clone."""
     try:
-        return Path.cwd() == ROOT
+        return sys.path[:1] in ([""], [str(ROOT)]) and Path.cwd() == ROOT
     except OSError:  # the folder has been removed
         return False
 

@@ -1,6 +1,6 @@
 """The picture of a run: reward over steps, and what the evaluations say.
 
-Reads records of `metrics.jsonl` (see `tidemill.common.run.state`) and nothing else, so it can be drawn again at any
+Reads records of `metrics.jsonl` (see `common/run/state.py`) and nothing else, so it can be drawn again at any
 time, during a run and after it.
 """
 

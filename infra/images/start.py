@@ -43,7 +43,7 @@ def main() -> None:
     Path(os.environ.get(PORT_FILE_VARIABLE) or PORT_FILE).write_text(str(port), encoding="utf-8")
     name = f"{module.rpartition('.')[2]}-{socket.gethostname()}-{port}"
     given = ["--metrics-port", str(port), "--name", name]
-    os.execv(sys.executable, [sys.executable, "-m", module, *given, *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *given, *arguments])
 
 
 def take(wanted: list[str], count: int, folder: Path) -> list[str]:

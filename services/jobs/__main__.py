@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.jobs RUN_ID`: an RQ worker for a run's jobs that nothing waits for: archiving, exports.
+"""`python -m tidemill.services.jobs RUN_ID`: an RQ worker for archiving and exports, which nothing waits for.
 
 Jobs travel as JSON, never as pickle, and are one of the functions in `known_jobs.py`. Start it where the
 folder of runs is. It waits for a Redis that is away, and takes only processor time that nobody else wants.

@@ -1,4 +1,4 @@
-"""Streams of a run to its archive: an RQ job, and a command (`python -m tidemill.services.jobs.archive --help`).
+"""Streams of a run to its archive: an RQ job, and a command (`python -m tidemill.services.jobs.archive`).
 
 Asked for by the trainer, which trims what is archived. Whether one runs, or two, or one was killed half-way:
 each entry is archived once. Start it where the folder of runs is.

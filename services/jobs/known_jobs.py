@@ -72,7 +72,9 @@ class KnownJob(Job):
         Raises:
             UnknownJobError: there is none; nothing has been imported to find out.
         """
-        function = self.functions.get(str(self.func_name))
+        name = str(self.func_name)
+        # A job that waits since before the package had one name says `services.jobs...`.
+        function = self.functions.get(name) or self.functions.get(f"tidemill.{name}")
         if function is None or self.instance is not None:
             raise UnknownJobError(
                 f"{self.func_name} is no job of this worker; expected one of {', '.join(self.functions)}"

@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.reward.check '{"function": ..., ...}' [ROW [call]]`: can these rewards be loaded?
+"""`python -m tidemill.services.reward.check '{"function": ..., ...}' [ROW [call]]`: can rewards be loaded?
 
 ROW, a row of the dataset as JSON, has told what judges and reward models would read of it; with `call`, those
 that are functions are called once with it.

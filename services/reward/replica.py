@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.reward.replica --run RUN_ID --reward NAME -- SERVER ARGUMENTS`: one server of a reward.
+"""`python -m tidemill.services.reward.replica --run RUN_ID --reward NAME -- SERVER ARGUMENTS`: one server.
 
 Starts the server as its child, waits until it is healthy, and registers its address for all reward workers of
 the run; takes the address back when it is told to stop or the server ends. Start and stop as many as needed,

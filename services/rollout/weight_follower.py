@@ -36,7 +36,7 @@ from tidemill.services.rollout.engines.engine import Engine
 log = structlog.get_logger(__name__)
 
 URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
-"""Address of tidemill.services.trainer.weight_server, such as http://head:8200; empty reads the run's folder."""
+"""Address of a weight server of the trainer's, such as http://head:8200; empty reads the run's folder."""
 CACHE_VARIABLE = "TIDEMILL_CACHE_DIR"
 CHUNK_BYTES = 4 << 20
 TIMEOUT_S = 30.0

@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.trainer --run RUN_ID [--config FILE]`: schedule, train and commit. Wiring only."""
+"""`python -m tidemill.services.trainer --run RUN_ID [--config FILE]`: schedule, train and commit."""
 
 import argparse
 import os

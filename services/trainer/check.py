@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.trainer.check '{"advantage": ..., "loss": ...}'`: can the user's own be loaded?
+"""`python -m tidemill.services.trainer.check '{"advantage": ..., "loss": ...}'`: can users' own be loaded?
 
 The argument is the section `trainer.algorithm`. Exits with 0, or with 2 and the reason on stderr. A process
 of its own, because importing a user's module runs whatever stands in it.

@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.trainer.weight_server`: weights over HTTP, for rollout workers without a shared folder.
+"""`python -m tidemill.services.trainer.weight_server`: weights over HTTP, where no folder is shared.
 
 Serves nothing but the files that a version's manifest names, to whoever has the token:
 

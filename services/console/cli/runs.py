@@ -114,7 +114,8 @@ def export(
 ) -> None:
     """Write a version of a run as a Hugging Face folder: config, tokenizer and safetensors.
 
-    Done by a worker of the run (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here otherwise.
+    Done by a worker of the run (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here
+    otherwise.
     """
     from tidemill.services.console.exports.export import export as export_version
 

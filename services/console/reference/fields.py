@@ -1,6 +1,7 @@
 """Every field of a config, from the models themselves: type, default, bounds, and what it is for.
 
-`tidemill check --fields` shows them; `python -m tidemill.services.console.reference.fields` prints docs/config.md.
+`tidemill check --fields` shows them; `python -m tidemill.services.console.reference.fields` prints
+docs/config.md.
 """
 
 import sys
@@ -188,7 +189,8 @@ def main(arguments: Sequence[str]) -> int:
     if Path(arguments[-1]).read_text(encoding="utf-8") == as_markdown():
         return 0
     print(
-        f"{arguments[-1]} is not current: python -m tidemill.services.console.reference.fields > {arguments[-1]}",
+        f"{arguments[-1]} is not current: "
+        f"python -m tidemill.services.console.reference.fields > {arguments[-1]}",
         file=sys.stderr,
     )
     return 1

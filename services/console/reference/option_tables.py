@@ -1,7 +1,7 @@
 """The options of verl, TRL and prime-rl with ours: the converters' tables, as part of docs/coming-from.md.
 
-`python -m tidemill.services.console.reference.option_tables docs/coming-from.md` writes them; `--check` says whether
-they are current.
+`python -m tidemill.services.console.reference.option_tables docs/coming-from.md` writes them;
+`--check` says whether they are current.
 """
 
 import sys
@@ -43,9 +43,7 @@ def _ours(row: Row) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into a file, or check them with `--check`; returns the exit code."""
-    return write_or_check(
-        arguments, HEADING, as_markdown, "tidemill.services.console.reference.option_tables"
-    )
+    return write_or_check(arguments, HEADING, as_markdown)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One RQ worker of a run's sandbox queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS`.
+"""An RQ worker of a run's sandbox queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS`.
 
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 RQ forks for every job, so a job that goes wrong takes nothing else with it. It ends with the process that

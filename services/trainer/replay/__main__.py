@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.trainer.replay --run ID --run-dir DIR --steps 3,17`: train committed steps again.
+"""`python -m tidemill.services.trainer.replay --run ID --run-dir DIR --steps 3,17`: trains steps again.
 
 A process of its own for `tidemill replay step`: it reads the run's folder, and its streams where
 TIDEMILL_REDIS_URL is set or the folder has an archive. It prints one JSON value a line on stdout: `start` for

@@ -55,4 +55,7 @@ def test_our_own_modules_are_started_without_the_working_directory(
     monkeypatch.chdir(folder)
     assert run_own(Program.JOBS, "run") == [sys.executable, "-P", "-m", "tidemill.services.jobs", "run"]
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    assert run_own(Program.JOBS, "run")[1] == "-P", "our folder, where we are installed"
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     assert run_own(Program.JOBS, "run") == [sys.executable, "-m", "tidemill.services.jobs", "run"]

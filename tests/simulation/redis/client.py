@@ -1,4 +1,4 @@
-"""A client of `MemoryServer` with the part of redis-py's asynchronous client that `tidemill.common.redis.broker` uses.
+"""A client of `MemoryServer` with what of redis-py's asynchronous client `common/redis/broker.py` uses.
 
 Each command is a message to the server and one back. What may happen on the way (it takes long, it is never
 applied, its answer never arrives) is for the `Network` to say.

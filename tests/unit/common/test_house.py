@@ -8,7 +8,7 @@ from pathlib import Path
 from tidemill.common.process.programs import ROOT
 
 MAX_FILES, MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 20, 400, 60, 10
-ROOMS = ("common", "services")
+ROOMS = ("common", "services", "tidemill")
 NO_CODE = {"__pycache__", "static", "templates"}
 
 

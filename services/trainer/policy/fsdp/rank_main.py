@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.trainer.policy.fsdp.rank_main`: a rank that trains its share of what rank 0 hands out.
+"""`python -m tidemill.services.trainer.policy.fsdp.rank_main`: a rank trains what rank 0 hands out.
 
 It needs no Redis: the config and every call to the policy come from rank 0. Signals are for rank 0 too: it
 drains, and then tells the other ranks to end.

@@ -270,7 +270,7 @@ RQ = re.compile(r"^\s*(?:import rq\b|from rq\S* import .*\b(?:Queue|\w*Worker|Jo
 
 
 def sources() -> list[Path]:
-    folders = ("common", "services", "benchmarks", "examples", "infra")
+    folders = ("common", "services", "tidemill", "benchmarks", "examples", "infra")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
