@@ -148,7 +148,7 @@ async def read_group(
         group.commit = await history.commit_of_ticket(number)
     elif lane is Lane.TRAIN and known and known.step >= 0:
         group.commit = await history.commit(known.step)
-    group.samples = _samples(made, scored, group.commit, number)
+    group.samples = samples_of(made, scored, group.commit, number)
     if group.is_trained and group.commit:
         group.manifest = await history.manifest(group.commit.version)
     elif known is None and group.ticket and (group.dropped_as or group.letters):
@@ -176,9 +176,10 @@ async def _letters(history: History, number: int, lane: Lane) -> list[tuple[str,
     return found
 
 
-def _samples(
+def samples_of(
     made: Iterable[Trajectory], scored: Iterable[Score], commit: Commit | None, number: int
 ) -> list[SampleRecord]:
+    """The samples of a group, by index, from its messages and the commit that names it."""
     samples: dict[int, SampleRecord] = {}
     for trajectory in made:
         sample = samples.setdefault(trajectory.index, SampleRecord(trajectory.index))

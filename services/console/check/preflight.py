@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.common.config import RunConfig, load_config
+from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.errors import TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from tidemill.common.process.gpu_sharing import count_gpus
@@ -55,14 +55,15 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
-    """Check a run's config and all it refers to.
+def examine(given: Path | RunConfig, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
+    """Check a run's config, or the file that holds it, and all it refers to.
 
     Raises:
         ConfigError: the config itself is bad.
         PreflightError: it is well-formed, but something it refers to is missing or wrong.
     """
-    findings = Findings(load_config(path, overrides))
+    is_file = isinstance(given, Path)
+    findings = Findings(load_config(given, overrides) if is_file else override_config(given, overrides))
     rows: Rows = {}
     problems = [
         problem
@@ -86,7 +87,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
     ]
     if problems:
         many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
-        raise PreflightError(f"{path}: {many}" + "\n\n".join(problems))
+        raise PreflightError(f"{given if is_file else 'config'}: {many}" + "\n\n".join(problems))
     return findings
 
 

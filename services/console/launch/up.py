@@ -25,6 +25,7 @@ from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_reco
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.launch.local_run import LocalRun
+from tidemill.services.console.launch.views import View
 from tidemill.services.console.options import UpOptions
 from tidemill.services.console.processes.service import (
     ServiceSpec,
@@ -41,7 +42,22 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
-    config = with_steps(examine(options.config, options.overrides).config)
+    return run_main(prepare(options, Console(highlight=False), specs_of).go())
+
+
+def prepare(
+    options: UpOptions,
+    console: Console,
+    specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs,
+    config: RunConfig | None = None,
+    view: View | None = None,
+) -> LocalRun:
+    """The run, checked and ready to go; `config` takes the place of the file that the options name.
+
+    Raises:
+        TidemillError: it cannot start as it is. Nothing was started, and no folder made.
+    """
+    config = with_steps(examine(config or options.config, options.overrides).config)
     runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
@@ -51,14 +67,12 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     if options.metrics_port is not None:
         specs.append(exporter_spec(config, options.metrics_port))
     _check_ports(specs)
-    console = Console(highlight=False)
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal
     for change in changes:
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)
-    run = LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command)
-    return run_main(run.go())
+    return LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command, view=view)
 
 
 def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:

@@ -9,6 +9,7 @@ import shlex
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,28 @@ def rescore(options: SandboxOptions, first: str | None, last: str | None) -> Non
     Raises:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
-    console, started = Console(stderr=options.as_json, highlight=False), time.monotonic()
-    scored = run_main(_score(options, "rescore", stretch(first, last), Pace(), console))
+    console = Console(stderr=options.as_json, highlight=False)
+    report, path = run_main(rescore_report(options, first, last, console))
+    if options.as_json:
+        print(json.dumps(report))
+        return
+    for table in rescore_tables(report):
+        console.print(table)
+    console.print(
+        f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}", soft_wrap=True
+    )
+
+
+async def rescore_report(
+    options: SandboxOptions, first: str | None, last: str | None, console: Console
+) -> tuple[dict[str, Any], Path]:
+    """Score history with another reward; the report, and the file it was written into.
+
+    Raises:
+        ConfigError: there is no such run or history, or the reward cannot be used.
+    """
+    started = time.monotonic()
+    scored = await _score(options, "rescore", stretch(first, last), Pace(), console)
     path = scored.sandbox.path / REPORT_FILE
     report = {
         "run": scored.source,
@@ -71,14 +92,7 @@ def rescore(options: SandboxOptions, first: str | None, last: str | None) -> Non
         "cost": _cost_of(scored, time.monotonic() - started),
     }
     write_atomically(path, json.dumps(report, indent=1) + "\n")
-    if options.as_json:
-        print(json.dumps(report))
-        return
-    for table in rescore_tables(report):
-        console.print(table)
-    console.print(
-        f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}", soft_wrap=True
-    )
+    return report, path
 
 
 def replay_trajectories(
