@@ -142,6 +142,11 @@ class DataConfig(Section):
     """Choose prompts by how often they were solved; null visits all alike, `{}` takes the defaults."""
 
     @property
+    def names(self) -> dict[str, str]:
+        """`columns`, for readers."""
+        return {name: theirs for name, theirs in self.columns.items()}
+
+    @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """The sources that `train` lists; empty where it names files."""
         if isinstance(self.train, str):

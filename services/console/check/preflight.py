@@ -62,8 +62,11 @@ def examine(given: Path | RunConfig, overrides: Iterable[str] = (), calls_reward
         ConfigError: the config itself is bad.
         PreflightError: it is well-formed, but something it refers to is missing or wrong.
     """
-    is_file = isinstance(given, Path)
-    findings = Findings(load_config(given, overrides) if is_file else override_config(given, overrides))
+    if isinstance(given, Path):
+        config = load_config(given, overrides)
+    else:
+        config = override_config(given, overrides)
+    findings = Findings(config)
     rows: Rows = {}
     problems = [
         problem
@@ -87,7 +90,9 @@ def examine(given: Path | RunConfig, overrides: Iterable[str] = (), calls_reward
     ]
     if problems:
         many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
-        raise PreflightError(f"{given if is_file else 'config'}: {many}" + "\n\n".join(problems))
+        raise PreflightError(
+            f"{given if isinstance(given, Path) else 'config'}: {many}" + "\n\n".join(problems)
+        )
     return findings
 
 
