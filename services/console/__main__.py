@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.services.console.cli import dead, records, runs
+from tidemill.services.console.options import naming_the_run, print_version
 
 app = typer.Typer(
     name="tidemill",
@@ -15,7 +17,6 @@ app = typer.Typer(
     "Begin with: tidemill check CONFIG, then: tidemill up CONFIG",
     epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,7 +39,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     runs.web: "Example: tidemill web arith-20260131-120000",
 }
 for command, example in EXAMPLES.items():
-    app.command(epilog=example)(command)
+    app.command(epilog=example)(naming_the_run(command))
 FAMILIES = {
     "replay": (runs.app, "Do again what was recorded: a step, or a stretch of trajectories."),
     "dead": (dead.app, "Messages that nobody could process: list, show, put back, drop."),
@@ -49,6 +50,16 @@ FAMILIES = {
 }
 for name, (family, text) in FAMILIES.items():
     app.add_typer(family, name=name, help=text, no_args_is_help=True)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=print_version, help="Say which it is."),
+    ] = False,
+) -> None:
+    """What goes before any command."""
 
 
 def main() -> None:

@@ -226,7 +226,7 @@ class CallbackView(PlainView):
 
 
 def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(record.get(name) for name in ("kind", "step", "version", "dataset"))
+    return tuple(record.get(name) for name in ("kind", "step", "version", "set"))
 
 
 async def _go(

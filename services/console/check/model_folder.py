@@ -3,6 +3,7 @@
 Reads the small JSON files only. The services load the model with their own libraries and may still refuse it.
 """
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     """
     folder = Path(model.path)
     if not folder.is_dir():
+        if "/" not in model.path and not is_path(model.path):
+            raise ConfigError(
+                f"model.path {model.path}: there is no such folder{_nearest_to(folder)}. Relative paths in a "
+                "config start at the config's folder; a model of the hub is OWNER/NAME."
+            )
         if is_path(model.path):
             raise ConfigError(
                 f"model.path {model.path} is not a folder; give the folder of a Hugging Face model with its "
@@ -72,6 +78,13 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
             "tokens; lower model.max_model_len."
         )
     return facts
+
+
+def _nearest_to(folder: Path) -> str:
+    """The folder beside it that has nearly this name."""
+    beside = [path.name for path in Path().iterdir() if path.is_dir()]
+    close = difflib.get_close_matches(folder.name, beside, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -9,21 +9,24 @@ from tidemill.services.console.options import (
     Json,
     LetterChoice,
     LetterFilter,
+    RunId,
     RunOption,
     RunsDir,
     argument,
     flag,
     grouped,
+    naming_the_run,
 )
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @app.command("list", epilog="Example: tidemill dead list --stream prompts --error 'schema 2'")
+@naming_the_run
 @grouped
 def show_list(
     wanted: LetterFilter,
-    run_id: RunOption = None,
+    run_id: RunId = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="At most so many, the newest; 0: all.")] = 100,
     as_json: Json = False,
     runs_dir: RunsDir = None,

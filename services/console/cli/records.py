@@ -13,6 +13,7 @@ from tidemill.services.console.options import (
     argument,
     flag,
     grouped,
+    naming_the_run,
     option,
 )
 
@@ -24,6 +25,7 @@ _ENTRY_TEXT = "An entry's id, a sample as TICKET.INDEX, or the number of a ticke
 
 
 @app.command("ls", epilog="Example: tidemill streams ls --json")
+@naming_the_run
 @grouped
 def show_list(options: StreamsOptions) -> None:
     """List the streams: how much there is and where, from when, and how far its readers are."""

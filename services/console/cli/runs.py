@@ -10,6 +10,7 @@ from tidemill.services.console.options import (
     CheckOptions,
     ConvertOptions,
     DiffOptions,
+    FailOnWarning,
     Json,
     PlanOptions,
     ReplayOptions,
@@ -20,6 +21,7 @@ from tidemill.services.console.options import (
     WebOptions,
     flag,
     grouped,
+    naming_the_run,
     option,
 )
 
@@ -28,8 +30,8 @@ from tidemill.services.console.options import (
 def check(options: CheckOptions) -> None:
     """Find every mistake of a run before it starts, and say what the run will do.
 
-    Reads the config, all rows of the datasets, the model folder and the reward function, and tries Redis if
-    TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
+    Reads the config, all rows of the datasets and the model folder, calls the reward functions once, and
+    tries Redis if TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
     """
     if options.fields:
         from tidemill.services.console.reference.fields import print_fields
@@ -37,11 +39,15 @@ def check(options: CheckOptions) -> None:
         print_fields(str(options.config or ""))
         return
     from tidemill.services.console.check.preflight import examine
-    from tidemill.services.console.plan.explain import explain
+    from tidemill.services.console.plan.explain import explain, print_findings
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
-    explain(examine(options.config, options.overrides, options.calls_reward), with_preset=options.explains)
+    findings = examine(options.config, options.overrides, options.calls_reward)
+    if options.as_json:
+        print_findings(findings)
+    else:
+        explain(findings, with_preset=options.explains)
 
 
 @grouped
@@ -83,7 +89,12 @@ def status(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None
     show_status(run_id, as_json, runs_dir)
 
 
-def report(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None) -> None:
+def report(
+    run_id: RunId = None,
+    as_json: Json = False,
+    fails_on_warning: FailOnWarning = False,
+    runs_dir: RunsDir = None,
+) -> None:
     """Say what a finished run came to, from its commits: where `tidemill up` has not seen it to its end.
 
     Writes summary.json and reward.png into the run's folder. Exits with 1 if anything was lost, trained
@@ -91,7 +102,7 @@ def report(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None
     """
     from tidemill.services.console.status.report import show_report
 
-    raise typer.Exit(show_report(run_id, as_json, runs_dir))
+    raise typer.Exit(show_report(run_id, as_json, runs_dir, fails_on_warning))
 
 
 def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
@@ -185,6 +196,7 @@ def rescore(
 
 
 @app.command(epilog="Example: tidemill replay trajectories arith-1 --from 10 --to 20 --speed 10x")
+@naming_the_run
 @grouped
 def trajectories(
     options: SandboxOptions,
@@ -209,6 +221,7 @@ def trajectories(
 
 
 @app.command(epilog="Example: tidemill replay step 412 --set trainer.optimizer.lr=1e-4")
+@naming_the_run
 @grouped
 def step(options: ReplayOptions) -> None:
     """Train a committed step again, and compare it bit by bit with what was recorded.

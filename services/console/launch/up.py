@@ -7,6 +7,7 @@ stops after them, because they drain through it. The summary is computed while R
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from tidemill.services.console.processes.service import (
     service_specs,
 )
 from tidemill.services.console.run.folder import RunFolder, folder_of_runs, nearest
+from tidemill.services.console.status.report import read_report
 
 
 def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:
@@ -42,7 +44,12 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
-    return run_main(prepare(options, Console(highlight=False), specs_of).go())
+    run = prepare(options, Console(highlight=False), specs_of)
+    code = run_main(run.go())
+    if code == 0 and options.fails_on_warning and (read_report(run.folder) or {}).get("warnings"):
+        print("tidemill up: a metric left its healthy range (--fail-on-warning)", file=sys.stderr)
+        return 1
+    return code
 
 
 def prepare(

@@ -107,7 +107,7 @@ class PlainView:
     def event(self, text: str) -> None:
         """Print a line."""
         with contextlib.suppress(OSError):
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
         """Nothing to leave."""

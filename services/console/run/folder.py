@@ -134,13 +134,17 @@ def folder_of_runs(given: Path | None) -> Path:
 
 
 def find_run(given: str | None, runs: Path) -> RunFolder:
-    """The run that the user means: by id, by its folder, from the environment, or the latest.
+    """The run that the user means: by id, by its folder wherever it is, from the environment, or the latest.
 
     Raises:
         ConfigError: no id was given and there is no latest run here.
     """
-    if given := given or os.environ.get(RUN_VARIABLE):
-        return RunFolder(runs, Path(given).name if "/" in given else given)
+    given = given or os.environ.get(RUN_VARIABLE)
+    if given and "/" in given:
+        folder = Path(given).resolve()  # runs/latest is a link
+        return RunFolder(folder.parent if folder.is_dir() else runs, folder.name)
+    if given and (given != LATEST or not (runs / LATEST).is_symlink()):
+        return RunFolder(runs, given)
     try:
         return RunFolder(runs, os.readlink(runs / LATEST).rstrip("/").rpartition("/")[2])
     except OSError:

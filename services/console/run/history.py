@@ -33,6 +33,10 @@ REDIS_DATA = ("appendonlydir", "appendonly.aof")
 """What a Redis of the run's own leaves behind: since version 7, and before."""
 
 
+class MissingHistoryError(ConfigError):
+    """Nothing is left of a run's streams."""
+
+
 @dataclass(frozen=True)
 class RunAccess:
     """A run that can be looked at."""
@@ -116,7 +120,7 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
                 raise
     if has_archive:
         return None, f"the archive in {archive_folder(folder.path)}", ""
-    raise ConfigError(
+    raise MissingHistoryError(
         f"nothing is left of the streams of run {folder.run_id}: {problem} There is neither data of a Redis "
         f"nor an archive in {folder.path}. Check the id and --runs-dir, or set {URL_VARIABLE} to the server "
         "that has the run."

@@ -9,6 +9,7 @@ lost and nothing trained twice:
 """
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -236,4 +237,31 @@ def failures(summary: RunSummary, config: RunConfig) -> list[str]:
 
 def summary_tree(summary: RunSummary, problems: Sequence[str]) -> dict[str, Any]:
     """The summary as plain values, with the verdict."""
-    return {**asdict(summary), "ok": not problems, "failures": list(problems)}
+    verdict, text = learning_of(summary)
+    learning = {"verdict": verdict, "text": text}
+    return {**asdict(summary), "ok": not problems, "failures": list(problems), "learning": learning}
+
+
+TOO_SHORT, NOTHING_LEARNED, LEARNED, FELL, UNKNOWN = "too_short", "nothing", "learned", "fell", ""
+MIN_STEPS = 9
+"""Three in each third."""
+NUM_ERRORS = 2.0
+"""Standard errors by which a reward must have moved to be more than noise."""
+
+
+def learning_of(summary: RunSummary) -> tuple[str, str]:
+    """Whether the reward rose, by its first and last third, and that in words; neither where all steps have
+    the same reward, as where a teacher is what is learned from."""
+    curve = summary.reward_curve
+    if curve and len(curve) < MIN_STEPS:
+        return TOO_SHORT, f"too short to tell: {len(curve)} steps, and at least {MIN_STEPS} are compared"
+    if not curve or max(curve) == min(curve):
+        return UNKNOWN, ""
+    third = len(curve) // 3
+    first, last = curve[:third], curve[-third:]
+    before, after = statistics.fmean(first), statistics.fmean(last)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
+    moved = f"from {before:.3f} in the first third of the steps to {after:.3f} in the last"
+    if abs(after - before) <= NUM_ERRORS * error:
+        return NOTHING_LEARNED, f"ran correctly, learned nothing: the reward went {moved}, within its noise"
+    return (LEARNED, f"the reward rose {moved}") if after > before else (FELL, f"the reward fell {moved}")

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import tidemill
 from tests.support.runs import simulated_config
+from tidemill.services.console.__main__ import app
 
 
 def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> None:
@@ -36,6 +38,11 @@ def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> No
         {record["step"]: record["reward"] for record in steps}
     )
     assert history.config.trainer.steps == 3
+    # The commands answer too, though the run's Redis is gone.
+    for words in (["report", str(runs / "one")], ["dead", "list", "--run", str(runs / "one")]):
+        said = CliRunner().invoke(app, words)
+        assert said.exit_code == 0, said.output
+        assert "no dead letters" in said.output or "too short to tell" in said.output
 
 
 async def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller(tmp_path: Path) -> None:

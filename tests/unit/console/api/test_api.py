@@ -86,9 +86,7 @@ def test_callbacks_get_each_record_once_and_false_stops_the_run_once(tmp_path: P
             file.write("".join(lines))
         view.show(RunSnapshot("r", 9, 1), {}, 0.0)
 
-    write(
-        '{"kind": "step", "step": 1}\n', '{"kind": "evaluation", "version": 2, "dataset": "a"}\n{"kind": "st'
-    )
+    write('{"kind": "step", "step": 1}\n', '{"kind": "evaluation", "version": 2, "set": "a"}\n{"kind": "st')
     write('ep", "step": 2}\n{"kind": "step", "step": 1}\n')
     write('{"kind": "step", "step": 3}\n', '{"kind": "step", "step": 4}\n')
     write('{"kind": "step", "step": 5}\n')
