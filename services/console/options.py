@@ -63,7 +63,7 @@ def naming_the_run(command: Callable[..., Any]) -> Callable[..., Any]:
     parameters = [item.replace(kind=keyword) for item in signature.parameters.values()]
     hidden = Annotated[str | None, typer.Option("--run", hidden=True, autocompletion=runs_here)]
     parameters.append(inspect.Parameter("run_option", keyword, default=None, annotation=hidden))
-    del run.__wrapped__  # type: ignore[attr-defined]
+    del run.__wrapped__
     run.__annotations__ = {item.name: item.annotation for item in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run

@@ -62,8 +62,9 @@ def examine(given: Path | RunConfig, overrides: Iterable[str] = (), calls_reward
         ConfigError: the config itself is bad.
         PreflightError: it is well-formed, but something it refers to is missing or wrong.
     """
-    is_loaded = isinstance(given, RunConfig)
-    findings = Findings(override_config(given, overrides) if is_loaded else load_config(given, overrides))
+    findings = Findings(
+        load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
+    )
     rows: Rows = {}
     problems = [
         problem

@@ -33,7 +33,7 @@ from tidemill.services.console.records.tables import print_values
 from tidemill.services.console.run.folder import connected, find_run, folder_of_runs, log_nothing
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.formats import printable, sample_name, when
-from tidemill.services.console.text.tables import jsonable, listing, name_table, plain_fields
+from tidemill.services.console.text.tables import jsonable, listing, name_table, plain_fields, terminal
 
 ERROR_CHARACTERS = 60
 HEX_ROW_BYTES = 16
@@ -151,7 +151,7 @@ def show_list(choice: LetterChoice, as_json: bool, limit: int) -> None:
     if as_json:
         print(json.dumps([as_tree(letter) for letter in shown], indent=2))
         return
-    console = Console(highlight=False)
+    console = terminal()
     if not letters:
         console.print("no dead letters" + (" that fit" if choice.is_narrow else ""))
         return

@@ -117,8 +117,9 @@ def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -
     learning = tree.get("learning") or {}
     if tree.get("ok"):
         said.append((("ok", "bold green"), "everything that was expected of the run holds"))
-    if text := learning.get("text"):
-        said.append((("learning", "yellow" if learning["verdict"] == NOTHING_LEARNED else "dim"), text))
+    if learning.get("text"):
+        style = "yellow" if learning["verdict"] == NOTHING_LEARNED else "dim"
+        said.append((("learning", style), learning["text"]))
     for (name, style), text in said:  # a terminal breaks between words; files and programs get whole lines
         console.print(Text.assemble((f"{name}  ", style), text), soft_wrap=not console.is_terminal)
 
