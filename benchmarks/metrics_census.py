@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics import MetricWrapperBase
 
 from benchmarks import metrics_ends
-from common.process.programs import run_main
-from common.telemetry.batched import MOST, Batched, Histogram
+from tidemill.common.process.programs import run_main
+from tidemill.common.telemetry.batched import MOST, Batched, Histogram
 
 OPERATIONS: tuple[tuple[type, str], ...] = (
     (Counter, "inc"),

@@ -20,15 +20,15 @@ from benchmarks.transport_ends import (
     score_of,
     trajectories,
 )
-from common.process.activity import Activity
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.streams import Consumer, Garbled, append
-from common.telemetry.batched import Batched, Histogram
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Lane, Trajectory
-from services.reward.worker_metrics import WorkerMetrics
-from services.rollout.group import SampleCounts
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Garbled, append
+from tidemill.common.telemetry.batched import Batched, Histogram
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.services.reward.worker_metrics import WorkerMetrics
+from tidemill.services.rollout.group import SampleCounts
 
 
 def silence() -> None:

@@ -33,11 +33,11 @@ from typing import Annotated
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from common.process.heartbeats import read_heartbeats
-from common.process.programs import run_main
-from common.streams import Entry, read_range
-from common.wire.messages import Commit
 from tests.support.runs import ServiceRun, simulated_config
+from tidemill.common.process.heartbeats import read_heartbeats
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire.messages import Commit
 
 GENERATION_S, LOGPROBS_S, TRAINING_S = 40.0, 46.0 + 37.0, 127.0
 REWARD_S = (1.0, 40.0)

@@ -18,14 +18,14 @@ import numpy as np
 import yaml
 
 from benchmarks.report import machine, print_result, print_table
-from common.config import RunConfig, parse_config
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import append
-from common.wire.keys import Keys
-from common.wire.messages import Score, ScoreStatus, Trajectory
+from tidemill.common.config import RunConfig, parse_config
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 
 GROUP_SIZE = 8
 BATCH = 512
@@ -113,7 +113,16 @@ def _score(number: int) -> Score:
 
 
 def _rescore(runs: Path, reward: str, workers: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "services.console", "rescore", "base", "--runs-dir", str(runs), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill.services.console",
+        "rescore",
+        "base",
+        "--runs-dir",
+        str(runs),
+        "--json",
+    ]
     command += ["--reward", reward, "--workers", str(workers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

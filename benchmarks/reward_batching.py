@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine, print_result, print_table
-from common.process.programs import run_main
-from services.reward.model_server.batcher import Batcher, BatchLimits
-from services.reward.model_server.scoring_model import ScoringModel
+from tidemill.common.process.programs import run_main
+from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 FIXED_ROWS = 16
 VOCAB_SIZE = 1024

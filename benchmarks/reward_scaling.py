@@ -27,14 +27,14 @@ import numpy as np
 import typer
 
 from benchmarks.report import machine, print_result, print_table
-from common.config import RunConfig
-from common.process.heartbeats import HEARTBEAT_S, read_heartbeats
-from common.process.programs import run_main
-from common.streams import append, group_status, last_id, length
-from common.wire.keys import REWARD_GROUP
-from common.wire.messages import Trajectory
 from tests.support.runs import ServiceRun
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.process.heartbeats import HEARTBEAT_S, read_heartbeats
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams import append, group_status, last_id, length
+from tidemill.common.wire.keys import REWARD_GROUP
+from tidemill.common.wire.messages import Trajectory
 
 DELAY_S = (1.0, 40.0)
 GROUPS, GROUP_SIZE = 1024, 5

@@ -24,7 +24,7 @@ from benchmarks.sessions_gateway import measure_gateway
 from benchmarks.sessions_held import measure_held
 from benchmarks.sessions_path import measure_path
 from benchmarks.sessions_prefix import measure_prefix
-from common.process.programs import run_main
+from tidemill.common.process.programs import run_main
 
 PARTS = ("single_turn", "held", "gateway", "prefix")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from common.config import RunConfig
-from common.wire.messages import SamplingParams
-from services.rollout.engines.engine import Generation
-from services.rollout.engines.model import open_model
-from services.rollout.gateway.server import Gateway
-from services.rollout.gateway.session import GatewaySession, Limits
-from services.rollout.sessions.template_chat import open_chat
 from tests.support.models import tiny_model, write_tokenizer
+from tidemill.common.config import RunConfig
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.engines.model import open_model
+from tidemill.services.rollout.gateway.server import Gateway
+from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.sessions.template_chat import open_chat
 
 SESSIONS, TURNS, WARM_UP = 40, 8, 5
 ANSWER_TOKENS, MESSAGE_WORDS = 64, 100

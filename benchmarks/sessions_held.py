@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import RunConfig
-from common.process.heartbeats import read_heartbeats
-from common.streams import append_numbered, last_id, length
-from common.wire.messages import SamplingParams, Ticket
 from tests.support.models import tiny_model
 from tests.support.runs import ServiceRun
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.process.heartbeats import read_heartbeats
+from tidemill.common.streams import append_numbered, last_id, length
+from tidemill.common.wire.messages import SamplingParams, Ticket
 
 TURNS, GROUP_SIZE = 4, 8
 DELAY_S = (0.05, 2.0)

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from common.process.activity import Activity
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import Consumer, Delivery, append_numbered
-from common.wire.keys import ROLLOUT_GROUP, Keys
-from common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.simulated import SimulatedEngine
-from services.rollout.environments import build_player
-from services.rollout.group import OF_THE_TICKET, GroupGenerator
-from services.rollout.weight_follower import WeightFollower
 from tests.support.training import trainer_config
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Consumer, Delivery, append_numbered
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
+from tidemill.services.rollout.engines.engine import GenerationRequest
+from tidemill.services.rollout.engines.simulated import SimulatedEngine
+from tidemill.services.rollout.environments import build_player
+from tidemill.services.rollout.group import OF_THE_TICKET, GroupGenerator
+from tidemill.services.rollout.weight_follower import WeightFollower
 
 GROUPS, GROUP_SIZE, TOKENS = 48, 16, 256
 Pair = tuple[float, float]

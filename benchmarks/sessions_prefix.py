@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from common.wire.messages import SamplingParams, Ticket
-from common.wire.segments import Session
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import Generation, GenerationRequest
-from services.rollout.environments import build_player
-from services.rollout.sessions.player import Played
 from tests.support.models import tiny_model
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.segments import Session
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.environments import build_player
+from tidemill.services.rollout.sessions.player import Played
 
 SESSIONS, TURNS, TURN_TOKENS, PROMPT_TOKENS = 64, 6, 128, 512
 """A turn that reaches its limit ends its session; the model ends most of them after some 30 tokens."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.samples import Sample
 
 GROUP_SIZE = 8
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from benchmarks.report import machine, print_result, print_table
-from common.config.trainer import TrainerConfig
-from services.trainer.groups.samples import MicroBatch, Sample
-from services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 PACKED_TOKENS, SEQUENCE_TOKENS, PROMPT_TOKENS = 16_384, 2_048, 256
 MICRO_BATCHES, STEPS = 4, 5

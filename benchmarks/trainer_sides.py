@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.trainer_cases import CASES, CPU_SHAPE, GPU_SCALE, GPU_SHAPE, make_batch, make_model
 from benchmarks.trainer_measures import LR, MAX_GRAD_NORM, Peak, now_s
-from services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.samples import Sample
 
 
 def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int) -> None:
@@ -38,10 +38,10 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
 
 def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """Form micro-batches, accumulate them, update: what the trainer's step does with a complete batch."""
-    from common.config.trainer import TrainerConfig
-    from services.trainer.groups.samples import form_micro_batches
-    from services.trainer.policy.policy import MicroBatchMetrics
-    from services.trainer.policy.transformers_policy import TransformersPolicy
+    from tidemill.common.config.trainer import TrainerConfig
+    from tidemill.services.trainer.groups.samples import form_micro_batches
+    from tidemill.services.trainer.policy.policy import MicroBatchMetrics
+    from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
     config = TrainerConfig.model_validate(
         {

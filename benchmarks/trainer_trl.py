@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
 from benchmarks.trainer_measures import LR, MAX_GRAD_NORM, Peak, now_s
-from services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.samples import Sample
 
 
 class GivenCompletions(GRPOTrainer):  # type: ignore[misc]

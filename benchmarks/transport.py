@@ -31,8 +31,8 @@ from statistics import median
 import redis
 
 from benchmarks.report import machine, print_result, print_table
-from common.errors import BrokerError, TidemillError
-from common.redis.embedded import EmbeddedRedis, available_servers, find_server
+from tidemill.common.errors import BrokerError, TidemillError
+from tidemill.common.redis.embedded import EmbeddedRedis, available_servers, find_server
 
 AOF_OFF, AOF_EVERYSEC = "no-aof", "everysec"
 SINGLE, BATCHED, RAW = "one record a call", "64 records a call", "raw arrays, 64 a call"
@@ -207,6 +207,9 @@ def _report(rows: Mapping[str, Row], records: int, repeats: int, version: str) -
             "records_per_s_raw": round(median(raw.at_once_aof)),
             "ratio_to_raw": round(median(ratios), 3),
             "cpu_us_per_record": {name: round(median(used), 1) for name, used in batched.cpu_us.items()},
+            "cpu_us_per_record_single": {
+                name: round(median(used), 1) for name, used in rows[SINGLE].cpu_us.items()
+            },
             "cpu_us_per_record_raw": {name: round(median(used), 1) for name, used in raw.cpu_us.items()},
             "records": records,
             "repeats": repeats,

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import redis
 
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.streams import Consumer, Garbled, OffsetReader, append
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Garbled, OffsetReader, append
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
 VOCABULARY = 151_936

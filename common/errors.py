@@ -51,6 +51,10 @@ class WeightsError(TidemillError):
     """A version's files are missing, torn, or do not match their checksums."""
 
 
+class WeightsMismatchError(WeightsError):
+    """An engine does not hold, or would not hold, what the trainer committed; a full version repairs it."""
+
+
 class ArchiveError(TidemillError):
     """The archive of a run is damaged, or not what its manifest says."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 from safetensors import SafetensorError
 
-from common.errors import TidemillError
+from tidemill.common.errors import TidemillError
 
 CHUNK_BYTES = 4 << 20
 """Bytes read at once for a checksum."""
@@ -127,14 +127,25 @@ def aside_folder(target: Path, what: str = "a folder") -> Iterator[Path]:
     Raises:
         StorageError: writing failed, inside the block or around it. `target` is as it was.
     """
-    aside = _aside_name(target)
     with storage_errors(what, target):
+        aside = begin_folder(target, what)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside.mkdir()
             yield aside
         finally:
             remove_folder(aside)
+
+
+def begin_folder(target: Path, what: str = "a folder") -> Path:
+    """An empty folder beside `target`, to fill and then `publish_folder`, or `remove_folder`.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    aside = _aside_name(target)
+    with storage_errors(what, target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
+    return aside
 
 
 def publish_folder(aside: Path, target: Path) -> None:

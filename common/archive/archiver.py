@@ -12,15 +12,16 @@ from pathlib import Path
 
 import structlog
 
-from common.archive import archive_folder, stream_folder
-from common.archive.manifest import Manifest, Segment, gaps
-from common.archive.writer import archive_stream, kept_aside, unlisted, writing
-from common.config import ArchiveConfig
-from common.errors import ArchiveError
-from common.files import LockedError, file_checksum
-from common.redis.broker import Broker
-from common.streams.selection import StreamName
-from common.wire.keys import Keys
+from tidemill.common.archive import archive_folder, stream_folder
+from tidemill.common.archive.manifest import Manifest, Segment, gaps, is_needed
+from tidemill.common.archive.writer import archive_stream, kept_aside, unlisted, writing
+from tidemill.common.config import ArchiveConfig
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import LockedError, file_checksum
+from tidemill.common.redis.broker import Broker
+from tidemill.common.store import ClaimStore
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +57,7 @@ async def archive_run(
     Raises:
         LockedError: another process archives this run, for longer than `patience_s`.
     """
+    broker.claims = broker.claims or ClaimStore(run_dir)
     ends = dict.fromkeys(StreamName, "+") if until is None else until
     size, deadline = int(config.segment_mb * MIB), time.monotonic() + patience_s
     while True:
@@ -76,16 +78,18 @@ async def archive_run(
 
 
 def retain(run_dir: Path, config: ArchiveConfig) -> int:
-    """Remove the oldest segments beyond the run's limits; returns how many. Call within `writing`.
+    """Remove the oldest segments beyond the run's limits, but none that a restart may replay; returns how
+    many. Call within `writing`.
 
     A manifest forgets a file before the file goes: readers find whole segments only.
     """
     manifests = [Manifest.load(stream_folder(run_dir, stream)) for stream in StreamName]
-    leaving = list(_too_much(manifests, config))
+    needed = [segment for m in manifests for segment in m.segments if is_needed(m.folder, segment)]
+    leaving = [segment for segment in _too_much(manifests, config) if segment not in needed]
     num_gone = 0
     for manifest in manifests:
         # From the beginning only: where a clock was set back, a later file may look older.
-        gone = list(takewhile(lambda segment: segment in leaving, manifest.segments))
+        gone = list(takewhile(leaving.__contains__, manifest.segments))
         if gone:
             manifest.without(gone)
             for segment in gone:

@@ -17,11 +17,11 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pyarrow as pa
 
-from common.streams.entries import Entry, Fields, Garbled, decoded, id_order
-from common.streams.selection import time_of
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.messages import Commit, Message, Trajectory
+from tidemill.common.streams.entries import Entry, Fields, Garbled, decoded, id_order
+from tidemill.common.streams.selection import time_of
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.messages import Commit, Message, Trajectory
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 ID, ID_MS, ID_SEQ = "id", "id_ms", "id_seq"
@@ -207,6 +207,16 @@ def records_of(table: pa.Table, message_type: type[Message]) -> Iterator[Entry[M
             yield decoded(entry_id.encode(), fields, message_type)
         else:
             yield Entry(entry_id, message_type.model_validate(dict(zip(names, row, strict=True))))
+
+
+def raw_entries_of(table: pa.Table, message_type: type[Message]) -> Iterator[RawEntry]:
+    """The same entries as they were in the stream."""
+    originals = table[ORIGINAL].to_pylist()
+    for original, record in zip(originals, records_of(table, message_type), strict=True):
+        if original is not None:
+            yield record.entry_id, {item["name"]: item["value"] for item in original}
+        elif isinstance(record, Entry):
+            yield record.entry_id, codec.encode(record.message)
 
 
 def schema_of(message_type: type[Message]) -> pa.Schema:

@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.errors import ArchiveError
-from common.files import storage_errors, write_atomically
-from common.streams.entries import START, id_before, id_order
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import storage_errors, write_atomically
+from tidemill.common.streams.entries import START, id_before, id_order
 
 MANIFEST_FILE = "_manifest.jsonl"
 """The underscore keeps it out of what other programs take for the files of a table."""
@@ -158,6 +158,10 @@ class Manifest:
         )
         return self._rewritten(self.segments[len(leaving) :], removed)
 
+    def cut(self, kept: Sequence[Segment]) -> "Manifest":
+        """List these segments and no others, durably."""
+        return self._rewritten(kept, self.removed)
+
     def _rewritten(self, segments: Sequence[Segment], removed: Removed) -> "Manifest":
         lines = [_line({"removed": asdict(removed)})] if removed != Removed() else []
         lines += [_line(asdict(segment)) for segment in segments]
@@ -183,19 +187,40 @@ def _line(tree: dict[str, Any]) -> bytes:
 
 TRIMMED_FILE = "_trimmed"
 """Beside a manifest: the id below which the stream has no entries any more."""
+NEEDED_FILE = "_needed"
+"""Beside a manifest: the id from which on a restarted trainer replays. Retention leaves it alone."""
 CONSECUTIVE = ("prompts", "commits")
 """Streams whose entries have the ids 1-0, 2-0, 3-0, ... without a gap."""
 
 
 def note_trim(folder: Path, first_id: str) -> None:
     """Remember durably that entries below `first_id` are about to leave Redis."""
-    if id_order(first_id) > id_order(_trimmed_below(folder)):
+    if id_order(first_id) > id_order(_noted(folder, TRIMMED_FILE)):
         write_atomically(folder / TRIMMED_FILE, first_id + "\n")
+
+
+def take_back_trim(folder: Path, first_id: str) -> None:
+    """Entries from `first_id` on have not left Redis: it has lost the trim, or the entries themselves."""
+    if id_order(first_id) < id_order(_noted(folder, TRIMMED_FILE)):
+        write_atomically(folder / TRIMMED_FILE, first_id + "\n")
+
+
+def note_needed(folder: Path, first_id: str) -> None:
+    """Remember durably that a trainer that restarts replays entries from `first_id` on."""
+    if not (folder / NEEDED_FILE).exists() or first_id != _noted(folder, NEEDED_FILE):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / NEEDED_FILE, first_id + "\n")
+
+
+def is_needed(folder: Path, segment: Segment) -> bool:
+    """Whether a restart may replay what is in the segment."""
+    has_note = (folder / NEEDED_FILE).exists()
+    return has_note and id_order(segment.last_id) >= id_order(_noted(folder, NEEDED_FILE))
 
 
 def trimmed_up_to(folder: Path) -> str:
     """No entry up to this one is in Redis any more; `START` where none was trimmed."""
-    return id_before(_trimmed_below(folder))
+    return id_before(_noted(folder, TRIMMED_FILE))
 
 
 def gaps(manifest: Manifest) -> Iterator[str]:
@@ -220,13 +245,13 @@ def gaps(manifest: Manifest) -> Iterator[str]:
         yield f"entries after {manifest.last_id} up to {trimmed} were trimmed from Redis and are not here"
 
 
-def _trimmed_below(folder: Path) -> str:
+def _noted(folder: Path, name: str) -> str:
     try:
-        text = (folder / TRIMMED_FILE).read_text(encoding="ascii").strip()
+        text = (folder / name).read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return START
     try:
         id_order(text)
     except ValueError:
-        raise ArchiveError(f"{folder / TRIMMED_FILE} holds {text[:40]!r}, expected an entry id") from None
+        raise ArchiveError(f"{folder / name} holds {text[:40]!r}, expected an entry id") from None
     return text

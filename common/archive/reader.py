@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from common.archive.columns import (
+from tidemill.common.archive.columns import (
     ID_MS,
     INT64_MAX,
     INT64_MIN,
@@ -26,11 +26,11 @@ from common.archive.columns import (
     derived_of,
     records_of,
 )
-from common.archive.manifest import Manifest, Segment
-from common.errors import ArchiveError
-from common.streams.entries import Entry, Garbled, id_order
-from common.streams.selection import TEXTS, Range, Selection, StreamName
-from common.wire.messages import Commit, Message, Trajectory
+from tidemill.common.archive.manifest import Manifest, Segment
+from tidemill.common.errors import ArchiveError
+from tidemill.common.streams.entries import Entry, Garbled, id_order
+from tidemill.common.streams.selection import TEXTS, Range, Selection, StreamName
+from tidemill.common.wire.messages import Commit, Message, Trajectory
 
 PART_ROWS = 256
 """Rows made into messages at once."""

@@ -8,6 +8,7 @@ writer reads it whole, with the checksums of its pages, and lists it where its e
 otherwise it keeps the file under another name, and says so. Only what retention has removed already goes.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -17,36 +18,38 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
 
-from common.archive import LOCK_FILE, archive_folder, stream_folder
-from common.archive.columns import (
+from tidemill.common.archive import LOCK_FILE, archive_folder, stream_folder
+from tidemill.common.archive.columns import (
     ID,
     ID_MS,
     ORIGINAL,
     RawEntry,
     columns_of,
     derived_of,
+    raw_entries_of,
     records_of,
     schema_of,
     table_of,
     widen,
 )
-from common.archive.manifest import (
+from tidemill.common.archive.manifest import (
     PREVIOUS_ID,
     SUFFIX,
     Manifest,
     Segment,
     segment_name,
+    take_back_trim,
     trimmed_up_to,
 )
-from common.files import aside_file, clear_aside, file_checksum, locked, publish_file
-from common.redis.broker import Broker
-from common.streams import read_raw
-from common.streams.entries import START, Entry, id_order
-from common.streams.selection import StreamName
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD
-from common.wire.keys import Keys
-from common.wire.messages import Message
+from tidemill.common.files import aside_file, clear_aside, file_checksum, locked, publish_file
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import has_claim, read_raw
+from tidemill.common.streams.entries import START, Entry, decoded, id_after, id_order
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Message, Trajectory
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +60,8 @@ READ_BYTES = 2 << 20
 """Payload asked for at once; the number of entries is adapted to their size."""
 MAX_READ_COUNT = 1024
 COMPRESSION_LEVEL = 3
+CLAIM = b"\xa5claim"
+"""How a payload with a claim names it: no need to decode the others."""
 
 
 @contextmanager
@@ -127,10 +132,23 @@ async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIte
     while found := await read_raw(broker, key, first, until, count):
         num_bytes = 1
         for entry in found:
-            num_bytes += payload_bytes(entry)
-            yield entry
+            whole = await _whole(broker, entry)
+            num_bytes += payload_bytes(whole)
+            yield whole
         first = f"({found[-1][0]}"
         count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(found) // num_bytes))
+
+
+async def _whole(broker: Broker, entry: RawEntry) -> RawEntry:
+    """The entry with the payload that it claims, as it would have come through the stream; itself where that
+    cannot be had."""
+    if broker.claims is None or CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
+        return entry
+    record = decoded(entry[0].encode(), entry[1], Trajectory)
+    if not isinstance(record, Entry) or not has_claim(record.message):
+        return entry
+    whole = await asyncio.to_thread(broker.claims.resolve, record.message)
+    return entry if has_claim(whole) else (entry[0], codec.encode(whole))
 
 
 def payload_bytes(entry: RawEntry) -> int:
@@ -227,6 +245,32 @@ def _open(path: Path, message_type: type[Message]) -> pq.ParquetWriter:
         use_byte_stream_split=[leaf for leaf in floats if leaf.startswith("logprobs")],
         write_statistics=[ID_MS, *(column.name for column in columns if column.has_statistics)],
     )
+
+
+def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
+    """Forget entries above `last_id`: Redis has lost them, and their samples are made anew. Returns how many.
+
+    Call within `writing`. May be repeated: where this is killed, files that it had to remove are there still.
+    """
+    manifest = Manifest.load(folder, salvage=True)
+    kept = [segment for segment in manifest.segments if id_order(segment.last_id) <= id_order(last_id)]
+    gone = manifest.segments[len(kept) :]
+    num_lost = sum(segment.entries for segment in gone)
+    if gone and id_order(gone[0].first_id) <= id_order(last_id):
+        building = SegmentFile(message_type, gone[0].previous_id)
+        with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
+            table = pq.read_table(manifest.path(gone[0]))
+            for entry in raw_entries_of(table, message_type):
+                if id_order(entry[0]) <= id_order(last_id):
+                    building.add(entry, aside)
+            if building.entries:
+                kept.append(building.publish(aside, folder))
+        num_lost -= building.entries
+    manifest.cut(kept)
+    for segment in gone:
+        manifest.path(segment).unlink(missing_ok=True)
+    take_back_trim(folder, id_after(last_id))
+    return num_lost
 
 
 KEPT_SUFFIX = ".unlisted"

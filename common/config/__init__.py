@@ -1,14 +1,14 @@
 """The run's configuration: one YAML file, one model, one section for each service."""
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.data import CurriculumConfig, DataConfig, SourceConfig
-from common.config.loading import load_config, override_config, parse_config
-from common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
-from common.config.reward import NamedRewardConfig, RewardCacheConfig, RewardConfig, RewardLimits
-from common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig
-from common.config.reward_teacher import TeacherConfig
-from common.config.rollout import RolloutConfig, SamplingConfig
-from common.config.run import (
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.data import CurriculumConfig, DataConfig, SourceConfig
+from tidemill.common.config.loading import load_config, override_config, parse_config
+from tidemill.common.config.recorded import Change, changed_fields, load_recorded, parse_recorded
+from tidemill.common.config.reward import NamedRewardConfig, RewardCacheConfig, RewardConfig, RewardLimits
+from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, SandboxConfig
+from tidemill.common.config.reward_teacher import TeacherConfig
+from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
+from tidemill.common.config.run import (
     ArchiveConfig,
     ExpectConfig,
     ModelConfig,
@@ -16,7 +16,7 @@ from common.config.run import (
     StreamsConfig,
     is_path,
 )
-from common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConfig
+from tidemill.common.config.trainer import EvaluationConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",

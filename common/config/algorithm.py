@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.algorithm_table import (
+from tidemill.common.config.algorithm_table import (
     ADVANTAGES,
     LOSSES,
     AdvantageTraits,
@@ -19,9 +19,9 @@ from common.config.algorithm_table import (
     Preset,
     with_preset,
 )
-from common.config.control import EntropyControlConfig, KlControlConfig, check_controls
-from common.config.corrections import Correction, with_correction
-from common.config.losses import (
+from tidemill.common.config.control import EntropyControlConfig, KlControlConfig, check_controls
+from tidemill.common.config.corrections import Correction, with_correction
+from tidemill.common.config.losses import (
     CovarianceConfig,
     DppoConfig,
     ImportanceConfig,
@@ -29,9 +29,9 @@ from common.config.losses import (
     VespoConfig,
     check_loss,
 )
-from common.config.penalties import KlConfig, ReferenceConfig, TeacherTermConfig
-from common.config.section import Section
-from common.config.shaping import LengthPenaltyConfig
+from tidemill.common.config.penalties import KlConfig, ReferenceConfig, TeacherTermConfig
+from tidemill.common.config.section import Section
+from tidemill.common.config.shaping import LengthPenaltyConfig
 
 DUAL_CLIP = 3.0
 """What `dual_clip: auto` bounds the ratio at."""

@@ -7,7 +7,7 @@ services/trainer/algorithm.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from common.config.section import filled_in
+from tidemill.common.config.section import filled_in
 
 
 @dataclass(frozen=True, slots=True)

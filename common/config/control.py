@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from common.config.section import Section
+from tidemill.common.config.section import Section
 
 
 class KlControlConfig(Section):

@@ -6,7 +6,7 @@
 
 from typing import Any, Literal
 
-from common.config.section import filled_in
+from tidemill.common.config.section import filled_in
 
 Correction = Literal[
     "decoupled_token_is",

@@ -4,9 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from common.config.section import Section
+from tidemill.common.config.section import Section
 
 SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+
+
+Columns = dict[
+    Literal["prompt", "ground_truth", "data_source", "extra_info"], Annotated[str, Field(min_length=1)]
+]
 
 
 class SourceSamplingConfig(Section):
@@ -45,6 +50,8 @@ class SourceConfig(Section):
     """As `data.shuffle`, which null takes."""
     prompt_column: str = ""
     """As `data.prompt_column`, which the empty text takes."""
+    columns: Columns = Field(default_factory=dict)
+    """As `data.columns`, which the empty mapping takes."""
     data_source: str = ""
     """The `data_source` of rows that have none; empty takes the source's name."""
     environment: str = ""
@@ -98,15 +105,20 @@ Train = Annotated[
 
 
 class DataConfig(Section):
-    """Datasets are JSONL or Parquet, in verl's columns or in GSM8K's `question` and `answer`, or sets of the
-    Hugging Face hub (`hub:OWNER/NAME`; docs/data.md)."""
+    """Datasets are JSONL, JSON, CSV or Parquet files, or sets of the Hugging Face hub (`hub:OWNER/NAME`), in
+    verl's columns or under the names that docs/data.md lists."""
 
     train: Train
-    """File or files with the training prompts, or a list of sources (docs/data.md)."""
+    """File or files with the training prompts (`data/*.parquet` is a pattern), or a list of sources
+    (docs/data.md)."""
     eval: dict[str, str] = Field(default_factory=dict)
     """Evaluation sets by name; each is scored by the rewards of the run whose `lanes` hold `eval`."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
+    """Column with the prompt: a string, or a list of chat messages. Left at `prompt`, rows without such a
+    column are taken by `messages`, `question` or `problem`."""
+    columns: Columns = Field(default_factory=dict)
+    """Own names of columns for `prompt`, `ground_truth`, `data_source` and `extra_info`, such as
+    `{prompt: instruction, ground_truth: meta.label}`; `meta.label` is `label` inside of `meta`."""
     system_prompt: str = ""
     """Put before the prompt where the tokenizer has a chat template."""
     prompt_suffix: str = ""
@@ -130,6 +142,11 @@ class DataConfig(Section):
     """Choose prompts by how often they were solved; null visits all alike, `{}` takes the defaults."""
 
     @property
+    def names(self) -> dict[str, str]:
+        """`columns`, for readers."""
+        return {name: theirs for name, theirs in self.columns.items()}
+
+    @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """The sources that `train` lists; empty where it names files."""
         if isinstance(self.train, str):
@@ -146,8 +163,19 @@ class DataConfig(Section):
     def of_source(self, source: SourceConfig) -> "DataConfig":
         """The section as it is for one source: files, column and shuffling are its own."""
         own: dict[str, Any] = {"train": source.path, "prompt_column": source.prompt_column}
-        own["shuffle"] = source.shuffle
-        return self.model_copy(update={name: value for name, value in own.items() if value not in ("", None)})
+        own |= {"shuffle": source.shuffle, "columns": source.columns}
+        given = {name: value for name, value in own.items() if value not in ("", None, {})}
+        return self.model_copy(update=given)
+
+    @model_validator(mode="after")
+    def _names_the_prompt_once(self) -> "DataConfig":
+        for data in (self, *map(self.of_source, self.sources)):
+            if "prompt" in data.columns and data.prompt_column != "prompt":
+                raise ValueError(
+                    f"prompt_column ({data.prompt_column}) and columns (prompt: {data.columns['prompt']}) "
+                    "both name the prompt; leave one of them out"
+                )
+        return self
 
     @field_validator("train")
     @classmethod

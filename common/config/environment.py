@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.config.section import Section
+from tidemill.common.config.section import Section
 
 SINGLE_TURN, TOOLS, AGENT = "single_turn", "tools", "agent"
 OPENENV = "openenv:"

@@ -1,5 +1,6 @@
 """Reads a run's YAML file and its `--set` overrides, with errors that name field, value and remedy."""
 
+import glob
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from common.config.data import TRAIN_KINDS
-from common.config.run import RunConfig
-from common.errors import ConfigError
+from tidemill.common.config.data import TRAIN_KINDS
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import ConfigError
 
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -110,7 +111,7 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
             folder, at, split = value.rpartition("@")  # a split of a dataset's folder
             if at and (base / folder).is_dir():
                 return f"{(base / folder).resolve()}@{split}"
-            if value.startswith((".", "/")) or (base / file).exists():
+            if value.startswith((".", "/")) or (base / file).exists() or any(_matches(base, value)):
                 return f"{(base / file).resolve()}{colon}{name}"
         return value
 
@@ -140,6 +141,11 @@ def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
                     section[name] = resolve(section[name])
             if isinstance(section, dict):
                 _resolve_servers(section, resolve, base)
+
+
+def _matches(base: Path, value: str) -> Iterator[str]:
+    """The files of a pattern such as `data/*.parquet`."""
+    return glob.iglob(str(base / value), recursive=True) if glob.has_magic(value) else iter(())
 
 
 def _resolve_servers(section: dict[str, Any], resolve: Callable[[Any], Any], base: Path) -> None:

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from common.config.section import Section
+from tidemill.common.config.section import Section
 
 if TYPE_CHECKING:
-    from common.config.algorithm import AlgorithmConfig
+    from tidemill.common.config.algorithm import AlgorithmConfig
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads `off` as false."""

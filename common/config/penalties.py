@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.config.losses import OFF
-from common.config.section import Section
+from tidemill.common.config.losses import OFF
+from tidemill.common.config.section import Section
 
 
 class KlConfig(Section):

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.config.loading import parse_config, read_tree
-from common.config.run import RunConfig
+from tidemill.common.config.loading import parse_config, read_tree
+from tidemill.common.config.run import RunConfig
 
 FORMER_VALUES: dict[str, Any] = {"trainer.algorithm.dual_clip": None, "trainer.algorithm.kl.bound": None}
 """Field -> what releases without it did, where today's default does something else."""
@@ -46,6 +46,7 @@ FIXED = {
     "model": "weights and checkpoints are those of this model",
     "data.train": "tickets are numbered by the position of their prompt",
     "data.prompt_column": "tickets are numbered by the position of their prompt",
+    "data.columns": "which rows are used, and what is asked, follows from it",
     "data.system_prompt": "the prompts of later steps would be others than those of earlier ones",
     "data.prompt_suffix": "the prompts of later steps would be others than those of earlier ones",
     "data.chat_template": "the prompts of later steps would be others than those of earlier ones",

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.reward_kinds import (
+from tidemill.common.config.reward_kinds import (
     JudgeConfig,
     LocalReplicasConfig,
     RemoteConfig,
@@ -17,8 +17,8 @@ from common.config.reward_kinds import (
     RoutingConfig,
     SandboxConfig,
 )
-from common.config.reward_teacher import TeacherConfig
-from common.config.section import Section
+from tidemill.common.config.reward_teacher import TeacherConfig
+from tidemill.common.config.section import Section
 
 KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.section import Section
+from tidemill.common.config.section import Section
 
 
 class LimitsConfig(Section):
@@ -234,7 +234,7 @@ class JudgeConfig(RemoteConfig):
 class RewardModelConfig(RemoteConfig):
     """A classifier that scores sequences or tokens, behind vLLM's pooling API or this project's own server.
 
-    Local replicas run `python -m services.reward.model_server`, or vLLM with `server: vllm`.
+    Local replicas run `python -m tidemill.services.reward.model_server`, or vLLM with `server: vllm`.
     """
 
     server: Literal["transformers", "vllm"] = "transformers"

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from common.config.reward_kinds import RemoteConfig
+from tidemill.common.config.reward_kinds import RemoteConfig
 
 
 class TeacherConfig(RemoteConfig):

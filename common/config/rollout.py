@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from common.config.environment import EnvironmentConfig
-from common.config.section import Section
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.config.section import Section
 
 
 class SamplingConfig(Section):
@@ -59,7 +59,10 @@ class SimulatedConfig(Section):
     jitter: float = Field(0.0, ge=0.0, le=1.0)
     """Spread of that time: uniform between (1 - jitter) and (1 + jitter) times the mean."""
     tokens: int = Field(16, ge=1, le=1 << 20)
-    """Tokens in each completion."""
+    """Tokens in each completion; with `sigma`, their median."""
+    sigma: float = Field(0.0, ge=0.0, le=3.0)
+    """Spread of the lengths, and of the times with them: log-normal around `tokens`, cut at
+    `sampling.max_tokens`. At 0.99 one completion in a hundred is ten times the median (arXiv 2510.12633)."""
     capacity: int = Field(1_000_000, ge=1)
     """Completions generated at once; others wait."""
     load_s: float = Field(0.0, ge=0.0, le=600.0)

@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.data import DataConfig, SourceConfig
-from common.config.reward import RewardConfig
-from common.config.rollout import RolloutConfig
-from common.config.section import Section
-from common.config.trainer import TrainerConfig
+from tidemill.common.config.data import DataConfig, SourceConfig
+from tidemill.common.config.reward import RewardConfig
+from tidemill.common.config.rollout import RolloutConfig
+from tidemill.common.config.section import Section
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.config.weights import WeightsConfig
 
 
 def is_path(model: str) -> bool:
@@ -44,8 +45,8 @@ class ArchiveConfig(Section):
     """Entries are written to Parquet files in the run's folder before they are trimmed from Redis."""
 
     enabled: bool = True
-    """Trim only what is archived, and archive the rest at the end; needs `python -m services.jobs RUN_ID`,
-    which `tidemill up` starts. Off, trimmed entries are gone."""
+    """Trim only what is archived, and archive the rest at the end; needs
+    `python -m tidemill.services.jobs RUN_ID`, which `tidemill up` starts. Off, trimmed entries are gone."""
     segment_mb: float = Field(32.0, ge=0.001, le=1024.0)
     """Payload of one file, in MiB. Redis keeps as much of each stream beyond what the run needs."""
     keep_gb: float | None = Field(None, ge=0.001, le=1e6)
@@ -66,8 +67,11 @@ class StreamsConfig(Section):
     in its worker in the last ones, so that it is not buried for what another one did."""
     max_message_mb: int = Field(64, ge=1, le=512)
     """Larger messages are refused before they are decoded, in MiB."""
+    claim_check_bytes: int = Field(0, ge=0, le=2**40)
+    """Training trajectories of so many bytes and more go to files in the run's folder, which all services
+    must share then; the stream gets pointer, size and digest. 0 puts everything into the stream."""
     trim: bool = True
-    """Trim the streams below what the last durable checkpoint needs."""
+    """Trim what is archived and not in flight any more; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
     """Files of what was in the streams."""
 
@@ -91,6 +95,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
     streams: StreamsConfig = StreamsConfig()
     expect: ExpectConfig = ExpectConfig()
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from common.config.section import Section
+from tidemill.common.config.section import Section
 
 
 class LengthPenaltyConfig(Section):

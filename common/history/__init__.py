@@ -1,8 +1,8 @@
 """What a run has written to its streams, wherever it is now: in Redis, in the archive, or in both."""
 
-from common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup, TicketCursor
-from common.history.history import History, Record, StreamSummary
-from common.streams.selection import ALL, Selection, StreamName, texts_of, time_of
+from tidemill.common.history.groups import GroupCursor, MissingRecordsError, RecordedGroup, TicketCursor
+from tidemill.common.history.history import History, Record, StreamSummary
+from tidemill.common.streams.selection import ALL, Selection, StreamName, texts_of, time_of
 
 __all__ = [
     "ALL",

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, cast
 
-from common.errors import TidemillError
-from common.history.history import History, Record
-from common.streams.entries import START, Entry, id_after
-from common.streams.selection import Selection, StreamName
-from common.wire.messages import Commit, Message, Score, Ticket, Trajectory, TrajectoryKey
+from tidemill.common.errors import TidemillError
+from tidemill.common.history.history import History, Record
+from tidemill.common.streams.entries import START, Entry, id_after
+from tidemill.common.streams.selection import Selection, StreamName
+from tidemill.common.wire.messages import Commit, Message, Score, Ticket, Trajectory, TrajectoryKey
 
 SPARE_TICKETS = 256
 """May be open beyond twice what admission allows: a resumed run may have had other limits."""

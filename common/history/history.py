@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from common.archive import stream_folder
-from common.archive.manifest import Manifest, gaps
-from common.redis.broker import Broker
-from common.streams import length, memory_bytes, read_back, read_range
-from common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
-from common.streams.selection import ALL, Selection, StreamName, numbered, time_of
-from common.wire.keys import Keys
-from common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.manifest import Manifest, gaps
+from tidemill.common.redis.broker import Broker
+from tidemill.common.store import ClaimStore
+from tidemill.common.streams import has_claim, length, memory_bytes, read_back, read_range
+from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
+from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,9 @@ class History:
         self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
         self.keys = Keys(run_id)
         self._checked: set[StreamName] = set()
+        self._claims = None if run_dir is None else ClaimStore(run_dir)
+        if broker is not None and broker.claims is None:
+            broker.claims = self._claims
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -257,11 +261,15 @@ class History:
         """Selected entries of the archive, read on a thread: whoever serves others goes on meanwhile."""
         if not manifest.segments:
             return
-        from common.archive.reader import select
+        from tidemill.common.archive.reader import select
 
         parts = select(manifest, stream, selection, backwards)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             for record in part:
+                if isinstance(record, Entry) and has_claim(record.message) and self._claims is not None:
+                    record = Entry(
+                        record.entry_id, await asyncio.to_thread(self._claims.resolve, record.message)
+                    )
                 yield record
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
-from common.history.history import History
-from common.history.sessions import SessionFacts, num_completion_tokens, session_facts
-from common.streams.entries import Entry, entry_id_of
-from common.streams.selection import Selection, StreamName
-from common.wire.messages import (
+from tidemill.common.history.groups import advantages_of, dropped_groups, left_out, micro_batches_of
+from tidemill.common.history.history import History
+from tidemill.common.history.sessions import SessionFacts, num_completion_tokens, session_facts
+from tidemill.common.history.windows import EVERYWHERE, KnownPlaces, near_tickets, nearby
+from tidemill.common.streams.entries import Entry, entry_id_of
+from tidemill.common.streams.selection import Selection, StreamName
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Lane,
@@ -113,34 +114,22 @@ class GroupRecord:
         return self.prompt_source.group_size if self.prompt_source else len(self.samples)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every sample and every score was found."""
+        found = sum(s.trajectory is not None and s.score is not None for s in self.samples)
+        return found >= self.group_size
+
+    @property
     def is_reversed(self) -> bool:
         """Whether its advantages fall where its rewards rise."""
         found = [(s.reward, s.advantage) for s in self.samples]
         return _is_reversed([(r, a) for r, a in found if r is not None and a is not None])
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPlaces:
-    """Where a group's entries are, for readers that know: nothing else is searched."""
-
-    trajectories: tuple[str, str] | None = None
-    """First and last entry id; None for none."""
-    scores: tuple[str, str] | None = None
-    step: int = -1
-    """Whose commit names the group; -1 for none."""
-    has_letters: bool = True
-
-
 async def read_group(
     history: History, number: int, lane: Lane = Lane.TRAIN, known: KnownPlaces | None = None
 ) -> GroupRecord:
     """Gather what the streams tell of a ticket."""
-    everywhere = ("-", "+")
-    made = await read_trajectories(history, number, lane, known.trajectories if known else everywhere)
-    scored: list[Score] = []
-    if window := known.scores if known else everywhere:
-        wanted = Selection(*window, tickets=(number, number))
-        scored = [m async for m in history.messages(StreamName.SCORES.of(lane), Score, wanted)]
     group = GroupRecord(number, lane, await history.ticket(number, lane))
     if known is None or known.has_letters:
         group.letters = await _letters(history, number, lane)
@@ -148,12 +137,26 @@ async def read_group(
         group.commit = await history.commit_of_ticket(number)
     elif lane is Lane.TRAIN and known and known.step >= 0:
         group.commit = await history.commit(known.step)
-    group.samples = _samples(made, scored, group.commit, number)
+    group.samples = await _read_group_samples(history, group, known or await nearby(history, number, lane))
+    if known is None and group.is_trained and not group.is_whole:
+        group.samples = await _read_group_samples(history, group, EVERYWHERE)
     if group.is_trained and group.commit:
         group.manifest = await history.manifest(group.commit.version)
     elif known is None and group.ticket and (group.dropped_as or group.letters):
         group.replaced_by = await _replacement(history, group.ticket)
     return group
+
+
+async def _read_group_samples(
+    history: History, group: GroupRecord, places: KnownPlaces
+) -> list[SampleRecord]:
+    number, lane = group.number, group.lane
+    made = await read_trajectories(history, number, lane, places.trajectories)
+    scored: list[Score] = []
+    if window := places.scores:
+        wanted = Selection(*window, tickets=(number, number))
+        scored = [m async for m in history.messages(StreamName.SCORES.of(lane), Score, wanted)]
+    return samples_of(made, scored, group.commit, number)
 
 
 async def read_trajectories(
@@ -176,9 +179,10 @@ async def _letters(history: History, number: int, lane: Lane) -> list[tuple[str,
     return found
 
 
-def _samples(
+def samples_of(
     made: Iterable[Trajectory], scored: Iterable[Score], commit: Commit | None, number: int
 ) -> list[SampleRecord]:
+    """The samples of a group, by index, from its messages and the commit that names it."""
     samples: dict[int, SampleRecord] = {}
     for trajectory in made:
         sample = samples.setdefault(trajectory.index, SampleRecord(trajectory.index))
@@ -326,8 +330,12 @@ async def read_step(history: History, step: int) -> StepRecord | None:
         return None
     record = StepRecord(commit, manifest=await history.manifest(commit.version))
     if wanted := set(commit.groups):
-        found = await read_samples(history, Selection(tickets=(min(wanted), max(wanted))))
-        record.samples = {key: sample for key, sample in found.items() if key[0] in wanted}
+        near = await near_tickets(history, StreamName.TRAJECTORIES, min(wanted), max(wanted))
+        for selection in (near, Selection(tickets=near.tickets)):
+            found = await read_samples(history, selection)
+            record.samples = {key: sample for key, sample in found.items() if key[0] in wanted}
+            if not record.num_lost:
+                break
     return record
 
 
@@ -340,11 +348,11 @@ async def read_samples(
         found.setdefault(made.key, _generated(made))
     if not found:
         return {}
-    of_them = Selection(tickets=(min(found)[0], max(found)[0]))
-    tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, of_them)
+    first, last, stream = min(found)[0], max(found)[0], StreamName.SCORES.of(lane)
+    tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, Selection(tickets=(first, last)))
     issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
     scores: dict[TrajectoryKey, Score] = {}
-    async for score in history.messages(StreamName.SCORES.of(lane), Score, of_them):
+    async for score in history.messages(stream, Score, await near_tickets(history, stream, first, last)):
         scores.setdefault(score.key, score)
     return {key: _scored(sample, issued.get(key[0], 0.0), scores.get(key)) for key, sample in found.items()}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from common.wire.messages import Trajectory
-from common.wire.segments import Segment, SessionEnd, Turn
+from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.segments import Segment, SessionEnd, Turn
 
 Said = Mapping[str, Any]
 """A chat message."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter
 
-from common.telemetry import metrics
+from tidemill.common.telemetry import metrics
 
 WINDOW_S = 60.0
 WAIT = "wait:"

@@ -6,11 +6,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.config import RewardConfig, RunConfig
-from common.config.algorithm import AlgorithmConfig, is_users_own
-from common.errors import ConfigError
-from common.process.programs import Program, run_own
-from common.run.dataset import Row
+from tidemill.common.config import RewardConfig, RunConfig
+from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import Program, run_own
+from tidemill.common.run.dataset import Row
 
 TIMEOUT_S = {Program.TRAINER_CHECK: 180.0, Program.REWARD_CHECK: 120.0, Program.ROLLOUT_CHECK: 180.0}
 """Importing torch on a busy machine takes its time."""

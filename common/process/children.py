@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from common.process.programs import ROOT, Child
-from common.wire.codec import pack
+from tidemill.common.process.programs import ROOT, Child
+from tidemill.common.wire.codec import pack
 
 Send = Callable[[dict[str, Any]], None]
 LENGTH = struct.Struct("<I")
@@ -32,7 +32,7 @@ PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_", "TIDEMILL_WEIGHTS_TOKEN")
 # The child imports from where its parent does, without a variable that would reach what it starts in turn.
 _BOOTSTRAP = (
     "import sys; fd, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]; "
-    "sys.path[:] = sys.argv[4:]; import common, services; del sys.path[0]; "
+    "sys.path[:] = sys.argv[4:]; import tidemill; del sys.path[0]; "
     "import importlib; importlib.import_module(name).main(fd, parent)"
 )
 

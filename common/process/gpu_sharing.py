@@ -21,8 +21,8 @@ from pathlib import Path
 
 import structlog
 
-from common.errors import ConfigError, TidemillError
-from common.telemetry import metrics
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.telemetry import metrics
 
 log = structlog.get_logger(__name__)
 

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.wire.keys import Keys
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.wire.keys import Keys
 
 ROLES = ("trainer", "rollout", "reward", "replica", "jobs.sandbox")
 """All that have heartbeats."""

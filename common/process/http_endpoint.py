@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from prometheus_client.registry import Collector
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 STALLED_AFTER_S = 30.0
 

@@ -11,66 +11,67 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds `common` and `services`."""
+import tidemill
+
+ROOT = Path(tidemill.__file__).absolute().parents[1]
+"""The folder that holds `tidemill`: a clone, or the site-packages that it is installed in."""
 
 
 class Program(StrEnum):
     """Modules to run with `python -m`."""
 
-    TRAINER = "services.trainer"
-    ROLLOUT = "services.rollout"
-    REWARD = "services.reward"
-    TRAINER_CHECK = "services.trainer.check"
+    TRAINER = "tidemill.services.trainer"
+    ROLLOUT = "tidemill.services.rollout"
+    REWARD = "tidemill.services.reward"
+    TRAINER_CHECK = "tidemill.services.trainer.check"
     """Loads and tries a user's own advantage and loss."""
-    REWARD_CHECK = "services.reward.check"
+    REWARD_CHECK = "tidemill.services.reward.check"
     """Loads every reward, and calls those that are functions."""
-    ROLLOUT_CHECK = "services.rollout.check"
+    ROLLOUT_CHECK = "tidemill.services.rollout.check"
     """Loads the environment, and plays one session with a script in place of the model."""
-    TRAINER_RANK = "services.trainer.policy.fsdp.rank_main"
+    TRAINER_RANK = "tidemill.services.trainer.policy.fsdp.rank_main"
     """Every rank of a trainer but the first."""
-    REPLAY = "services.trainer.replay"
-    REPLICA = "services.reward.replica"
+    REPLAY = "tidemill.services.trainer.replay"
+    REPLICA = "tidemill.services.reward.replica"
     """A server of a judge or reward model, and the process that looks after it."""
-    MODEL_SERVER = "services.reward.model_server"
-    JOBS = "services.jobs"
+    MODEL_SERVER = "tidemill.services.reward.model_server"
+    JOBS = "tidemill.services.jobs"
     """A worker for archiving and exports."""
-    ARCHIVE = "services.jobs.archive"
-    EXPORT = "services.jobs.export"
-    SANDBOX = "services.jobs.sandbox"
-    SANDBOX_QUEUE = "services.jobs.sandbox.rq_worker"
-    SANDBOX_CHECK = "services.jobs.sandbox.check"
-    EXPORTER = "services.console.exporter"
+    ARCHIVE = "tidemill.services.jobs.archive"
+    EXPORT = "tidemill.services.jobs.export"
+    SANDBOX = "tidemill.services.jobs.sandbox"
+    SANDBOX_QUEUE = "tidemill.services.jobs.sandbox.rq_worker"
+    SANDBOX_CHECK = "tidemill.services.jobs.sandbox.check"
+    EXPORTER = "tidemill.services.console.exporter"
 
 
 class JobFunction(StrEnum):
     """Functions that RQ jobs ask for. A worker looks them up in a table of its own, never by import."""
 
-    ARCHIVE = "services.jobs.archive.archive"
-    EXPORT = "services.jobs.export.export"
-    RUN_CODE = "services.jobs.sandbox.job.run_code"
+    ARCHIVE = "tidemill.services.jobs.archive.archive"
+    EXPORT = "tidemill.services.jobs.export.export"
+    RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
 
 
 class Child(StrEnum):
     """Modules whose `main` runs users' code in a process of its own (`children.py`)."""
 
-    SCORING = "services.reward.functions.processes.child"
-    ENVIRONMENTS = "services.rollout.environments.child"
-    AGENTS = "services.rollout.environments.agent_host"
+    SCORING = "tidemill.services.reward.functions.processes.child"
+    ENVIRONMENTS = "tidemill.services.rollout.environments.child"
+    AGENTS = "tidemill.services.rollout.environments.agent_host"
 
 
-VLLM_EXTENSION = "services.rollout.engines.vllm_worker_extension.WeightLoader"
+VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker_extension.WeightLoader"
 """The class that vLLM loads by name in its own worker processes."""
 
 
 def run_own(program: Program, *arguments: str) -> list[str]:
     """The command line that runs one of our modules.
 
-    `python -m NAME` looks into the working directory first, where a user's folder may be called `services`;
-    `-P` keeps it from doing so.
+    `python -m NAME` looks into the working directory first, where modules may be called like anything; `-P`
+    keeps it from doing so.
     """
-    # From our own folder nothing else can be meant, and it may be what makes the modules importable.
-    safe = [] if _is_own_folder() else ["-P"]
+    safe = [] if _is_imported_from_here() else ["-P"]
     return [sys.executable, *safe, "-m", program.value, *arguments]
 
 
@@ -80,9 +81,10 @@ def import_from_here() -> None:
         sys.path.append(folder)
 
 
-def _is_own_folder() -> bool:
+def _is_imported_from_here() -> bool:
+    """Whether the working directory is what makes us importable: `python -m tidemill` in a clone."""
     try:
-        return Path.cwd() == ROOT
+        return sys.path[:1] in ([""], [str(ROOT)]) and Path.cwd() == ROOT
     except OSError:  # the folder has been removed
         return False
 

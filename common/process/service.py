@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import structlog
 from prometheus_client.registry import Collector
 
-from common.config import RunConfig, load_config, load_recorded, override_config
-from common.errors import TidemillError, first_cause
-from common.process.activity import Activity
-from common.process.heartbeats import (
+from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
+from tidemill.common.errors import TidemillError, first_cause
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.heartbeats import (
     BLOCKING,
     HEARTBEAT_S,
     Heartbeat,
@@ -33,13 +33,13 @@ from common.process.heartbeats import (
     reachable_host,
     remove_heartbeat,
 )
-from common.process.http_endpoint import HttpEndpoint
-from common.process.programs import Program, run_main
-from common.process.stand_in import StandIn
-from common.redis.broker import Broker, redis_url
-from common.redis.client import make_client
-from common.run.prompt_lengths import with_steps
-from common.run.state import (
+from tidemill.common.process.http_endpoint import HttpEndpoint
+from tidemill.common.process.programs import Program, run_main
+from tidemill.common.process.stand_in import StandIn
+from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.client import make_client
+from tidemill.common.run.prompt_lengths import with_steps
+from tidemill.common.run.state import (
     CONFIG_FILE,
     UnknownRunError,
     has_finished,
@@ -47,9 +47,10 @@ from common.run.state import (
     register_config,
     runs_dir,
 )
-from common.telemetry import metrics
-from common.telemetry.logs import configure_logs
-from common.wire.keys import Keys
+from tidemill.common.store import ClaimStore
+from tidemill.common.telemetry import metrics
+from tidemill.common.telemetry.logs import configure_logs
+from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 
@@ -159,7 +160,7 @@ def run_service(
     """
     # Services share a machine's cores: threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    parser = _parser(role, program or Program(f"services.{role}"), describe)
+    parser = _parser(role, program or Program(f"tidemill.services.{role}"), describe)
     add_arguments(parser)
     options = parser.parse_args()
     configure_logs(role, options.name)
@@ -214,6 +215,7 @@ async def _serve(
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
+        broker.claims = ClaimStore(run_dir, config.streams.claim_check_bytes)
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import structlog
 
-from common.process.heartbeats import BLOCKING, Heartbeat
-from common.redis.broker import Broker
+from tidemill.common.process.heartbeats import BLOCKING, Heartbeat
+from tidemill.common.redis.broker import Broker
 
 log = structlog.get_logger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.errors import ConfigError
-from common.process.programs import import_from_here
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import import_from_here
 
 
 def load_users(field: str, reference: str, kind: str = "") -> Any:

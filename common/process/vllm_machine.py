@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 LIBNUMA = "libnuma.so.1"
 OWN_LIBRARIES = Path(sys.prefix) / "libnuma"
@@ -131,7 +131,7 @@ def _can_compile(variables: Mapping[str, str]) -> bool:
 
 
 def main() -> int:
-    """`python -m common.process.vllm_machine`: says what is missing; 0 where nothing is."""
+    """`python -m tidemill.common.process.vllm_machine`: says what is missing; 0 where nothing is."""
     try:
         check_machine("this machine")
     except ConfigError as error:

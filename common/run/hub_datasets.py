@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 HUB = "hub:"
 SAVED = ("dataset_info.json", "dataset_dict.json")

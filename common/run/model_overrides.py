@@ -6,8 +6,8 @@ What stands in config.json is merged before anything is built of it, so that all
 from collections.abc import Mapping
 from typing import Any
 
-from common.config import ModelConfig
-from common.errors import ConfigError
+from tidemill.common.config import ModelConfig
+from tidemill.common.errors import ConfigError
 
 ROPE = ("rope_scaling", "rope_parameters")
 """The former and the present name of the same field. The new value replaces the scaling; the base stays."""

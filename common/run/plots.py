@@ -1,6 +1,6 @@
 """The picture of a run: reward over steps, and what the evaluations say.
 
-Reads records of `metrics.jsonl` (see `common.run.state`) and nothing else, so it can be drawn again at any
+Reads records of `metrics.jsonl` (see `common/run/state.py`) and nothing else, so it can be drawn again at any
 time, during a run and after it.
 """
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.files import write_atomically
-from common.run.state import EVALUATION, STEP
+from tidemill.common.files import write_atomically
+from tidemill.common.run.state import EVALUATION, STEP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

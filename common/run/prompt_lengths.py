@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config import DataConfig, RunConfig, is_path, parse_config
-from common.errors import ConfigError
-from common.run.chat_template import ChatTemplate, RenderError
-from common.run.dataset import Row
-from common.run.training_rows import read_training_rows
+from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import ChatTemplate, RenderError
+from tidemill.common.run.dataset import Row
+from tidemill.common.run.training_rows import read_training_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from common.redis.broker import Broker
-from common.wire.keys import Keys
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 

@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError
-from common.redis.broker import Broker
-from common.wire.keys import RUNS, Keys
+from tidemill.common.errors import ConfigError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import RUNS, Keys
 
 if TYPE_CHECKING:
-    from common.config import RunConfig
+    from tidemill.common.config import RunConfig
 
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
@@ -35,7 +35,7 @@ async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
     Raises:
         UnknownRunError: this Redis does not know the run; the message lists the runs it knows.
     """
-    from common.config import parse_recorded
+    from tidemill.common.config import parse_recorded
 
     raw = await broker.execute("GET", keys.config)
     if raw is None:
@@ -56,7 +56,7 @@ async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "R
     Raises:
         ConfigError: the run was started with another config.
     """
-    from common.config import changed_fields
+    from tidemill.common.config import changed_fields
 
     config = config.model_copy(update={"run_id": keys.run_id})
     if await broker.execute("SET", keys.config, config.model_dump_json(), "NX"):

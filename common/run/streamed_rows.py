@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from common.errors import ConfigError
-from common.run.dataset import BYTE_ORDER_MARK, Row, jsonl_columns
-from common.run.hub_datasets import Table
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.data_files import BYTE_ORDER_MARK
+from tidemill.common.run.dataset import Row, jsonl_columns
+from tidemill.common.run.hub_datasets import Table
 
 
 class RowFile(Protocol):

@@ -5,15 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError
-from common.run.dataset import JSONL, Row, files_of, parse_row, read_dataset, suffix_of
-from common.run.hub_datasets import is_hub_dataset, open_hub_dataset, open_parquet
-from common.run.streamed_rows import JsonlFile, RowFile, StreamedRows, TableFile
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.data_files import JSONL, TABLES, files_of, is_document, suffix_of
+from tidemill.common.run.dataset import Row, parse_row, read_dataset
+from tidemill.common.run.hub_datasets import is_hub_dataset, open_hub_dataset, open_parquet
+from tidemill.common.run.streamed_rows import JsonlFile, RowFile, StreamedRows, TableFile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from common.config.data import DataConfig, SourceConfig
+    from tidemill.common.config.data import DataConfig, SourceConfig
 
 
 def read_training_rows(data: "DataConfig") -> dict[str, Sequence[Row]]:
@@ -25,30 +26,34 @@ def read_training_rows(data: "DataConfig") -> dict[str, Sequence[Row]]:
     if data.sources:
         return {source.name: _read_source(data, source) for source in data.sources}
     if data.stream:
-        return {"": _streamed(data.train_files, partial(_parse, data.prompt_column, None), data.max_rows)}
-    return {"": read_dataset(data.train_files, data.prompt_column, data.max_rows)}
+        return {"": _streamed(data.train_files, partial(_parse, data, None), data.max_rows)}
+    return {"": _read(data.train_files, data, data.max_rows)}
 
 
 def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dict[str, list[Row]]:
     """The rows of each evaluation set by its name, at most the first `max_rows` of each. Where training has
     sources, rows tell which set they are of. Raises ConfigError: as `read_dataset`."""
-    sets = {name: read_dataset(path, data.prompt_column, max_rows) for name, path in data.eval.items()}
+    sets = {name: _read(path, data, max_rows) for name, path in data.eval.items()}
     if not data.sources:
         return sets
     return {name: [replace(row, source=name) for row in rows] for name, rows in sets.items()}
 
 
 def _read_source(data: "DataConfig", source: "SourceConfig") -> Sequence[Row]:
-    column = data.of_source(source).prompt_column
+    own = data.of_source(source)
     if data.stream:
-        return _streamed(source.path, partial(_parse, column, source), data.max_rows)
-    return [_of_source(row, source) for row in read_dataset(source.path, column, data.max_rows)]
+        return _streamed(source.path, partial(_parse, own, source), data.max_rows)
+    return [_of_source(row, source) for row in _read(source.path, own, data.max_rows)]
+
+
+def _read(paths: str | list[str], data: "DataConfig", max_rows: int | None) -> list[Row]:
+    return read_dataset(paths, data.prompt_column, max_rows, data.names)
 
 
 def _parse(
-    column: str, source: "SourceConfig | None", columns: dict[str, Any], number: int, origin: str
+    data: "DataConfig", source: "SourceConfig | None", columns: dict[str, Any], number: int, origin: str
 ) -> Row:
-    row = parse_row(columns, column, number, origin)
+    row = parse_row(columns, data.prompt_column, number, origin, data.names)
     return row if source is None else _of_source(row, source)
 
 
@@ -69,6 +74,11 @@ def _streamed(paths: str | list[str], parse: Any, max_rows: int | None) -> Strea
 def _open(file: "Path") -> RowFile:
     if is_hub_dataset(str(file)):
         return TableFile(str(file), open_hub_dataset(str(file)))
-    if suffix_of(file) in JSONL:
+    suffix = suffix_of(file)
+    if suffix in TABLES or is_document(file):
+        raise ConfigError(
+            f"dataset {file} cannot be read row by row, as data.stream wants it; make it .jsonl or .parquet."
+        )
+    if suffix in JSONL:
         return JsonlFile(file)
     return TableFile(str(file), open_parquet(str(file)))

@@ -4,21 +4,20 @@ A manifest comes over the network, so nothing in it is believed: the paths it na
 run's folder, also after symbolic links are followed, and sizes and checksums must match the bytes.
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from common.errors import WeightsError
-from common.files import file_checksum
-from common.wire.messages import WeightFile, WeightManifest
+from tidemill.common.errors import WeightsError
+from tidemill.common.files import file_checksum
+from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 WEIGHTS_FOLDER = "weights"
 """Below the run's folder."""
 MANIFEST_FILE = "manifest.json"
 """Beside the weights of a version: its manifest, for people and for tools without Redis."""
-
-WEIGHTS_TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
-"""The secret that the weight server and those who download from it share."""
 
 
 def version_name(version: int) -> str:
@@ -54,6 +53,36 @@ def verified_files(run_dir: Path, manifest: WeightManifest) -> list[Path]:
     for path, file in zip(paths, manifest.files, strict=True):
         _check_content(path, file, where)
     return paths
+
+
+def read_chain(run_dir: Path, manifest: WeightManifest) -> list[WeightManifest]:
+    """The manifests that make up a version: a full one, then the deltas in order, `manifest` last.
+
+    Raises:
+        WeightsError: a parent is missing, or another one than the delta was made for.
+    """
+    chain = [manifest]
+    while (child := chain[0]).is_delta:
+        parent = read_manifest(run_dir, child.parent)
+        if parent is None or parent.digest != child.parent_digest:
+            found = "not there" if parent is None else f"of other weights ({parent.digest})"
+            raise WeightsError(
+                f"weights of version {manifest.version}: version {child.version} is a delta to version "
+                f"{child.parent} ({child.parent_digest}), which is {found}."
+            )
+        chain.insert(0, parent)
+    return chain
+
+
+def needed_versions(run_dir: Path, versions: Iterable[int]) -> set[int]:
+    """The versions that these are made of, themselves too. What cannot be read needs only itself."""
+    needed: set[int] = set()
+    for version in versions:
+        needed.add(version)
+        with suppress(WeightsError):
+            if manifest := read_manifest(run_dir, version):
+                needed.update(part.version for part in read_chain(run_dir, manifest))
+    return needed
 
 
 def read_manifest(run_dir: Path, version: int) -> WeightManifest | None:

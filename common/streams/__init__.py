@@ -1,7 +1,7 @@
 """The only place that spells Redis commands on streams: logs read by offset, and queues with leases."""
 
-from common.streams.consumer import Consumer
-from common.streams.dead_letters import (
+from tidemill.common.streams.consumer import Consumer
+from tidemill.common.streams.dead_letters import (
     DONE,
     LETTER_GONE,
     MESSAGE_GONE,
@@ -15,7 +15,7 @@ from common.streams.dead_letters import (
     remove_entries,
     requeue,
 )
-from common.streams.entries import (
+from tidemill.common.streams.entries import (
     START,
     Delivery,
     Entry,
@@ -27,7 +27,7 @@ from common.streams.entries import (
     id_before,
     id_order,
 )
-from common.streams.log import (
+from tidemill.common.streams.log import (
     Backlog,
     GroupStatus,
     Mark,
@@ -40,6 +40,7 @@ from common.streams.log import (
     backlog,
     ensure_group,
     group_status,
+    has_claim,
     last_id,
     length,
     memory_bytes,
@@ -49,9 +50,9 @@ from common.streams.log import (
     read_range,
     read_raw,
     scan,
-    trim_before,
 )
-from common.streams.trail import Rung, Trail
+from tidemill.common.streams.trail import Rung, Trail
+from tidemill.common.streams.trimming import continue_after, trim_before, trimmed_below
 
 __all__ = [
     "DONE",
@@ -78,11 +79,13 @@ __all__ = [
     "backlog",
     "bury",
     "bury_unread",
+    "continue_after",
     "dead_letter",
     "decoded",
     "ensure_group",
     "entry_id_of",
     "group_status",
+    "has_claim",
     "has_entry",
     "id_after",
     "id_before",
@@ -101,4 +104,5 @@ __all__ = [
     "requeue",
     "scan",
     "trim_before",
+    "trimmed_below",
 ]

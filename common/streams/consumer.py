@@ -16,15 +16,15 @@ from typing import Any, Generic, TypeVar
 import structlog
 from redis import exceptions as redis_errors
 
-from common.errors import LeaseLostError
-from common.process.stand_in import StandIn
-from common.redis.broker import Broker
-from common.streams.entries import START, Delivery, Fields, Garbled, decoded, in_parts
-from common.streams.log import block_ms, ensure_group, fields_of, is_without_group
-from common.telemetry import metrics
-from common.wire import codec
-from common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
-from common.wire.messages import Message, Trajectory
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.process.stand_in import StandIn
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.entries import START, Delivery, Fields, Garbled, at_random, decoded, in_parts
+from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
+from tidemill.common.wire.messages import Message, Trajectory
 
 log = structlog.get_logger(__name__)
 
@@ -89,10 +89,7 @@ class Consumer(Generic[M]):
                 await self._renewal
 
     async def fetch(self, count: int, block_s: float) -> list[Delivery[M] | Garbled]:
-        """Up to `count` messages: abandoned ones first, then new ones, waiting `block_s` for them.
-
-        A `Garbled` is held too: give it to `bury`.
-        """
+        """Up to `count` messages, abandoned ones first; waits `block_s` for new ones. `bury` a `Garbled`."""
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
@@ -247,7 +244,7 @@ class Consumer(Generic[M]):
         pairs = [
             (delivery.entry_id, max(delivery.attempts + change, 0))
             for delivery in deliveries
-            if not delivery.lost.is_set()
+            if not delivery.is_lost
         ]
         if pairs:
             args = [self.group, self.name, *(part for pair in pairs for part in pair)]
@@ -290,9 +287,11 @@ class Consumer(Generic[M]):
         self, deliveries: Sequence[Any], payloads: Sequence[bytes], out_key: str
     ) -> list[bool]:
         current = [self._is_current(delivery) for delivery in deliveries]
-        about = list(compress(deliveries, current))
+        about = deliveries
+        if not all(current):
+            about, payloads = list(compress(deliveries, current)), list(compress(payloads, current))
         ids = [delivery.entry_id for delivery in about]
-        pairs = zip(ids, compress(payloads, current), strict=True)
+        pairs = zip(ids, payloads, strict=True)
         args = [self.group, self.name, SCHEMA, *chain.from_iterable(pairs)]
         try:
             with self._settles(*ids):
@@ -313,8 +312,9 @@ class Consumer(Generic[M]):
         entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
         if isinstance(entry, Garbled):
             return entry
-        # Given to us a second time: Redis has lost the first, and what was begun under it with it.
-        self._lose(entry.entry_id)
+        if entry.entry_id in self.held:
+            # Given to us a second time: Redis has lost the first, and what was begun under it with it.
+            self._lose(entry.entry_id)
         delivery = Delivery(entry.entry_id, fields, entry.message, attempts)
         self.held[delivery.entry_id] = delivery
         return delivery
@@ -346,7 +346,7 @@ class Consumer(Generic[M]):
     def _lose(self, entry_id: str) -> None:
         delivery = self.held.pop(entry_id, None)
         if delivery is not None:
-            delivery.lost.set()
+            delivery.is_lost = True
             if delivery.on_lost is not None:
                 delivery.on_lost()
             metrics.LEASES_LOST.labels(self.label).inc()
@@ -361,7 +361,7 @@ class Consumer(Generic[M]):
         if self.broker.waited_s != self._waited_s:
             self._waited_s = self.broker.waited_s
             await self.renew()
-            self._next_reclaim = time.monotonic() + self.lease_s
+            self._next_reclaim = time.monotonic() + at_random(self.lease_s)
         if time.monotonic() < self._next_reclaim:
             return []
         args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, self._latest_ms()]
@@ -370,12 +370,12 @@ class Consumer(Generic[M]):
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self.label)
             await self.renew()
-            self._next_reclaim = time.monotonic() + self.lease_s
+            self._next_reclaim = time.monotonic() + at_random(self.lease_s)
             return []
         cursor, taken = found
         self._cursor = cursor.decode()
         if self._cursor == START and len(taken) < count:
-            self._next_reclaim = time.monotonic() + self.lease_s / RECLAIMS_PER_LEASE
+            self._next_reclaim = time.monotonic() + at_random(self.lease_s / RECLAIMS_PER_LEASE)
         deliveries = [
             self._hold(entry_id, fields_of(raw), attempts)
             for entry_id, raw, attempts in taken

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.redis.broker import Broker
-from common.streams.entries import Entry, Fields, Garbled
-from common.streams.log import append, scan
-from common.telemetry import metrics
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Message
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.entries import Entry, Fields, Garbled
+from tidemill.common.streams.log import append, scan
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Message
 
 log = structlog.get_logger(__name__)
 

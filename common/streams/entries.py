@@ -3,15 +3,15 @@
 Readers of archives and of whole histories need this much of a stream and no more.
 """
 
-import asyncio
+import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from common.errors import CodecError
-from common.wire import codec
-from common.wire.codec import MAX_PAYLOAD_BYTES
-from common.wire.messages import Message
+from tidemill.common.errors import CodecError
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES
+from tidemill.common.wire.messages import Message
 
 START = "0-0"
 """Before every entry."""
@@ -47,8 +47,8 @@ class Delivery(Generic[M]):
     fields: Fields
     message: M
     attempts: int
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when another consumer has taken the message over: stop working on it."""
+    is_lost: bool = False
+    """True once another consumer has taken the message over: stop working on it."""
     on_lost: Callable[[], object] | None = None
     """Called then, for who holds thousands and wants no task for each that waits."""
 
@@ -92,3 +92,11 @@ def decoded(
 def in_parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
     """The items, in parts that one call takes."""
     return (items[i : i + MAX_IN_ONE_CALL] for i in range(0, len(items), MAX_IN_ONE_CALL))
+
+
+JITTER = 0.25
+
+
+def at_random(pause_s: float) -> float:
+    """A pause that is a little longer: all workers have seen one outage, and must not all come at once."""
+    return pause_s * (1.0 + JITTER * random.random())

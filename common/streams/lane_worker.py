@@ -10,16 +10,20 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from common.process.service import ServiceContext
-from common.streams.consumer import Consumer
-from common.streams.dead_letters import dead_letter
-from common.streams.entries import Delivery, Garbled
-from common.wire.messages import Lane, Message
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams.consumer import Consumer
+from tidemill.common.streams.dead_letters import dead_letter
+from tidemill.common.streams.entries import Delivery, Garbled
+from tidemill.common.streams.log import has_claim
+from tidemill.common.wire.messages import Lane, Message
 
 log = structlog.get_logger(__name__)
 
-BLOCK_S = 0.5
-"""Longest wait for new messages; a stop is noticed no later than this."""
+BLOCK_S, LONGEST_BLOCK_S = 0.5, 2.0
+"""Wait for new messages; a stop is noticed no later than this. While nothing comes, the wait grows: a
+thousand workers whose evaluation lane is idle must not keep Redis busy."""
+BLOCKS_PER_LEASE = 8
+"""What others have abandoned is looked for between two waits."""
 
 M = TypeVar("M", bound=Message)
 Result = TypeVar("Result")
@@ -50,6 +54,8 @@ class LaneWorker(ABC, Generic[M]):
         )
         self.running: set[asyncio.Task[Any]] = set()
         self._tasks = asyncio.TaskGroup()
+        self._block_s = BLOCK_S
+        self._longest_block_s = max(BLOCK_S, min(LONGEST_BLOCK_S, streams.lease_s / BLOCKS_PER_LEASE))
         self._slot_freed = asyncio.Event()
 
     @property
@@ -92,7 +98,13 @@ class LaneWorker(ABC, Generic[M]):
 
         Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
         """
-        return await self.consumer.fetch(count, BLOCK_S)
+        deliveries = await self.consumer.fetch(count, self._block_s)
+        self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
+        if (claims := self.context.broker.claims) is not None:
+            for held in deliveries:
+                if isinstance(held, Delivery) and has_claim(held.message):
+                    held.message = await asyncio.to_thread(claims.resolve, held.message)
+        return deliveries
 
     def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Work on a message in a task, which ends with the message's lease: another worker has it then."""

@@ -1,18 +1,19 @@
-"""Streams as logs: append, read by offset, scan, trim.
+"""Streams as logs: append, read by offset, scan.
 
 Appends that must happen once carry an explicit entry id, so that repeating them fails harmlessly. An
 entry that cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from redis import exceptions as redis_errors
 
-from common.errors import TidemillError
-from common.redis.broker import MAX_BLOCK_S, Broker
-from common.streams.entries import (
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import MAX_BLOCK_S, Broker
+from tidemill.common.streams.entries import (
     START,
     Entry,
     Fields,
@@ -22,10 +23,10 @@ from common.streams.entries import (
     id_before,
     id_order,
 )
-from common.streams.trail import Trail
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.messages import Message
+from tidemill.common.streams.trail import Trail
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.messages import Message, Trajectory
 
 BYTES_IN_ONE_TRANSACTION = 256 << 10
 """Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
@@ -141,7 +142,21 @@ async def read_range(
     """Entries with ids from `first` to `last`, inclusive."""
     limit = ("COUNT", count) if count else ()
     reply = await broker.execute("XRANGE", key, first, last, *limit)
-    return [decoded(entry_id, fields_of(raw), message_type) for entry_id, raw in reply]
+    return await resolved(broker, [decoded(i, fields_of(raw), message_type) for i, raw in reply])
+
+
+async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
+    """The same, with the payloads that they only claim, read on a thread."""
+    claims = broker.claims
+    if claims is None or not any(isinstance(r, Entry) and has_claim(r.message) for r in records):
+        return records
+    found = (r if isinstance(r, Garbled) else Entry(r.entry_id, claims.resolve(r.message)) for r in records)
+    return await asyncio.to_thread(list, found)
+
+
+def has_claim(message: Message) -> bool:
+    """Whether the message is elsewhere, and this only its claim."""
+    return isinstance(message, Trajectory) and message.claim is not None
 
 
 async def read_raw(
@@ -157,7 +172,7 @@ async def read_back(
 ) -> list[Entry[M] | Garbled]:
     """Entries with ids from `last` back to `first`, inclusive, the newest first."""
     reply = await broker.execute("XREVRANGE", key, last, first, "COUNT", count)
-    return [decoded(entry_id, fields_of(raw), message_type) for entry_id, raw in reply]
+    return await resolved(broker, [decoded(i, fields_of(raw), message_type) for i, raw in reply])
 
 
 async def memory_bytes(broker: Broker, key: str) -> int:
@@ -184,20 +199,6 @@ async def read_newest(broker: Broker, key: str, message_type: type[M]) -> Entry[
                 return entry
         last = id_before(entries[-1].entry_id)
     return None
-
-
-async def trim_before(broker: Broker, key: str, entry_id: str, mark: Mark | None = None) -> int:
-    """Remove entries below `entry_id`; returns how many. The only way in which entries ever go.
-
-    Raises:
-        MarkLostError: the server has not got the `mark`; nothing was removed.
-    """
-    if mark is None:
-        return int(await broker.execute("XTRIM", key, "MINID", entry_id))
-    removed = int(await broker.script("trim", [key, mark.key], [entry_id, mark.field, mark.value]))
-    if removed < 0:
-        raise MarkLostError(f"Redis has lost a mark in {mark.key}")
-    return removed
 
 
 async def length(broker: Broker, key: str) -> int:
@@ -290,7 +291,8 @@ class OffsetReader(Generic[M]):
         reply = await self.broker.execute("XREAD", "COUNT", count, *block, "STREAMS", self.key, self.position)
         if not reply:
             return []
-        entries = [decoded(entry_id, fields_of(raw), self.message_type) for entry_id, raw in reply[0][1]]
+        found = [decoded(entry_id, fields_of(raw), self.message_type) for entry_id, raw in reply[0][1]]
+        entries = await resolved(self.broker, found)
         for entry_id, raw in reply[0][1]:
             self.trail.follow(entry_id.decode(), raw)
         self.position = entries[-1].entry_id

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from common.streams.entries import entry_id_of, id_order
-from common.wire.keys import Keys
-from common.wire.messages import (
+from tidemill.common.streams.entries import entry_id_of, id_order
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Lane,

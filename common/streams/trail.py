@@ -8,8 +8,8 @@ of one history only: what was read since it was last known that no other server 
 
 import xxhash
 
-from common.redis.broker import Broker
-from common.streams.entries import START, id_order
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.entries import START, id_order
 
 MAX_RUNGS = 256
 """When there are more, every second one goes: they stay spread over all that was read."""

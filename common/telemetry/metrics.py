@@ -1,14 +1,14 @@
 """Every metric of every service, with help and unit. Labels are few and of low cardinality.
 
 Most belong to the process that exports them. Those in `RUN` describe a whole run as Redis knows it, and are
-exported by one process: `python -m services.console.exporter`.
+exported by one process: `python -m tidemill.services.console.exporter`.
 """
 
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from common.telemetry.batched import Histogram
+from tidemill.common.telemetry.batched import Histogram
 
 RUN = CollectorRegistry()
 """Metrics of a run instead of a process."""
@@ -105,6 +105,10 @@ WEIGHT_DELAY_SECONDS = _Latency(
     "Time from the announcement of a version until this worker computed with it",
 )
 WEIGHT_FAILURES = Counter("tidemill_weight_failures_total", "Versions that could not be loaded when tried")
+WEIGHT_MISMATCHES = Counter(
+    "tidemill_weight_mismatches_total",
+    "Updates after which an engine did not hold what the trainer committed; it loaded the full version",
+)
 
 SCORES_PUBLISHED = Counter("tidemill_scores_published_total", "Scores published", ["lane", "status"])
 SCORE_SECONDS = _Latency("tidemill_score_seconds", "Time to score one trajectory", ["lane"])
@@ -221,7 +225,18 @@ COMMITTED_VERSION = Gauge("tidemill_committed_version", "Number of committed ste
 STEP_SECONDS = _Latency("tidemill_step_seconds", "Time from one commit to the next")
 COMMIT_SECONDS = _ShortTime("tidemill_commit_seconds", "Time to make one commit durable")
 CHECKPOINT_SECONDS = _Latency("tidemill_checkpoint_seconds", "Time to write a checkpoint")
-WEIGHTS_WRITE_SECONDS = _Latency("tidemill_weights_write_seconds", "Time to write and announce one version")
+WEIGHTS_COMPARE_SECONDS = _Latency(
+    "tidemill_weights_compare_seconds",
+    "Time that training stands still for one version: to find what changed",
+)
+WEIGHTS_WRITE_SECONDS = _Latency(
+    "tidemill_weights_write_seconds", "Time to write one version, beside the next step's work"
+)
+WEIGHTS_BYTES = Gauge("tidemill_weights_bytes", "Size of the last version's files")
+WEIGHTS_SHARE_CHANGED = Gauge(
+    "tidemill_weights_share_changed",
+    "Share of the weights' values that the last step changed; -1 not measured",
+)
 DISK_FREE_SHARE = Gauge(
     "tidemill_disk_free_share", "Share of the disk with the run's folder that is free, seen by the trainer"
 )

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from common.errors import CodecError
-from common.wire.arrays import pack_bits
-from common.wire.messages import Message
+from tidemill.common.errors import CodecError
+from tidemill.common.wire.arrays import pack_bits
+from tidemill.common.wire.messages import Message
 
 _ERRORS = "tidemill-lost-characters"
 _LONE = re.compile("[\ud800-\udfff]")

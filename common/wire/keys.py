@@ -8,8 +8,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from common.errors import ConfigError
-from common.wire.messages import Lane
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.messages import Lane
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

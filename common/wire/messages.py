@@ -8,13 +8,13 @@ Fields of a newer minor schema are ignored. Token ids travel end to end and are 
 import time
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
-from common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
+from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
+from tidemill.common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
 
 TrajectoryKey = tuple[int, int]
 """`(ticket, index)`: identifies one trajectory and its score everywhere downstream."""
@@ -86,6 +86,25 @@ class Ticket(PromptFields):
     issued_at: float = Field(default_factory=time.time)
 
 
+class Claim(BaseModel):
+    """Where the payload of a message lies that is too large for a stream."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    pointer: str = Field(pattern=r"^[0-9]+-[0-9]+-[0-9a-f]{32}$", description="name below the run's `claims`")
+    num_bytes: int = Field(ge=0)
+    digest: str = Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128 of the bytes")
+
+
+class Claims(Protocol):
+    """Finds what an entry has only a claim to."""
+
+    def resolve(self, message: Any) -> Any:
+        """The whole message; any other as it is."""
+
+    def check_in(self, sample: Any) -> Any:
+        """What to publish in its place."""
+
+
 class Trajectory(PromptFields):
     """One sample of a group: a completion, or a whole session. G is `group_size`, T the number of tokens in
     the completion of its first segment, which is the only one of a single turn."""
@@ -106,6 +125,8 @@ class Trajectory(PromptFields):
     finished_at: float = 0.0
     session: Session | None = Field(None, description="absent for a single turn")
     is_greedy: bool = Field(False, description="not sampled: a baseline for the others, never trained")
+    claim: Claim | None = Field(None, description="to everything else but the key, where that is too large")
+    fault: str = Field("", description="why the claimed payload cannot be had: the sample has failed")
 
     @property
     def key(self) -> TrajectoryKey:
@@ -168,6 +189,13 @@ class Trajectory(PromptFields):
         if self.index >= self.group_size:
             raise ValueError(f"index {self.index} is outside a group of {self.group_size}")
         return self
+
+
+def fault_of(sample: Trajectory) -> str:
+    """Why the sample has failed whatever its score says: what it claims cannot be had. Empty for others."""
+    if sample.claim is None:
+        return ""
+    return sample.fault or "its payload lies in the run's folder, which was not looked into"
 
 
 class ScoreStatus(StrEnum):
@@ -240,11 +268,41 @@ class WeightManifest(Message):
     version: int = Field(ge=0)
     folder: str = Field(pattern=r"^v[0-9]{8}$", description="below the run's `weights` folder")
     files: tuple[WeightFile, ...]
-    digest: str = Field(pattern=r"^[0-9a-f]{32}$")
+    digest: str = Field(
+        pattern=r"^(w1:)?[0-9a-f]{32}$", description="of these weights, or as an older release had it"
+    )
     announced_at: float = Field(default_factory=time.time)
     term: int = Field(
         0, ge=0, description="which trainer process of the run announced it: each has a greater number"
     )
+    encoding: str = Field("full", max_length=40, description="`full`, or the format of a delta")
+    parent: int = Field(-1, ge=-1, description="the version that a delta changes; -1 of a full one")
+    parent_digest: str = Field("", pattern=r"^((w1:)?[0-9a-f]{32})?$", description="the parent's")
+    base: int = Field(-1, ge=-1, description="the full version that the delta's chain begins with")
+    share_changed: float = Field(-1.0, ge=-1.0, le=1.0, description="of the elements; -1 where not measured")
+    chain_bytes: int = Field(0, ge=0, description="of all deltas since the base, this one's too")
+    full_bytes: int = Field(0, ge=0, description="of the same version in full; known of deltas")
+    encode_s: float = Field(0.0, ge=0.0, description="what encoding and writing took, beside training")
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether it changes another version, and is nothing alone."""
+        return self.encoding != "full"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its files."""
+        return sum(file.num_bytes for file in self.files)
+
+    @model_validator(mode="after")
+    def _check_chain(self) -> Self:
+        is_chained = 0 <= self.base <= self.parent < self.version and self.parent_digest
+        if self.is_delta and not is_chained:
+            raise ValueError(
+                f"version {self.version} in {self.encoding} needs a base and a parent below it, got base "
+                f"{self.base} and parent {self.parent}"
+            )
+        return self
 
 
 class Commit(Message):

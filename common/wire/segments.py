@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
+from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
 
 VersionSpan = tuple[int, int]
 """`(version, first_token)`: from this completion token on, `version` produced the tokens."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from common.wire.keys import Keys
+from tidemill.common.wire.keys import Keys
 
 REPO = Path(__file__).resolve().parents[2]
 DRAWING = REPO / "docs" / "architecture.svg"

@@ -10,8 +10,9 @@ REPO = Path(__file__).resolve().parents[2]
 ROOMS = ("docs", "examples", "infra", "services", "tests", "benchmarks")
 """Folders whose pages belong to the site, beside those at the root."""
 
-_FENCE = re.compile(r"^(```|~~~).*?^\1 *$", re.MULTILINE | re.DOTALL)
-_INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
+FENCE = re.compile(r"^(```|~~~) *(\w*).*?\n(.*?)^\1 *$", re.MULTILINE | re.DOTALL)
+"""A block of code: its fence, language and text."""
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -31,7 +32,7 @@ class Page:
     @cached_property
     def prose(self) -> str:
         """The text without blocks of code, whose brackets and headings mean something else."""
-        return _INDENTED.sub("\n", _FENCE.sub("", self.path.read_text(encoding="utf-8")))
+        return INDENTED.sub("\n", FENCE.sub("", self.path.read_text(encoding="utf-8")))
 
     @cached_property
     def anchors(self) -> frozenset[str]:

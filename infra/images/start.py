@@ -1,6 +1,6 @@
 """Starts a service in its container: on free GPUs, with a metrics port and a name that no other replica has.
 
-    start.py services.rollout --run my-run
+    start.py tidemill.services.rollout --run my-run
 
 `TIDEMILL_GPUS=0,1,2,3` names the GPUs of all replicas of a service on this machine, `TIDEMILL_GPUS_EACH`
 how many each of them gets (1). A replica takes the first free ones: it holds a lock on one file for each GPU,
@@ -43,7 +43,7 @@ def main() -> None:
     Path(os.environ.get(PORT_FILE_VARIABLE) or PORT_FILE).write_text(str(port), encoding="utf-8")
     name = f"{module.rpartition('.')[2]}-{socket.gethostname()}-{port}"
     given = ["--metrics-port", str(port), "--name", name]
-    os.execv(sys.executable, [sys.executable, "-m", module, *given, *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *given, *arguments])
 
 
 def take(wanted: list[str], count: int, folder: Path) -> list[str]:

@@ -27,12 +27,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the users of Redis.")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--run", action="append", default=[], metavar="RUN_ID", dest="runs")
+    parser.add_argument(
+        "--cluster", action="store_true", help="for a Redis Cluster, where RQ's keys name the run"
+    )
     options = parser.parse_args()
     if wrong := [run for run in options.runs if not RUN_ID.fullmatch(run)]:
         sys.exit(f"{wrong[0]!r} is no id of a run: expected letters, digits, '.', '_' and '-'")
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    every = RULES.read_text(encoding="utf-8").splitlines()
+    text = RULES.read_text(encoding="utf-8")
+    every = (text.replace("~rq:", "~rq:{*}:") if options.cluster else text).splitlines()
     rules = [_switched_off(line) if options.runs and _name(line) in OF_A_RUN else line for line in every]
     lines = _with_passwords(rules, folder / "passwords.env")
     for run in options.runs:
@@ -58,6 +62,7 @@ def _of_run(line: str, run: str) -> str:
     for every, one in (
         ("tidemill:{*}:", f"tidemill:{{{run}}}:"),
         (":tidemill:*:", f":tidemill:{run}:"),
+        ("rq:{*}:", f"rq:{{{run}}}:"),
         (":sandbox-*", f":sandbox-{digest}-*"),
         (":jobs-*", f":jobs-{digest}-*"),
     ):

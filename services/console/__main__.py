@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
-from common.errors import ConfigError, TidemillError
-from services.console.cli import dead, records, runs
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.services.console.cli import dead, records, runs, weights
+from tidemill.services.console.options import naming_the_run, print_version
 
 app = typer.Typer(
     name="tidemill",
@@ -15,7 +17,6 @@ app = typer.Typer(
     "Begin with: tidemill check CONFIG, then: tidemill up CONFIG",
     epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,10 +39,11 @@ EXAMPLES: dict[Callable[..., None], str] = {
     runs.web: "Example: tidemill web arith-20260131-120000",
 }
 for command, example in EXAMPLES.items():
-    app.command(epilog=example)(command)
+    app.command(epilog=example)(naming_the_run(command))
 FAMILIES = {
     "replay": (runs.app, "Do again what was recorded: a step, or a stretch of trajectories."),
     "dead": (dead.app, "Messages that nobody could process: list, show, put back, drop."),
+    "weights": (weights.app, "The versions of a run on the disk: list them, see that they are whole."),
     "streams": (
         records.app,
         "What a run has written: list, follow, show, search; from Redis or the archive.",
@@ -51,6 +53,16 @@ for name, (family, text) in FAMILIES.items():
     app.add_typer(family, name=name, help=text, no_args_is_help=True)
 
 
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=print_version, help="Say which it is."),
+    ] = False,
+) -> None:
+    """What goes before any command."""
+
+
 def main() -> None:
     """Run the command; mistakes of the user are answered in plain words."""
     try:
@@ -58,7 +70,7 @@ def main() -> None:
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         if isinstance(error, ConfigError) and error.unknown_fields:
-            from services.console.convert.aliases import names_elsewhere
+            from tidemill.services.console.convert.aliases import names_elsewhere
 
             print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -6,6 +6,7 @@ fields. Nothing heavy is imported here: `tidemill --help` reads this file.
 
 import functools
 import inspect
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import typer
+
+from tidemill.common.errors import ConfigError
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +45,42 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def naming_the_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command; where it takes the run as an argument, `--run` names it too."""
+    signature = inspect.signature(command, eval_str=True)
+    if "run_id" not in signature.parameters:
+        return command
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        named = values.pop("run_option")
+        if named and values["run_id"] and named != values["run_id"]:
+            raise ConfigError(f"two runs are named, {values['run_id']} and --run {named}; give one of them.")
+        values["run_id"] = values["run_id"] or named
+        return command(**values)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [item.replace(kind=keyword) for item in signature.parameters.values()]
+    hidden = Annotated[str | None, typer.Option("--run", hidden=True, autocompletion=runs_here)]
+    parameters.append(inspect.Parameter("run_option", keyword, default=None, annotation=hidden))
+    del run.__wrapped__
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def print_version(is_asked: bool) -> None:
+    """Print it and end."""
+    if is_asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"tidemill {version('tidemill')}")
+        except PackageNotFoundError:
+            print("tidemill, not installed: a clone")
+        raise typer.Exit
+
+
 def _default(item: Field[Any]) -> Any:
     if item.default_factory is not MISSING:
         return item.default_factory()
@@ -63,10 +102,19 @@ def argument(text: str, metavar: str | None = None, **more: Any) -> Any:
     return typer.Argument(help=text, metavar=metavar, show_default=False, **more)
 
 
-_RUN_TEXT = "The run; without it, TIDEMILL_RUN_ID, else runs/latest."
-RunId = Annotated[str | None, argument(_RUN_TEXT)]
-RunOption = Annotated[str | None, option("--run", _RUN_TEXT, "RUN_ID")]
-"""Where the arguments say something else."""
+def runs_here(incomplete: str) -> list[str]:
+    """Ids of the runs in the folder of runs, for a shell that completes one."""
+    runs = Path(os.environ.get("TIDEMILL_RUNS_DIR", "runs"))
+    if not runs.is_dir():
+        return []
+    folders = (path for path in runs.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(path.name for path in folders if path.name.startswith(incomplete))
+
+
+_RUN_TEXT = "The run, by its id or folder; without it, TIDEMILL_RUN_ID, else runs/latest."
+RunId = Annotated[str | None, argument(_RUN_TEXT, autocompletion=runs_here)]
+RunOption = Annotated[str | None, option("--run", _RUN_TEXT, "RUN_ID", autocompletion=runs_here)]
+"""Where the arguments say something else; commands with an argument take this too (`naming_the_run`)."""
 _RUNS_TEXT = "Folder of all runs. Without it: TIDEMILL_RUNS_DIR, else ./runs."
 RunsDir = Annotated[Path | None, option("--runs-dir", _RUNS_TEXT, "FOLDER")]
 ConfigFile = Annotated[Path, argument("The run's YAML file.")]
@@ -86,16 +134,19 @@ class CheckOptions:
     config: Annotated[Path | None, argument("The run's YAML file; with --fields, a section.")] = None
     overrides: Overrides = field(default_factory=list)
     calls_reward: Annotated[
-        bool, flag("--call-reward", "Also call the reward functions once, with the first row.")
-    ] = False
+        bool,
+        flag("--call-reward/--no-call-reward", "Call reward functions once, with the first row; no servers."),
+    ] = True
     explains: Annotated[
         bool, flag("--explain", "Also list what the preset of the algorithm sets, field by field.")
     ] = False
     fields: Annotated[bool, flag("--fields", "List all fields of a config instead, or of one SECTION.")] = (
         False
     )
+    as_json: Json = False
 
 
+FailOnWarning = Annotated[bool, flag("--fail-on-warning", "Exit with 1 where a metric left its range.")]
 _RUN_NAME_TEXT = "Name of the run. Without it: run_id of the config, else the config's folder and the time."
 _PORT_TEXT = "Also export the whole run for Prometheus on this port: /metrics, and /sd to find the rest."
 
@@ -111,6 +162,7 @@ class UpOptions:
     live: Annotated[bool, flag("--live/--no-live", "Live view; otherwise one line for each step.")] = True
     runs_dir: RunsDir = None
     metrics_port: Annotated[int | None, option("--metrics-port", _PORT_TEXT, "PORT", min=0, max=65535)] = None
+    fails_on_warning: FailOnWarning = False
 
     def command(self, run_id: str, resume: bool) -> str:
         """The command line that means this run, to be copied."""
@@ -170,6 +222,9 @@ class WebOptions:
         str, flag("--host", "Address to listen on. Any but this machine's own asks for a token.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8420
+    asks_token: Annotated[
+        bool, flag("--token", "Ask for a token on this machine too; who has it may write notes.")
+    ] = False
     host_names: Annotated[
         list[str],
         option(
@@ -198,7 +253,7 @@ class SelectionOptions:
 class StreamsOptions:
     """Which run, and how its streams are listed."""
 
-    run_id: RunOption = None
+    run_id: RunId = None
     as_json: JsonLines = False
     runs_dir: RunsDir = None
 

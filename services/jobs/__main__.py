@@ -1,4 +1,4 @@
-"""`python -m services.jobs RUN_ID`: an RQ worker for a run's jobs that nothing waits for: archiving, exports.
+"""`python -m tidemill.services.jobs RUN_ID`: an RQ worker for archiving and exports, which nothing waits for.
 
 Jobs travel as JSON, never as pickle, and are one of the functions in `known_jobs.py`. Start it where the
 folder of runs is. It waits for a Redis that is away, and takes only processor time that nobody else wants.
@@ -9,11 +9,11 @@ import os
 import secrets
 import sys
 
-from common.errors import TidemillError
-from common.redis.broker import redis_url
-from common.redis.client import make_blocking_client
-from common.wire.keys import Keys
-from services.jobs.known_jobs import KnownWorker, run_functions, work
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import redis_url
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs.known_jobs import KnownWorker, run_functions, work
 
 NICENESS = 10
 BEAT_S = 5
@@ -23,7 +23,7 @@ BEAT_S = 5
 def main(run_id: str, *options: str) -> int:
     """Work until SIGTERM; with `--burst`, until the queue is empty. A running job is finished first."""
     try:
-        keys, connection = Keys(run_id), make_blocking_client(redis_url())
+        keys, connection = Keys(run_id), make_blocking_client(redis_url(), run_id)
     except TidemillError as error:
         print(f"tidemill jobs: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""Streams of a run to its archive: an RQ job, and a command (`python -m services.jobs.archive --help`).
+"""Streams of a run to its archive: an RQ job, and a command (`python -m tidemill.services.jobs.archive`).
 
 Asked for by the trainer, which trims what is archived. Whether one runs, or two, or one was killed half-way:
 each entry is archived once. Start it where the folder of runs is.
@@ -8,14 +8,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.archive.archiver import archive_run
-from common.errors import TidemillError
-from common.files import LockedError
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.run.state import read_config
-from common.streams.selection import StreamName
-from common.wire.keys import Keys
+from tidemill.common.archive.archiver import archive_run
+from tidemill.common.errors import TidemillError
+from tidemill.common.files import LockedError
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import read_config
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire.keys import Keys
 
 PATIENCE_S = 60.0
 """How long another archiver of the run is waited for."""

@@ -1,7 +1,8 @@
 """A version of a run as a Hugging Face folder: config, tokenizer, weights, and where they come from.
 
-An RQ job, and a command (`python -m services.jobs.export --help`), which `tidemill export` calls.
-The weights are copied as the engines loaded them, after their checksums were checked; everything else comes
+An RQ job, and a command (`python -m tidemill.services.jobs.export --help`), which `tidemill export` calls.
+The weights are copied as the engines loaded them, after their checksums were checked; a delta is applied to
+the full version that its chain begins with, and the result held against its digest. Everything else comes
 from the model that the run started with. The folder appears by one rename, complete.
 """
 
@@ -13,12 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, TidemillError, WeightsError
-from common.files import aside_folder, publish_folder
-from common.run.model_overrides import overridden
-from common.run.state import BEST_FILE
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, verified_files
-from common.wire.messages import WeightManifest
+from tidemill.common.errors import ConfigError, TidemillError, WeightsError
+from tidemill.common.files import aside_folder, publish_folder
+from tidemill.common.run.model_overrides import overridden
+from tidemill.common.run.state import BEST_FILE
+from tidemill.common.run.weight_files import (
+    WEIGHTS_FOLDER,
+    folder_versions,
+    read_chain,
+    read_manifest,
+    verified_files,
+)
+from tidemill.common.weights.whole import check_whole, write_whole
 
 BEST, LAST = "best", "last"
 ORIGIN_FILE = "tidemill.json"
@@ -52,18 +59,20 @@ def export(
     manifest = read_manifest(run, number)
     if manifest is None:
         raise ConfigError(f"version {number} of {run.name} has no weights on the disk. {_known(run)}")
-    paths = verified_files(run, manifest)
+    base, *deltas = [verified_files(run, part) for part in read_chain(run, manifest)]
     source = _model_folder(model)
     with aside_folder(target, f"the export of version {number}") as aside:
         _copy_model_files(source, aside)
-        for path in paths:
-            shutil.copyfile(path, aside / path.name)
+        paths = write_whole(base, deltas, aside)
+        if deltas:
+            check_whole(paths, manifest)
         _change_config(aside / "config.json", dtype, overrides or {})
         _write_index(aside, [path.name for path in paths])
         origin = {"run_id": run.name, "version": number, "digest": manifest.digest, "model": model}
         (aside / ORIGIN_FILE).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+        num_bytes = sum(path.stat().st_size for path in paths)
         publish_folder(aside, target)
-    return {**origin, "folder": str(target), "num_bytes": _num_bytes(manifest)}
+    return {**origin, "folder": str(target), "num_bytes": num_bytes}
 
 
 def find_version(run: Path, version: str) -> int:
@@ -140,10 +149,6 @@ def _write_index(folder: Path, names: list[str]) -> None:
         weight_map |= {tensor: name for tensor in header if tensor != "__metadata__"}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def _num_bytes(manifest: WeightManifest) -> int:
-    return sum(file.num_bytes for file in manifest.files)
 
 
 def main() -> int:

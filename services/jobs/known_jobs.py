@@ -21,8 +21,8 @@ from rq.exceptions import NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from common.process.programs import JobFunction
-from common.streams.selection import StreamName
+from tidemill.common.process.programs import JobFunction
+from tidemill.common.streams.selection import StreamName
 
 # fmt: off
 FIELDS = frozenset((
@@ -72,7 +72,9 @@ class KnownJob(Job):
         Raises:
             UnknownJobError: there is none; nothing has been imported to find out.
         """
-        function = self.functions.get(str(self.func_name))
+        name = str(self.func_name)
+        # A job that waits since before the package had one name says `services.jobs...`.
+        function = self.functions.get(name) or self.functions.get(f"tidemill.{name}")
         if function is None or self.instance is not None:
             raise UnknownJobError(
                 f"{self.func_name} is no job of this worker; expected one of {', '.join(self.functions)}"
@@ -204,7 +206,7 @@ def run_functions(run_id: str) -> Functions:
         until: dict[StreamName, EntryId],
         is_last: StrictBool = False,
     ) -> dict[str, int]:
-        from services.jobs import archive
+        from tidemill.services.jobs import archive
 
         return archive.archive(run_id, run_dir, {str(name): last for name, last in until.items()}, is_last)
 
@@ -217,7 +219,7 @@ def run_functions(run_id: str) -> Functions:
         output: Annotated[Text, AfterValidator(_absolute)],
         overrides: dict[Text, JsonValue] | None = None,
     ) -> dict[str, Any]:
-        from services.jobs import export
+        from tidemill.services.jobs import export
 
         return export.export(run_dir, model, dtype, version, output, overrides)
 

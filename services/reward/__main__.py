@@ -1,8 +1,8 @@
-"""`python -m services.reward --run RUN_ID`: one reward worker; start as many as the rewards need."""
+"""`python -m tidemill.services.reward --run RUN_ID`: one reward worker; start as many as the rewards need."""
 
 import sys
 
-from common.process.service import ServiceMain, run_service
+from tidemill.common.process.service import ServiceMain, run_service
 
 
 def main() -> int:
@@ -13,7 +13,7 @@ def main() -> int:
 
 
 def _load() -> ServiceMain:
-    from services.reward.worker import serve
+    from tidemill.services.reward.worker import serve
 
     return serve
 

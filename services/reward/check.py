@@ -1,4 +1,4 @@
-"""`python -m services.reward.check '{"function": ..., ...}' [ROW [call]]`: can these rewards be loaded?
+"""`python -m tidemill.services.reward.check '{"function": ..., ...}' [ROW [call]]`: can rewards be loaded?
 
 ROW, a row of the dataset as JSON, has told what judges and reward models would read of it; with `call`, those
 that are functions are called once with it.
@@ -12,22 +12,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.config import NamedRewardConfig, RewardConfig
-from common.errors import ConfigError
-from common.process.checks import CALLED, READS
-from common.process.programs import run_main
-from common.run.chat_template import ChatTemplate, RenderError
-from common.run.dataset import PROMPT
-from services.reward.functions.group_functions import load_group_function
-from services.reward.functions.loading import load_function
-from services.reward.functions.reward_function import RewardFunction, TrlLog, trl_arguments
-from services.reward.functions.signature import Style
-from services.reward.outcome import AttemptError
-from services.reward.remote.judge import JudgePrompt
-from services.reward.remote.serving import template_file
-from services.reward.remote.teacher import TeacherPrompt
-from services.reward.rewards.reward import FunctionReward, check_reward
-from services.reward.sample import ChatMessages, RewardSample
+from tidemill.common.config import NamedRewardConfig, RewardConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.checks import CALLED, READS
+from tidemill.common.process.programs import run_main
+from tidemill.common.run.chat_template import ChatTemplate, RenderError
+from tidemill.common.run.dataset import PROMPT
+from tidemill.services.reward.functions.group_functions import load_group_function
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.reward_function import RewardFunction, TrlLog, trl_arguments
+from tidemill.services.reward.functions.signature import Style
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.judge import JudgePrompt
+from tidemill.services.reward.remote.serving import template_file
+from tidemill.services.reward.remote.teacher import TeacherPrompt
+from tidemill.services.reward.rewards.reward import FunctionReward, check_reward
+from tidemill.services.reward.sample import ChatMessages, RewardSample
 
 
 def main(argument: str, row: str = "", call: str = "") -> int:

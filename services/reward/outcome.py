@@ -15,9 +15,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from common.errors import RewardError
-from common.wire.codec import sendable
-from common.wire.messages import ScoreStatus
+from tidemill.common.errors import RewardError
+from tidemill.common.wire.codec import sendable
+from tidemill.common.wire.messages import ScoreStatus
 
 MAX_ERROR_CHARS = 500
 MAX_DETAIL_CHARS = 10_000

@@ -8,9 +8,9 @@ that was alone when its worker died goes to the dead letters. What waits here do
 import asyncio
 from typing import Protocol
 
-from common.process.service import ServiceContext
-from common.streams import Consumer, Delivery
-from common.wire.messages import Trajectory
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.wire.messages import Trajectory
 
 FEW = 8
 """Samples that run together where their first deliveries cleared nobody."""
@@ -83,7 +83,7 @@ class Quarantine:
                 while waiting and await self._is_alone():
                     company = self._company(waiting[0]) or FEW
                     together, waiting = waiting[:company], waiting[company:]
-                    together = [delivery for delivery in together if not delivery.lost.is_set()]
+                    together = [delivery for delivery in together if not delivery.is_lost]
                     await holder.consumer.unpark(together)
                     for delivery in together:
                         holder.start(delivery)

@@ -1,4 +1,4 @@
-"""`python -m services.reward.replica --run RUN_ID --reward NAME -- SERVER ARGUMENTS`: one server of a reward.
+"""`python -m tidemill.services.reward.replica --run RUN_ID --reward NAME -- SERVER ARGUMENTS`: one server.
 
 Starts the server as its child, waits until it is healthy, and registers its address for all reward workers of
 the run; takes the address back when it is told to stop or the server ends. Start and stop as many as needed,
@@ -8,8 +8,8 @@ on any machine that reaches Redis, while the run goes on.
 import argparse
 import sys
 
-from common.process.programs import Program
-from common.process.service import ServiceMain, run_service
+from tidemill.common.process.programs import Program
+from tidemill.common.process.service import ServiceMain, run_service
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _load() -> ServiceMain:
-    from services.reward.remote.serving import serve
+    from tidemill.services.reward.remote.serving import serve
 
     return serve
 

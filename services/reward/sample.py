@@ -4,9 +4,9 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from common.run.dataset import PROMPT
-from common.wire.messages import Lane, Trajectory, TrajectoryKey
-from common.wire.segments import Segment
+from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.messages import Lane, Trajectory, TrajectoryKey
+from tidemill.common.wire.segments import Segment
 
 ChatMessages = list[dict[str, Any]]
 

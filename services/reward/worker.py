@@ -10,20 +10,20 @@ import random
 import time
 from collections.abc import Callable
 
-from common.config import RewardConfig
-from common.process.service import ServiceContext
-from common.streams import Consumer, Delivery, Garbled
-from common.streams.lane_worker import LaneWorker
-from common.telemetry import metrics
-from common.wire.keys import REWARD_GROUP
-from common.wire.messages import Lane, Score, Trajectory
-from services.reward.quarantine import Quarantine
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.rewards.group_scoring import GroupScoring
-from services.reward.rewards.post_processing import PostProcessing
-from services.reward.rewards.weighted_sum import Parts, WeightedSum, make_weighted_sum
-from services.reward.sample import RewardSample
-from services.reward.worker_metrics import Capacity, WorkerMetrics
+from tidemill.common.config import RewardConfig
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Consumer, Delivery, Garbled
+from tidemill.common.streams.lane_worker import LaneWorker
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import REWARD_GROUP
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory, fault_of
+from tidemill.services.reward.quarantine import Quarantine
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.rewards.group_scoring import GroupScoring
+from tidemill.services.reward.rewards.post_processing import PostProcessing
+from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, make_weighted_sum
+from tidemill.services.reward.sample import RewardSample
+from tidemill.services.reward.worker_metrics import Capacity, WorkerMetrics
 
 MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
@@ -66,6 +66,14 @@ class Scorer:
 
     async def score(self, trajectory: Trajectory, lane: Lane) -> Score:
         """The score of one trajectory; it never raises for what a reward does."""
+        if problem := fault_of(trajectory):
+            return Score(
+                ticket=trajectory.ticket,
+                index=trajectory.index,
+                status=ScoreStatus.FAILED,
+                error=problem,
+                worker=self._worker,
+            )
         started = time.monotonic()
         sample = RewardSample.from_trajectory(trajectory, lane)
         total = self.reward.sum_up(await self.parts(sample))
@@ -163,13 +171,16 @@ class RewardLane(LaneWorker[Trajectory]):
             (suspects if self.quarantine.is_suspect(delivery) else trusted).append(delivery)
         await self.quarantine.admit(self.consumer, trusted)
         for delivery in trusted:
-            if not delivery.lost.is_set():
+            if not delivery.is_lost:
                 self.start(delivery)
         if suspects:
             await self.quarantine.work_off(self, suspects)
 
     def given_up(self, delivery: Delivery[Trajectory]) -> str:
-        """Only what was alone when its worker died is buried."""
+        """Only what was alone when its worker died is buried; and where groups are scored as a whole, what
+        has no payload: the others would wait for it."""
+        if self.groups.is_needed and (problem := fault_of(delivery.message)):
+            return problem
         if not self.quarantine.is_worn_out(delivery):
             return ""
         return (

@@ -7,14 +7,14 @@ from functools import partial
 
 import structlog
 
-from common.config import RewardConfig
-from common.process.activity import Activity
-from common.process.heartbeats import BLOCKING, FAILURES, Heartbeat
-from common.telemetry import metrics
-from common.telemetry.batched import Batched
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.rewards.reward import FunctionReward
-from services.reward.rewards.weighted_sum import WeightedSum
+from tidemill.common.config import RewardConfig
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.heartbeats import BLOCKING, FAILURES, Heartbeat
+from tidemill.common.telemetry import metrics
+from tidemill.common.telemetry.batched import Batched
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.rewards.reward import FunctionReward
+from tidemill.services.reward.rewards.weighted_sum import WeightedSum
 
 log = structlog.get_logger(__name__)
 

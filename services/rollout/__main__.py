@@ -1,13 +1,13 @@
-"""`python -m services.rollout --run RUN_ID`: turn tickets into trajectories. Wiring only."""
+"""`python -m tidemill.services.rollout --run RUN_ID`: turn tickets into trajectories. Wiring only."""
 
 import sys
 
-from common.process.service import ServiceMain, run_service
+from tidemill.common.process.service import ServiceMain, run_service
 
 
 def load() -> ServiceMain:
     """Import what is heavy, once address and run are known to be good."""
-    from services.rollout.service import serve
+    from tidemill.services.rollout.service import serve
 
     return serve
 

@@ -1,4 +1,4 @@
-"""`python -m services.rollout.check CONFIG [ROW]`: can this environment be loaded, and played with?
+"""`python -m tidemill.services.rollout.check CONFIG [ROW]`: can this environment be loaded, and played with?
 
 CONFIG is a run's config as JSON, ROW a row of its dataset. With a row, one session is played in which no
 engine takes part: the model is a script that calls each tool once with made-up arguments, or says "ok" a few
@@ -13,21 +13,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.config import RunConfig
-from common.config.environment import AGENT
-from common.errors import ConfigError, EnvironmentFaultError
-from common.process.checks import PLAYED
-from common.process.programs import run_main
-from common.run.dataset import PROMPT
-from common.wire.messages import SamplingParams, Ticket
-from services.rollout.engines.engine import Generation
-from services.rollout.environments.agent_programs import Program, program_of
-from services.rollout.environments.budget import Budget
-from services.rollout.environments.player import EnvironmentPlayer
-from services.rollout.environments.stages import build_stage
-from services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
-from services.rollout.sessions.player import Played
-from services.rollout.sessions.template_chat import open_chat
+from tidemill.common.config import RunConfig
+from tidemill.common.config.environment import AGENT
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.process.checks import PLAYED
+from tidemill.common.process.programs import run_main
+from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.environments.agent_programs import Program, program_of
+from tidemill.services.rollout.environments.budget import Budget
+from tidemill.services.rollout.environments.player import EnvironmentPlayer
+from tidemill.services.rollout.environments.stages import build_stage
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
+from tidemill.services.rollout.sessions.player import Played
+from tidemill.services.rollout.sessions.template_chat import open_chat
 
 SAYS, TURNS = "ok", 3
 EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}

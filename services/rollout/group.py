@@ -12,14 +12,15 @@ from itertools import chain, count
 
 import structlog
 
-from common.process.service import ServiceContext
-from common.streams import Consumer, Delivery
-from common.telemetry import metrics
-from common.telemetry.batched import Batched
-from common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
-from services.rollout.engines.engine import Engine, Generation, GenerationRequest
-from services.rollout.sessions.player import Player
-from services.rollout.weight_follower import WeightFollower
+from tidemill.common.files import StorageError
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.telemetry import metrics
+from tidemill.common.telemetry.batched import Batched
+from tidemill.common.wire.messages import Lane, SamplingParams, Ticket, Trajectory
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.weight_follower import WeightFollower
 
 Counted = tuple[int, int, float]
 """Tokens of the prompt and of the completion, and the seconds it took."""
@@ -166,9 +167,21 @@ class GroupGenerator:
             started_at=started_at,
             finished_at=time.time(),
         )
-        await self.consumer.publish_sample(delivery, *self._keys_of(ticket), sample)
+        published = await self._checked_in(sample)
+        await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
         self.num_published += 1
         self.counts.observe(sample)
+
+    async def _checked_in(self, sample: Trajectory) -> Trajectory:
+        """The sample, or a claim to it where it is large; the sample too where the disk does not take it."""
+        if self.broker.claims is None or self.lane is not Lane.TRAIN:
+            return sample
+        try:
+            published: Trajectory = await asyncio.to_thread(self.broker.claims.check_in, sample)
+        except StorageError as error:
+            log.warning("a large trajectory goes through the stream", problem=str(error))
+            return sample
+        return published
 
     async def _ask(self, name: str, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """One turn of the engine. Of a delivery that was lost, requests may still run: ids differ."""

@@ -3,18 +3,18 @@
 import asyncio
 import time
 
-from common.errors import EngineError
-from common.process.activity import WAIT_ENVIRONMENT, WAIT_REDIS, Activity
-from common.process.heartbeats import Heartbeat
-from common.process.service import ServiceContext
-from common.telemetry import metrics
-from common.wire.messages import Lane
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import Engine
-from services.rollout.environments import build_player
-from services.rollout.sessions.player import Player
-from services.rollout.weight_follower import WeightFollower
-from services.rollout.worker import RolloutWorker
+from tidemill.common.errors import EngineError
+from tidemill.common.process.activity import WAIT_ENVIRONMENT, WAIT_REDIS, Activity
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Lane
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Engine
+from tidemill.services.rollout.environments import build_player
+from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.weight_follower import WeightFollower
+from tidemill.services.rollout.worker import RolloutWorker
 
 SAMPLE_S = 0.02
 WATCHES_PER_STALL = 10
@@ -44,6 +44,8 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
     def report(beat: Heartbeat) -> None:
         beat.version = engine.version
         beat.counts["requests"] = engine.num_running
+        if follower.num_mismatches:
+            beat.counts["weight_mismatches"] = follower.num_mismatches
         for worker in workers:
             worker.report(beat)
 

@@ -4,146 +4,32 @@ Guarantees: versions only go up, unless the run itself went back: a trainer that
 whose version the engine holds stands at an older version, or at other weights of the same one, because Redis
 and trainer have lost what came after. Bytes are verified before the engine sees them; `reach(v)` returns only
 when the engine holds version `v` or a newer one, which is what keeps tickets from starting too early.
+
+A delta is applied to what the engine holds, where its parent is that; all deltas since then are merged and
+applied at once. A worker that holds anything else gets the full version before it and the deltas since. Where
+an engine finds that it does not hold what the trainer committed, it says so and gets the full version too.
 """
 
 import asyncio
-import fcntl
-import os
+import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from urllib.parse import urlsplit
 
-import httpx
 import structlog
 
-from common.errors import ConfigError, WeightsError
-from common.files import StorageError, aside_folder, publish_folder, retire_folder
-from common.process.service import ServiceContext
-from common.run.weight_files import (
-    WEIGHTS_FOLDER,
-    WEIGHTS_TOKEN_VARIABLE,
-    folder_versions,
-    verified_files,
-    version_name,
-)
-from common.streams import Entry, Garbled, OffsetReader, id_before, read_newest
-from common.telemetry import metrics
-from common.wire.messages import WeightFile, WeightManifest
-from services.rollout.engines.engine import Engine
+from tidemill.common.errors import WeightsError, WeightsMismatchError
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Entry, Garbled, OffsetReader, id_before, read_newest
+from tidemill.common.telemetry import metrics
+from tidemill.common.weights.remote import open_remote
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.rollout.engines.engine import Engine, WeightUpdate
+from tidemill.services.rollout.weights.download import RunFolder, WeightDownload, cache_folder
+from tidemill.services.rollout.weights.routes import Versions, find_route
 
 log = structlog.get_logger(__name__)
 
-URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
-"""Address of services.trainer.weight_server, such as http://head:8200; empty reads the run's folder."""
-CACHE_VARIABLE = "TIDEMILL_CACHE_DIR"
-CHUNK_BYTES = 4 << 20
-TIMEOUT_S = 30.0
-"""For each piece of an answer; a download as a whole takes as long as it takes."""
-KEPT_VERSIONS = 2
-"""The newest, and the one before it, which a slower worker of this machine may still be reading."""
-
-
-class WeightDownload:
-    """Brings versions of one run into a cache folder with the layout of a run's folder."""
-
-    def __init__(self, url: str, token: str, run_id: str, cache: Path) -> None:
-        self._url = f"{url.rstrip('/')}/runs/{run_id}/{WEIGHTS_FOLDER}"
-        self._folder = cache / run_id
-        self._http = httpx.Client(
-            timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {token}"} if token else {}
-        )
-
-    def files(self, manifest: WeightManifest) -> list[Path]:
-        """The files of a version, downloaded if need be and checked. Blocks: call it on a thread.
-
-        Raises:
-            WeightsError: the server does not answer, does not have the version, or sends other bytes.
-        """
-        try:
-            with self._alone():
-                try:
-                    return verified_files(self._folder, manifest)
-                except WeightsError:
-                    self._download(manifest)
-                paths = verified_files(self._folder, manifest)
-                self._prune()
-                return paths
-        except (OSError, StorageError) as error:  # a full disk: to be tried again, or left to another worker
-            raise WeightsError(f"weights of version {manifest.version}: {error}") from error
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-    def _download(self, manifest: WeightManifest) -> None:
-        target = self._folder / WEIGHTS_FOLDER / manifest.folder
-        with aside_folder(target, f"the weights of version {manifest.version}") as aside:
-            for file in manifest.files:
-                self._fetch(file, manifest, aside / file.name)
-            publish_folder(aside, target)
-        num_bytes = sum(file.num_bytes for file in manifest.files)
-        log.info("weights downloaded", version=manifest.version, num_bytes=num_bytes)
-
-    def _fetch(self, file: WeightFile, manifest: WeightManifest, path: Path) -> None:
-        url, where = f"{self._url}/{manifest.folder}/{file.name}", f"weights of version {manifest.version}"
-        num_bytes = 0
-        try:
-            with self._http.stream("GET", url) as answer, open(path, "xb") as output:
-                if (status := answer.status_code) != httpx.codes.OK:
-                    raise WeightsError(f"{where}: {url} answered {status}; {_advice(status)}")
-                for chunk in answer.iter_raw(CHUNK_BYTES):
-                    num_bytes += len(chunk)
-                    if num_bytes > file.num_bytes:
-                        raise WeightsError(
-                            f"{where}: {url} sent more than the {file.num_bytes:,} bytes that were announced."
-                        )
-                    output.write(chunk)
-        except httpx.HTTPError as error:
-            raise WeightsError(
-                f"{where}: cannot download {url}: {str(error) or type(error).__name__}. Is {URL_VARIABLE} "
-                "right, and does the head serve weights?"
-            ) from error
-
-    def _prune(self) -> None:
-        folder = self._folder / WEIGHTS_FOLDER
-        for version in folder_versions(folder)[:-KEPT_VERSIONS]:
-            retire_folder(folder / version_name(version))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One worker of the machine downloads, the others wait and find its files."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._folder / "download.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-
-def weight_download(run_id: str) -> WeightDownload | None:
-    """What the environment asks for; None where weights are read from the run's folder.
-
-    Raises:
-        ConfigError: the address is none of HTTP.
-    """
-    url = os.environ.get(URL_VARIABLE, "")
-    if not url:
-        return None
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError(f"{URL_VARIABLE} is {url!r}; expected an address such as http://head:8200.")
-    cache = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tidemill").resolve()
-    return WeightDownload(url, os.environ.get(WEIGHTS_TOKEN_VARIABLE, ""), run_id, cache)
-
-
-def _advice(status: int) -> str:
-    if status == httpx.codes.UNAUTHORIZED:
-        return f"{WEIGHTS_TOKEN_VARIABLE} is not the one of the server."
-    if status == httpx.codes.NOT_FOUND:
-        return "the version was pruned already and a newer one is on its way, or the server has other runs."
-    return "expected 200."
-
-
-POLL_S = 1.0
+POLL_S = 3.0
+"""Newer versions come at once; that the stream has become shorter is looked for so often."""
 RETRY_S = 1.0
 GIVE_UP_LEASES = 2.0
 """For so many leases weights may be unreadable before the worker ends and others take its tickets."""
@@ -154,7 +40,7 @@ class WeightFollower:
 
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
         self.context, self.engine = context, engine
-        self._download = weight_download(context.keys.run_id)
+        self._versions = versions_of(context)
         self._arrived = asyncio.Condition()
         self.num_waiting = 0
         """Groups that wait for a version to arrive."""
@@ -162,6 +48,8 @@ class WeightFollower:
         self.history = 0
         """Counts up when the engine leaves a history that is lost: what it generated until then is too."""
         self._failing_since: float | None = None
+        self.num_mismatches = 0
+        """Updates after which the engine did not hold what the trainer committed."""
 
     async def run(self) -> None:
         """Load the newest version whenever one is announced."""
@@ -185,12 +73,6 @@ class WeightFollower:
                 return self.engine.version
         finally:
             self.num_waiting -= 1
-
-    def _files_of(self, manifest: WeightManifest) -> list[Path]:
-        """The version's files, checked: from the run's folder, or downloaded."""
-        if self._download is not None:
-            return self._download.files(manifest)
-        return verified_files(self.context.run_dir, manifest)
 
     def _is_news(self, manifest: WeightManifest) -> bool:
         """A newer version, the same one with other bytes, or any that a later trainer stands at."""
@@ -216,8 +98,7 @@ class WeightFollower:
         is_other_history = self._is_other_history(manifest)
         self.history += is_other_history  # what ends from now on was begun with weights that are gone
         try:
-            files = await asyncio.to_thread(self._files_of, manifest)
-            update = await self.engine.load(manifest.version, files)
+            update = await self._update(manifest)
         except WeightsError as error:
             metrics.WEIGHT_FAILURES.inc()
             log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
@@ -225,7 +106,8 @@ class WeightFollower:
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
-                await asyncio.sleep(RETRY_S)
+                # Where a server failed, all workers failed at the same moment.
+                await asyncio.sleep(RETRY_S * (0.5 + random.random()))
             return
         if is_other_history:
             log.warning(
@@ -241,9 +123,37 @@ class WeightFollower:
         async with self._arrived:
             self._arrived.notify_all()
 
+    async def _update(self, manifest: WeightManifest) -> WeightUpdate:
+        """Bring the engine to a version, by deltas from what it holds where that is proven and possible."""
+        held = self._held if self.engine.can_patch else None
+        try:
+            return await self._follow(manifest, held)
+        except WeightsMismatchError as error:
+            self.num_mismatches += 1
+            metrics.WEIGHT_MISMATCHES.inc()
+            log.error("the engine holds other weights", version=manifest.version, error=str(error))
+        # The engine's own weights are in doubt: nothing that builds on them.
+        self._held = None
+        return await self._follow(manifest, None)
+
+    async def _follow(self, manifest: WeightManifest, held: WeightManifest | None) -> WeightUpdate:
+        route = await asyncio.to_thread(find_route, self._versions, manifest, held)
+        return await self.engine.load(manifest.version, route.files, route.deltas, manifest.digest)
+
     def _give_up_after_a_while(self, error: WeightsError) -> None:
         """End this worker rather than hold tickets that it will never be able to start."""
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         if now - self._failing_since > GIVE_UP_LEASES * self.context.config.streams.lease_s:
             raise error
+
+
+def versions_of(context: ServiceContext) -> Versions:
+    """Where this worker gets versions from.
+
+    Raises:
+        ConfigError: the address is of no known kind, or needs a library that is not there.
+    """
+    run_id = context.keys.run_id
+    remote = open_remote(context.config.weights.url, run_id)
+    return WeightDownload(remote, run_id, cache_folder()) if remote else RunFolder(context.run_dir)

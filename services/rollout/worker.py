@@ -6,18 +6,24 @@ the rest is handed back, and whoever takes over generates only the missing sampl
 
 import structlog
 
-from common.errors import BrokerError, EngineError, EnvironmentFaultError, LeaseLostError, first_cause
-from common.process.heartbeats import Heartbeat
-from common.process.service import ServiceContext
-from common.streams import Delivery, Garbled
-from common.streams.lane_worker import LaneWorker
-from common.telemetry import metrics
-from common.wire.keys import ROLLOUT_GROUP
-from common.wire.messages import Lane, Ticket
-from services.rollout.engines.engine import Engine
-from services.rollout.group import GroupGenerator
-from services.rollout.sessions.player import Player
-from services.rollout.weight_follower import WeightFollower
+from tidemill.common.errors import (
+    BrokerError,
+    EngineError,
+    EnvironmentFaultError,
+    LeaseLostError,
+    first_cause,
+)
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Delivery, Garbled
+from tidemill.common.streams.lane_worker import LaneWorker
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import ROLLOUT_GROUP
+from tidemill.common.wire.messages import Lane, Ticket
+from tidemill.services.rollout.engines.engine import Engine
+from tidemill.services.rollout.group import GroupGenerator
+from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.weight_follower import WeightFollower
 
 log = structlog.get_logger(__name__)
 

@@ -1,16 +1,16 @@
-"""`python -m services.trainer --run RUN_ID [--config FILE]`: schedule, train and commit. Wiring only."""
+"""`python -m tidemill.services.trainer --run RUN_ID [--config FILE]`: schedule, train and commit."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-from common.process.service import ServiceMain, run_service
+from tidemill.common.process.service import ServiceMain, run_service
 
 
 def load() -> ServiceMain:
     """Import what is heavy, once address and run are known to be good."""
-    from services.trainer.service import serve
+    from tidemill.services.trainer.service import serve
 
     return serve
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     if int(os.environ.get("RANK", "0")):  # torchrun has started this one as another rank
-        from services.trainer.policy.fsdp.rank_main import main
+        from tidemill.services.trainer.policy.fsdp.rank_main import main
 
         sys.exit(main())
     sys.exit(

@@ -1,4 +1,4 @@
-"""`python -m services.trainer.check '{"advantage": ..., "loss": ...}'`: can the user's own be loaded?
+"""`python -m tidemill.services.trainer.check '{"advantage": ..., "loss": ...}'`: can users' own be loaded?
 
 The argument is the section `trainer.algorithm`. Exits with 0, or with 2 and the reason on stderr. A process
 of its own, because importing a user's module runs whatever stands in it.
@@ -6,10 +6,10 @@ of its own, because importing a user's module runs whatever stands in it.
 
 import sys
 
-from common.config import AlgorithmConfig
-from common.errors import ConfigError
-from services.trainer.algorithm.advantages.registry import find_advantage
-from services.trainer.algorithm.losses.registry import find_loss
+from tidemill.common.config import AlgorithmConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.advantages.registry import find_advantage
+from tidemill.services.trainer.algorithm.losses.registry import find_loss
 
 
 def main(argument: str) -> int:

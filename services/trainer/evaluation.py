@@ -14,9 +14,9 @@ from pathlib import Path
 
 import structlog
 
-from common.process.service import ServiceContext
-from common.run.state import EVALUATION, METRICS_FILE, read_records
-from common.streams import (
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records
+from tidemill.common.streams import (
     START,
     Entry,
     Garbled,
@@ -31,10 +31,10 @@ from common.streams import (
     last_id,
     read_range,
 )
-from common.streams.selection import StreamName
-from common.telemetry import metrics
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
-from common.wire.messages import (
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
+from tidemill.common.wire.messages import (
     DeadLetter,
     Lane,
     SamplingParams,
@@ -43,11 +43,11 @@ from common.wire.messages import (
     Trajectory,
     TrajectoryKey,
 )
-from services.trainer.batch.prompts import Prompt
-from services.trainer.batch.reconciler import delete_results
-from services.trainer.batch.strays import move_strays_aside
-from services.trainer.durable.checkpointing import Trimmer
-from services.trainer.groups.samples import num_sampled
+from tidemill.services.trainer.batch.prompts import Prompt
+from tidemill.services.trainer.batch.reconciler import delete_results
+from tidemill.services.trainer.batch.strays import move_strays_aside
+from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.groups.samples import num_sampled
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:

@@ -5,41 +5,42 @@ from functools import partial
 
 import structlog
 
-from common.config.trainer import HealthyRange
-from common.files import locked
-from common.process.checks import check_loggers
-from common.process.heartbeats import Heartbeat
-from common.process.service import ServiceContext, StoppedError
-from common.run.state import METRICS_FILE, read_records, read_state
-from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import BatchAssembler
-from services.trainer.batch.prompt_plan import PromptPlan
-from services.trainer.batch.prompts import (
+from tidemill.common.config.trainer import HealthyRange
+from tidemill.common.files import locked
+from tidemill.common.process.checks import check_loggers
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.run.state import METRICS_FILE, read_records, read_state
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.prompts import (
     Prompt,
     load_eval_prompts,
     load_tokenizer,
     load_training_prompts,
 )
-from services.trainer.batch.reconciler import Reconciler, Registration, RunStreams, next_term
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import STREAMS, StreamJoin
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
-from services.trainer.durable.commits import CommitJournal
-from services.trainer.durable.memory_watch import MemoryWatch
-from services.trainer.durable.recovery import Replayer, begins_at_start, restore_checkpoint
-from services.trainer.evaluation import Evaluator
-from services.trainer.groups.group_filter import GroupFilter
-from services.trainer.metrics.diagnostics import Diagnostics
-from services.trainer.metrics.recorder import Recorder, rebuild
-from services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
-from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import PolicyThread
-from services.trainer.step import StepRunner
-from services.trainer.trainer import Durability, Outputs, Trainer
-from services.trainer.weights.best_version import BestVersion
-from services.trainer.weights.store import WeightStore
+from tidemill.services.trainer.batch.reconciler import Reconciler, Registration, RunStreams, next_term
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
+from tidemill.services.trainer.durable.commits import CommitJournal
+from tidemill.services.trainer.durable.memory_watch import MemoryWatch
+from tidemill.services.trainer.durable.recovery import Replayer, restore_checkpoint
+from tidemill.services.trainer.evaluation import Evaluator
+from tidemill.services.trainer.groups.group_filter import GroupFilter
+from tidemill.services.trainer.metrics.diagnostics import Diagnostics
+from tidemill.services.trainer.metrics.recorder import Recorder, rebuild
+from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
+from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.policy import PolicyThread
+from tidemill.services.trainer.step import StepRunner
+from tidemill.services.trainer.trainer import Durability, Outputs, Trainer
+from tidemill.services.trainer.weights.best_version import BestVersion
+from tidemill.services.trainer.weights.publisher import build_publisher
+from tidemill.services.trainer.weights.store import WeightStore
 
 log = structlog.get_logger(__name__)
 
@@ -89,12 +90,13 @@ async def _train_policy(
     reconciler.term = await on_disk(context, next_term, context.run_dir)
     reconciler.registration = Registration(context)
     await until_stored(context, reconciler.registration.begin)
-    can_start_over = await begins_at_start(context.broker, context.keys)
-    restored, dropped = await runner.thread.call(
+    replayer = Replayer(context, runner, streams, journal)
+    await until_stored(context, replayer.repair_archive)
+    can_start_over = await replayer.archived.begins_at_start()
+    restored, dropped, needed = await runner.thread.call(
         restore_checkpoint, store, runner.policy, streams, journal, can_start_over
     )
-    replayer = Replayer(context, runner, streams, journal)
-    commits = await replayer.adopt(restored, dropped)
+    commits = await replayer.adopt(restored, dropped, needed)
     version = join.version = restored + len(commits)
     await until_stored(context, partial(_rebuild_records, context, restored, version, journal))
     with Recorder(context.run_dir, context.config.trainer.tensorboard, resume_at=version) as recorder:
@@ -159,7 +161,8 @@ def _resume_outputs(context: ServiceContext, recorder: Recorder) -> Outputs:
     if trainer.policy == "simulated":
         ranges = ranges.model_copy(update={"entropy": HealthyRange()})  # delays have none
     best = BestVersion(context.run_dir, evaluation.keep_best, records, evaluation.max_failed_share)
-    weights = WeightStore(context.run_dir)
+    publisher = build_publisher(context.config.weights.url, context.keys.run_id)
+    weights = WeightStore(context.run_dir, context.config.weights, publisher)
     return Outputs(weights, best, recorder, Diagnostics.resumed(ranges, records))
 
 

@@ -20,25 +20,25 @@ from typing import Protocol
 
 import structlog
 
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.process.activity import Activity
-from common.process.service import StoppedError
-from common.wire.messages import Commit, Outcome
-from services.trainer.algorithm.advantages import Advantages
-from services.trainer.algorithm.coefficients import coefficient_metrics
-from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
-from services.trainer.groups.samples import (
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.service import StoppedError
+from tidemill.common.wire.messages import Commit, Outcome
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
+from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.samples import (
     MicroBatch,
     Sample,
     form_micro_batches,
     rebuild,
     without_proximal,
 )
-from services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
 
 log = structlog.get_logger(__name__)
 

@@ -1,46 +1,50 @@
 """The trainer: admit tickets, train a step on their groups, commit, announce, repeat.
 
-The order within a step makes it exactly-once: the new weights are on disk before the commit, the commit is in
-Redis before the version is announced, and only then are the groups settled and new tickets admitted. A crash
-between any two of these is repaired on restart from checkpoint and commits.
+The order makes a step exactly-once: it is committed in Redis, with the digest of its weights; then the
+weights are written, beside the next step's work, and announced when they are on the disk; the next step is
+committed only after that. A crash between any two of these is repaired on restart from checkpoint and
+commits: the version is made again, and written if it is not there whole.
 """
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import structlog
 
-from common.errors import WeightsError
-from common.files import free_share
-from common.process.activity import BOOKKEEPING, WAIT
-from common.process.service import ServiceContext, StoppedError
-from common.run.state import FINISHED, RUNNING, finish_state, read_state, update_state
-from common.run.weight_files import verified_files
-from common.streams import Mark, MarkLostError, entry_id_of, read_newest
-from common.telemetry import metrics
-from common.wire.messages import Commit, Lane, WeightManifest
-from services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
-from services.trainer.batch.reconciler import delete_results
-from services.trainer.durable.checkpointing import Checkpointer, on_disk, until_stored
-from services.trainer.durable.commits import (
+from tidemill.common.errors import WeightsError
+from tidemill.common.files import free_share
+from tidemill.common.process.activity import BOOKKEEPING, WAIT
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.run.state import FINISHED, RUNNING, finish_state, read_state, update_state
+from tidemill.common.run.weight_files import read_chain, verified_files
+from tidemill.common.streams import Mark, MarkLostError, entry_id_of, read_newest
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Commit, Lane, WeightManifest
+from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
+from tidemill.services.trainer.batch.reconciler import delete_results
+from tidemill.services.trainer.durable.checkpointing import Checkpointer, During, on_disk, until_stored
+from tidemill.services.trainer.durable.commits import (
     CommitJournal,
     LostTailError,
     append_commit,
     restore_commits,
 )
-from services.trainer.durable.memory_watch import MemoryWatch
-from services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
-from services.trainer.metrics.diagnostics import Diagnostics
-from services.trainer.metrics.recorder import Recorder
-from services.trainer.metrics.step_metrics import observe_step, step_metrics
-from services.trainer.step import StepResult, StepRunner, make_commit
-from services.trainer.weights.best_version import BestVersion
-from services.trainer.weights.store import WeightStore
+from tidemill.services.trainer.durable.memory_watch import MemoryWatch
+from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
+from tidemill.services.trainer.metrics.diagnostics import Diagnostics
+from tidemill.services.trainer.metrics.recorder import Recorder
+from tidemill.services.trainer.metrics.step_metrics import observe_step, step_metrics
+from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
+from tidemill.services.trainer.weights.best_version import BestVersion
+from tidemill.services.trainer.weights.store import WeightState, WeightStore
 
 log = structlog.get_logger(__name__)
+
+WRITING = ("weights", "")
+"""The activity while weights are compared or waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,10 @@ class Outputs:
     best: BestVersion
     recorder: Recorder
     diagnostics: Diagnostics
+
+
+LAST_WORDS_S = 10.0
+"""A trainer that is asked to leave finishes what it announces, if that takes no longer."""
 
 
 class Trainer:
@@ -83,6 +91,10 @@ class Trainer:
         self._trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
+        self._publication: asyncio.Task[None] | None = None
+        """Writes and announces the version that was committed last."""
+        self._beside: tuple[str, str] = WRITING
+        """What it is at: the activity is that of the step."""
         self._evaluations: list[dict[str, object]] = []
         self._committed_at = time.monotonic()
         self._totals: dict[str, float] = {}
@@ -97,6 +109,7 @@ class Trainer:
             while self.version < self.config.steps:
                 await self.scheduler.admit(self.version)
                 await self._step(self.version)
+            await self._finish_publication()
             await self._finish_evaluation()
             await self._save()
             await self._finish()
@@ -117,18 +130,28 @@ class Trainer:
         state = await read_state(self.context.broker, self.context.keys)
         self._evaluations = list(state.get("evaluations") or evaluations_on_record(self.context.run_dir))
         await self.reconciler.take_back_versions(self.version)
-        manifest = await self._announced_weights() or await self._write_weights(self.version)
+        manifest = await self._announced_weights()
+        if manifest is None:
+            during = self.context.activity.during
+            with during(*WRITING):
+                manifest = await self._write_weights(await self._compare_weights(), during)
         if self._must_evaluate(self.version - 1) and not await self.reconciler.is_announced(self.version):
             self._start_evaluation(self.version - 1)
             await self._finish_evaluation()
         await self._announce(manifest)
 
     async def _stop(self) -> None:
-        """Leave a state to resume from; without a checkpoint, the commits hold every step. Weights within a
-        step belong to no version: they are not saved."""
-        if self._evaluation is not None:
-            self._evaluation.cancel()
-            await asyncio.wait({self._evaluation})
+        """Leave a state to resume from; without a checkpoint, the commits hold every step.
+
+        Weights within a step belong to no version: they are not saved. Workers that are asked to leave too
+        may hold tickets that wait for the version that is being written.
+        """
+        if self._publication is not None:
+            await asyncio.wait({self._publication}, timeout=LAST_WORDS_S)
+        for task in (self._publication, self._evaluation):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         await self.runner.thread.call(self.runner.policy.zero)
         if self._trained_version == self.version and not self.runner.has_begun:
             with contextlib.suppress(StoppedError):
@@ -140,21 +163,24 @@ class Trainer:
         started_at = time.time()
         result = await self.runner.run(step, self.assembler)
         self._trained_version = step + 1
-        manifest = await self._write_weights(step + 1)
+        await self._finish_publication()
+        with self.context.activity.during(*WRITING):
+            state = await self._compare_weights()
         dropped = self.assembler.drain_dropped()
         numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
         tickets = [group.ticket for group in result.groups] + [ticket for ticket, _, _ in dropped]
         told = prompts.outcomes(result.groups), prompts.sizes(tickets)
-        commit = make_commit(step, result, dropped, numbers, manifest.digest, started_at, *told)
+        commit = make_commit(step, result, dropped, numbers, state.committed, started_at, *told)
         await self._commit(commit, result)
         outstanding = self.scheduler.outstanding
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)
+        await self.durability.checkpointer.trim_settled(self.version)
         self.outputs.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
         is_saved = await self.durability.memory.after_step(self._save)
-        await self._finish_evaluation()
-        await self._announce(manifest)
+        work = self._publish(state)
+        self._publication = self.context.start(work, f"weights of version {self.version}")
         self._observe(commit, result)
         every = self.config.checkpoint_every
         is_due = every > 0 and self.version % every == 0
@@ -224,14 +250,55 @@ class Trainer:
         numbers = {f"time/{state.replace(':', '_')}_s": s for state, s in spent.items() if s > 0}
         return numbers | {"time/wait_share": waited_s / total_s if total_s else 0.0}
 
-    async def _write_weights(self, version: int) -> WeightManifest:
-        weights = self.outputs.weights
-        with self.context.activity.during("weights"), metrics.WEIGHTS_WRITE_SECONDS.time():
-            write = partial(self.runner.thread.call, weights.write, version, self.runner.policy)
-            manifest = await until_stored(self.context, write)
-            keep, in_use = self.config.keep_weights, self.outputs.best.in_use
-            await asyncio.to_thread(weights.prune, keep, in_use, version)
-            return manifest
+    async def _compare_weights(self) -> WeightState:
+        """What the policy's thread pays for a version."""
+        with metrics.WEIGHTS_COMPARE_SECONDS.time():
+            return await self.runner.thread.call(self.runner.policy.compare_weights)
+
+    async def _publish(self, state: WeightState) -> None:
+        """Write the version that was just committed, and announce it after the evaluation of the one
+        before."""
+        manifest = await self._write_weights(state, self._during_beside)
+        await self._finish_evaluation(self._during_beside)
+        await self._announce(manifest)
+
+    @contextlib.contextmanager
+    def _during_beside(self, state: str, detail: str = "") -> Iterator[None]:
+        self._beside = state, detail
+        try:
+            yield
+        finally:
+            self._beside = WRITING
+
+    async def _finish_publication(self) -> None:
+        """Wait until the version before is announced. Raises StoppedError: the service must stop first."""
+        if self._publication is None:
+            return
+        with self.context.activity.during(*WRITING):
+            while not self._publication.done():
+                self.context.activity.enter(*self._beside)
+                waiting = asyncio.wait({self._publication}, timeout=QUIET_S)
+                if await self.context.unless_stopping(waiting) is None:
+                    raise StoppedError
+        if self.context.failure is not None or self._publication.exception() is not None:
+            raise StoppedError
+        self._publication = None
+
+    async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:
+        """Beside other work of the policy's thread, which only begins it."""
+        version, weights, policy = self.version, self.outputs.weights, self.runner.policy
+
+        async def write() -> WeightManifest:
+            begun = await self.runner.thread.call(weights.begin, version, policy, state)
+            return await asyncio.to_thread(weights.finish, begun)
+
+        with metrics.WEIGHTS_WRITE_SECONDS.time():
+            manifest = await until_stored(self.context, write, during)
+        metrics.WEIGHTS_BYTES.set(manifest.num_bytes)
+        metrics.WEIGHTS_SHARE_CHANGED.set(manifest.share_changed)
+        keep, in_use = self.config.keep_weights, self.outputs.best.in_use
+        await asyncio.to_thread(weights.prune, keep, in_use, version)
+        return manifest
 
     async def _announce(self, manifest: WeightManifest) -> None:
         """Tell the rollout workers, and start the version's evaluation where one is due."""
@@ -251,9 +318,11 @@ class Trainer:
         if newest is None or newest.message.version != self.version:
             return None
         try:
-            await asyncio.to_thread(verified_files, self.context.run_dir, newest.message)
+            for part in await asyncio.to_thread(read_chain, self.context.run_dir, newest.message):
+                await asyncio.to_thread(verified_files, self.context.run_dir, part)
         except WeightsError:
             return None
+        self.outputs.weights.adopt(newest.message)
         return newest.message
 
     def _must_evaluate(self, version: int) -> bool:
@@ -286,12 +355,12 @@ class Trainer:
         self._evaluations.append(asdict(result))
         await self._report()
 
-    async def _finish_evaluation(self) -> None:
+    async def _finish_evaluation(self, during: During | None = None) -> None:
         """Wait for the evaluation in progress before newer weights are announced. Raises StoppedError: the
         service must stop first."""
         if self._evaluation is None:
             return
-        with self.context.activity.during("wait:evaluation"):
+        with (during or self.context.activity.during)("wait:evaluation"):
             while not self._evaluation.done():
                 waiting = asyncio.wait({self._evaluation}, timeout=QUIET_S)
                 if await self.context.unless_stopping(waiting) is None:

@@ -1,6 +1,6 @@
-"""`python -m services.trainer.weight_server`: weights over HTTP, for rollout workers without a shared folder.
+"""`python -m tidemill.services.trainer.weight_server`: weights over HTTP, where no folder is shared.
 
-Serves nothing but the files that a version's manifest names, to whoever has the token:
+Serves nothing but manifests and the files that they name, whole or in ranges, to whoever has the token:
 
     GET /runs/{run_id}/weights/{folder}/{file}      Authorization: Bearer TIDEMILL_WEIGHTS_TOKEN
 
@@ -21,12 +21,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from common.errors import ConfigError, TidemillError
-from common.run.state import runs_dir
-from common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, WEIGHTS_TOKEN_VARIABLE
-from common.telemetry.logs import configure_logs
-from common.wire.keys import Keys
-from common.wire.messages import WeightManifest
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.run.state import runs_dir
+from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER
+from tidemill.common.telemetry.logs import configure_logs
+from tidemill.common.weights.remote import TOKEN_VARIABLE
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import WeightManifest
 
 MIN_TOKEN_CHARS = 16
 FOLDER = re.compile(r"v[0-9]{8}")
@@ -49,7 +50,7 @@ class WeightApp:
     async def _file(self, request: Request) -> Response:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self._token):
-            return PlainTextResponse(f"the token is wrong: see {WEIGHTS_TOKEN_VARIABLE}\n", 401)
+            return PlainTextResponse(f"the token is wrong: see {TOKEN_VARIABLE}\n", 401)
         found = await run_in_threadpool(self._find, **request.path_params)
         return found or PlainTextResponse("no such version, or no such file in it\n", 404)
 
@@ -64,7 +65,8 @@ class WeightApp:
         version = run / WEIGHTS_FOLDER / folder
         try:
             manifest = WeightManifest.model_validate_json((version / MANIFEST_FILE).read_bytes())
-            path = version / next(file.name for file in manifest.files if file.name == name)
+            names = [file.name for file in manifest.files]
+            path = version / next(each for each in (MANIFEST_FILE, *names) if each == name)
             return FileResponse(path, stat_result=path.stat(), media_type="application/octet-stream")
         except (OSError, ValidationError, StopIteration):
             return None
@@ -73,7 +75,7 @@ class WeightApp:
 def main() -> int:
     """Serve until SIGTERM; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.weight_server",
+        prog="python -m tidemill.services.trainer.weight_server",
         description="Serves the weights below TIDEMILL_RUNS_DIR to rollout workers on other machines.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -97,10 +99,10 @@ def main() -> int:
 
 
 def _token() -> str:
-    token = os.environ.get(WEIGHTS_TOKEN_VARIABLE, "")
+    token = os.environ.get(TOKEN_VARIABLE, "")
     if len(token) < MIN_TOKEN_CHARS:
         raise ConfigError(
-            f"{WEIGHTS_TOKEN_VARIABLE} has {len(token)} characters; expected at least {MIN_TOKEN_CHARS}. "
+            f"{TOKEN_VARIABLE} has {len(token)} characters; expected at least {MIN_TOKEN_CHARS}. "
             "Make one with `openssl rand -base64 24`, and give it to the rollout workers too."
         )
     return token

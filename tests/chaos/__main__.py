@@ -3,6 +3,7 @@
     make chaos                            # one seed, 21 kills
     make chaos ARGS="--seeds 5"           # five seeds, one after the other
     make chaos ARGS="--sessions"          # sessions, their environments and server killed too
+    make chaos ARGS="--tight"             # Redis keeps what is in flight; recovery from the archive
     make chaos ARGS="--seed 7 --kills 40 --set trainer.steps=90"
 
 Runs the arith example as `tidemill up` does (Redis with an append-only file, trainer, two rollout and two
@@ -26,12 +27,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.report import print_result
-from common.config import RunConfig, load_config
-from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.driver import Driver, Outcome, torment
 from tests.chaos.faults import KILLS, SESSION_KILLS, plan
 from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
 from tests.support.servers import free_port
+from tidemill.common.config import RunConfig, load_config
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
 OVERRIDES = (
@@ -41,6 +42,8 @@ OVERRIDES = (
     "trainer.tensorboard=false",
     "streams.archive.segment_mb=0.05",
 )
+TIGHT = ("streams.archive.segment_mb=0.002", "trainer.checkpoint_every=25")
+"""The smallest files: nothing waits to be archived. Few checkpoints: many steps are replayed."""
 SESSIONS = (
     f"rollout.environment.use={Path(__file__).with_name('sums.py')}:Sums",
     "rollout.environment.max_turns=2",
@@ -87,6 +90,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="so many runs, with one seed after the other")] = 1,
     kills: Annotated[int, typer.Option(min=1, help="kill -9 so many times in each run")] = 21,
     sessions: Annotated[bool, typer.Option("--sessions", help="play sessions with an environment")] = False,
+    tight: Annotated[bool, typer.Option("--tight", help="trim at once, recover from the archive")] = False,
     config: Annotated[Path, typer.Option(help="the run's config")] = ARITH,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="override a field")
@@ -102,7 +106,14 @@ def main(
             name = f"chaos-{number}"
             address = f"rollout.environment.options.address=http://127.0.0.1:{free_port()}"
             of_sessions = (*SESSIONS, address) if sessions else ()
-            settings = [*OVERRIDES, *of_sessions, *(overrides or ()), f"run_id={name}", f"seed={number}"]
+            settings = [
+                *OVERRIDES,
+                *(TIGHT if tight else ()),
+                *of_sessions,
+                *(overrides or ()),
+                f"run_id={name}",
+                f"seed={number}",
+            ]
             home = folder / name
             home.mkdir(parents=True)
             run_config = load_config(config, settings)

@@ -7,10 +7,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from common.redis.broker import Broker
-from common.streams import START, Entry, Garbled, id_order, last_id, read_range
-from common.wire.keys import Keys
-from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, Entry, Garbled, id_order, last_id, read_range
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
 
 READ_COUNT = 2000
 POLL_S = 0.2

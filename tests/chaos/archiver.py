@@ -7,12 +7,12 @@ from typing import Any
 
 import psutil
 
-from common.archive.archiver import archive_run
-from common.history import History, StreamName
-from common.streams import Entry
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.fleet import Fleet
 from tests.support.waiting import wait_until
+from tidemill.common.archive.archiver import archive_run
+from tidemill.common.history import History, StreamName
+from tidemill.common.streams import Entry
 
 ROLE = "jobs"
 POLL_S = 0.02

@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.config import RunConfig
-from common.streams import id_order, last_id
-from services.trainer.policy.policy import Policy
 from tests.chaos.archive import Archive
 from tests.chaos.archiver import ArchiverKiller, disagreements
 from tests.chaos.environments import EnvironmentProcesses, misjudged, num_faults
@@ -20,6 +17,9 @@ from tests.chaos.recovery import TRAINER, Event, RecoveryWatch
 from tests.chaos.replay import CheckpointCopies, ReplayResult, replay
 from tests.chaos.verdict import Verdict, judge
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.streams import id_order, last_id
+from tidemill.services.trainer.policy.policy import Policy
 
 POLL_S = 0.2
 STUCK_S = 300.0

@@ -7,14 +7,14 @@ import signal
 import time
 from pathlib import Path
 
-from common.config import RunConfig
-from common.wire.messages import ScoreStatus
 from tests.chaos.archive import Archive
 from tests.chaos.fleet import Fleet
 from tests.chaos.verdict import known_trajectories
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.wire.messages import ScoreStatus
 
-MARK = b"services.rollout.environments.child"
+MARK = b"tidemill.services.rollout.environments.child"
 PATIENCE_S = 30.0
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.run.state import publish_config
-from common.wire.keys import Keys
-from services.console.processes.service import ServiceSpec, service_environment, service_specs
-from services.console.processes.supervisor import FIRST_PAUSE_S
-from services.console.run.folder import RunFolder
 from tests.chaos.mortal_redis import MortalRedis
 from tests.support.preloaded import Process, start_module, start_plain
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import publish_config
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.processes.service import ServiceSpec, service_environment, service_specs
+from tidemill.services.console.processes.supervisor import FIRST_PAUSE_S
+from tidemill.services.console.run.folder import RunFolder
 
 POLL_S = 0.05
 LEAVE_TIMEOUT_S = 120.0
@@ -151,7 +151,15 @@ class Fleet:
         """One worker more; returns its name."""
         self._num_joined += 1
         name = f"{role}-joined-{self._num_joined}"
-        command = [sys.executable, "-m", f"services.{role}", "--run", self.keys.run_id, "--name", name]
+        command = [
+            sys.executable,
+            "-m",
+            f"tidemill.services.{role}",
+            "--run",
+            self.keys.run_id,
+            "--name",
+            name,
+        ]
         self._start(ServiceSpec(name, role, tuple(command), {"OMP_NUM_THREADS": "1"}), is_kept=False)
         return name
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import redis
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
 from tests.support.servers import free_port
 from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
 
 FSYNC_WINDOW_S = 1.0
 """`appendfsync everysec`: what is older than this is on the disk."""

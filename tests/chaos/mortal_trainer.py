@@ -11,26 +11,33 @@ from typing import Any
 
 import torch
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from services.trainer import trainer
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.durable import checkpoint
-from services.trainer.policy.transformers_policy import TransformersPolicy
-from services.trainer.service import serve
-from services.trainer.weights.store import WeightStore
 from tests.support.training import make_context
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.services.trainer import trainer
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.durable import checkpoint
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.service import serve
+from tidemill.services.trainer.weights import store
+from tidemill.services.trainer.weights.shadow import Shadow
+from tidemill.services.trainer.weights.shard_writer import ShardWriter
+from tidemill.services.trainer.weights.store import WeightStore
 
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "after a micro-batch": (TransformersPolicy, "accumulate", True),
     "before the update": (TransformersPolicy, "update", False),
-    "after the update, before the weights": (WeightStore, "write", False),
-    "with the weights half-written": (TransformersPolicy, "save_weights", True),
-    "between weights and commit": (trainer, "append_commit", False),
-    "between commit and announcement": (trainer, "append_commit", True),
+    "after the update, before its comparison": (TransformersPolicy, "compare_weights", False),
+    "between comparison and commit": (trainer, "append_commit", False),
+    "between commit and weights": (trainer, "append_commit", True),
+    "before a file of the weights": (ShardWriter, "_write", False),
+    "with the weights half-written": (Shadow, "write_changes", True),
+    "with the weights written, before their name": (store, "publish_folder", False),
+    "between weights and announcement": (WeightStore, "finish", True),
     "after the announcement": (Reconciler, "announce", True),
+    "with old versions half-removed": (store, "retire_folder", True),
     "before new tickets": (Scheduler, "admit", False),
     "after new tickets": (Scheduler, "admit", True),
     "with the checkpoint's tensors half-written": (TransformersPolicy, "save_state", True),

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.redis.broker import Broker
-from common.streams import group_status, id_order
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tests.chaos.archive import Archive
 from tests.chaos.faults import KILLS, SESSION_KILLS, Kind
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import group_status, id_order
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 
 TRAINER = "trainer"
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from common.config import RunConfig
-from common.process.activity import Activity
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.step import StepRunner
 from tests.chaos.archive import Archive
+from tidemill.common.config import RunConfig
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.step import StepRunner
 
 
 @dataclass

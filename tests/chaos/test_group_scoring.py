@@ -4,12 +4,12 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from common.streams import Entry, append, group_status, read_range
-from common.wire.keys import REWARD_GROUP
-from common.wire.messages import Score
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.streams import Entry, append, group_status, read_range
+from tidemill.common.wire.keys import REWARD_GROUP
+from tidemill.common.wire.messages import Score
 
 NUM_GROUPS, SIZE = 6, 4
 SOURCE = """

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.policy.simulated_policy import SimulatedPolicy
 from tests.chaos.driver import torment
 from tests.chaos.faults import KILLS, SESSION_KILLS, Kind, plan
 from tests.chaos.recovery import summary
 from tests.support.runs import simulated_config
 from tests.support.servers import free_port
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 STEPS, SEED = 16, 5
 SESSIONS = {

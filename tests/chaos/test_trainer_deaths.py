@@ -10,10 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.run.weight_files import verified_files
-from common.wire.messages import WeightManifest
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.policy.transformers_policy import load_policy
 from tests.chaos.mortal_trainer import POINTS, Death, live
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import (
@@ -23,6 +19,17 @@ from tests.support.training import (
     num_commits,
     replayed_digests,
 )
+from tidemill.common.run.weight_files import (
+    WEIGHTS_FOLDER,
+    folder_versions,
+    read_chain,
+    read_manifest,
+    verified_files,
+)
+from tidemill.common.weights.whole import check_whole, write_whole
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 STEPS, GROUPS, SIZE = 36, 2, 4
 LIFE_S = 90.0
@@ -48,6 +55,9 @@ async def test_at_any_point_of_a_step(tmp_path: Path, one_thread: None, seed: in
     rng.shuffle(deaths)
     config = simulated_config(
         tmp_path,
+        model__dtype="bfloat16",  # float32 has no deltas
+        weights__max_share_changed=1.0,
+        weights__max_chain_share=10.0,
         rollout__sampling={"max_tokens": 8},
         trainer__policy="transformers",
         trainer__deterministic=True,
@@ -72,10 +82,20 @@ async def test_at_any_point_of_a_step(tmp_path: Path, one_thread: None, seed: in
     assert len(set(digests)) == STEPS, "every step changed the weights"
     announced = {manifest.version: manifest.digest for manifest in manifests}
     assert all(announced.get(commit.version, commit.digest) == commit.digest for commit in commits)
-    assert verified_files(run.run_dir, manifests[-1])
+    assert manifests[-1].is_delta
+    for version in folder_versions(run.run_dir / WEIGHTS_FOLDER):
+        assert_leads_to_its_digest(run.run_dir, version, tmp_path / f"whole-{version}")
     newest = CheckpointStore(run.run_dir, keep=2).load_latest()
     assert newest is not None
     assert newest.state.version == STEPS
+
+
+def assert_leads_to_its_digest(run: Path, version: int, folder: Path) -> None:
+    manifest = read_manifest(run, version)
+    assert manifest is not None
+    base, *deltas = [verified_files(run, part) for part in read_chain(run, manifest)]
+    folder.mkdir()
+    check_whole(write_whole(base, deltas, folder), manifest)
 
 
 async def _live(run: ServiceRun, death: Death | None) -> int:

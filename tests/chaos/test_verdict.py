@@ -4,10 +4,6 @@ from typing import Any
 
 import pytest
 
-from common.redis.broker import Broker
-from common.streams import append
-from common.wire.keys import Keys
-from common.wire.messages import Commit, Trajectory
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.environments import misjudged, num_faults
 from tests.chaos.faults import KILLS, Kind, plan
@@ -15,6 +11,10 @@ from tests.chaos.verdict import judge
 from tests.support.recorded_sessions import as_session
 from tests.support.training import lose_tail, make_score
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, Trajectory
 
 SIZE, MAX_STALENESS = 2, 1
 

@@ -10,8 +10,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from common.wire.messages import Commit, Trajectory, TrajectoryKey
 from tests.chaos.archive import Archive
+from tidemill.common.wire.messages import Commit, Trajectory, TrajectoryKey
 
 WHOLE_GROUP = -1
 

@@ -21,7 +21,7 @@ ALONE_STEPS = 5
 SLOW_REWARD = """\
 import asyncio
 
-from services.reward.builtin.gsm8k import compute_score as score
+from tidemill.services.reward.builtin.gsm8k import compute_score as score
 
 
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):

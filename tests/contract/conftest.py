@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from common.config import RunConfig
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.wire.keys import Keys
 from tests.support.models import tiny_model
 from tests.support.training import make_context
 from tests.support.whole_trainer import GROUPS, SIZE
+from tidemill.common.config import RunConfig
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
 
 
 @pytest.fixture(scope="module")

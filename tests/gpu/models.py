@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 from tests.support.models import run_config, tiny_model
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none")
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from services.trainer.groups.samples import Sample, form_micro_batches
-from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu
 from tests.support.models import accumulate_all, gradients_of, make_samples, one_batch, train
+from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytestmark = needs_gpu
 SAMPLES = 24

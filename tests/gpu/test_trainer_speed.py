@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks.trainer_mfu import Shape, measure
-from common.config.trainer import TrainerConfig
-from services.trainer.policy.model_loading import accelerate_model
-from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.support.models import accumulate_all, gradients_of, make_samples, one_batch, tiny_llama
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.trainer.policy.model_loading import accelerate_model
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -13,14 +13,14 @@ import pytest
 import pytest_asyncio
 import torch
 
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import Generation, GenerationRequest
-from services.rollout.engines.vllm import VllmEngine
-from services.trainer.groups.samples import Sample
-from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu
 from tests.support.models import PIECES, run_config
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines.vllm import VllmEngine
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytest.importorskip("vllm", reason="vLLM is not installed; install the extra vllm")
 

@@ -30,13 +30,13 @@ def main() -> int:
     """Run the schedules; returns the exit code."""
     options = _parser().parse_args()
     if options.trace:
-        return _trace(options.seed)
+        return _trace(options.seed, options.tight)
     seeds = range(options.seed, options.seed + options.schedules)
     began, faults, bad = time.monotonic(), Counter[str](), list[Verdict]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("schedules", total=len(seeds))
-        for verdict in verdicts(seeds, options.jobs):
+        for verdict in verdicts(seeds, options.jobs, options.tight):
             progress.advance(bar)
             faults += verdict.faults
             if verdict.problem:
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)"
     )
     parser.add_argument("--trace", action="store_true", help="run one seed, and print all that happens")
+    parser.add_argument("--tight", action="store_true", help="trim at once, and recover from the archive")
     parser.add_argument("--no-shrink", action="store_true", help="leave failing schedules as they are")
     return parser
 
@@ -82,8 +83,8 @@ def _tell(verdict: Verdict) -> None:
     console.print(found.problem[-MOST_WORDS:], markup=False, highlight=False)
 
 
-def _trace(seed: int) -> int:
-    verdict = run(schedule_of(seed), is_traced=True)
+def _trace(seed: int, is_tight: bool) -> int:
+    verdict = run(schedule_of(seed, is_tight), is_traced=True)
     print(repr(verdict.schedule), *verdict.trace, verdict.problem or verdict.outcome, sep="\n")
     return 1 if verdict.problem else 0
 

@@ -4,13 +4,13 @@ from collections import Counter
 
 import pyarrow.parquet as pq
 
-from common.archive import stream_folder
-from common.archive.columns import ID_MS, ID_SEQ
-from common.archive.manifest import SUFFIX, Manifest
-from common.errors import ArchiveError
-from common.streams.selection import StreamName
 from tests.simulation.redis.stream import Stream, parse_id
 from tests.simulation.world import World
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.columns import ID_MS, ID_SEQ
+from tidemill.common.archive.manifest import SUFFIX, Manifest
+from tidemill.common.errors import ArchiveError
+from tidemill.common.streams.selection import StreamName
 
 
 def missing_ids(world: World) -> list[str]:

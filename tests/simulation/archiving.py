@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import TidemillError
-from common.streams.selection import StreamName
-from common.wire.keys import Keys
-from services.jobs import archive
 from tests.simulation.loop import OWNER
 from tests.simulation.process import Process
 from tests.simulation.world import World
+from tidemill.common.errors import TidemillError
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs import archive
 
 
 class Child:

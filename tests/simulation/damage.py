@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from common.archive.manifest import MANIFEST_FILE
+from tidemill.common.archive.manifest import MANIFEST_FILE
 
 
 def tear(run_dir: Path, what: str, share: float) -> bool:

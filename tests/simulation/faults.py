@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from common.config import RunConfig
 from tests.simulation import damage, strangers
 from tests.simulation.cluster import State, Weather
 from tests.simulation.fleet import Fleet
@@ -18,6 +17,7 @@ from tests.simulation.process import Process
 from tests.simulation.redis.keyspace import split
 from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.world import World
+from tidemill.common.config import RunConfig
 
 SCRIPTED = ("EVALSHA", "FCALL")
 """Entries may be appended by a script."""

@@ -11,25 +11,25 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-import services.reward.__main__
-import services.rollout.__main__
-import services.trainer.__main__
-from common.errors import ConfigError, TidemillError, first_cause
-from common.process import service
-from common.run.state import FINISHED
-from services.console.processes.supervisor import (
+import tidemill.services.reward.__main__
+import tidemill.services.rollout.__main__
+import tidemill.services.trainer.__main__
+from tests.simulation.process import Process
+from tests.simulation.world import World
+from tidemill.common.errors import ConfigError, TidemillError, first_cause
+from tidemill.common.process import service
+from tidemill.common.run.state import FINISHED
+from tidemill.services.console.processes.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MAX_YOUNG_DEATHS,
     YOUNG_S,
 )
-from tests.simulation.process import Process
-from tests.simulation.world import World
 
 LOADERS = {
-    "trainer": services.trainer.__main__.load,
-    "rollout": services.rollout.__main__.load,
-    "reward": services.reward.__main__._load,
+    "trainer": tidemill.services.trainer.__main__.load,
+    "rollout": tidemill.services.rollout.__main__.load,
+    "reward": tidemill.services.reward.__main__._load,
 }
 KILLED = -9
 

@@ -1,6 +1,7 @@
 """Schedules from seeds: a config, and up to six faults, often close together."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
@@ -33,10 +34,14 @@ STREAMS = (
 )
 
 
-def schedule_of(seed: int) -> Schedule:
-    """The schedule of a seed."""
+def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
+    """The schedule of a seed. `is_tight` has the run archived in the smallest files, so that Redis keeps what
+    is in flight, and recovers from few checkpoints."""
     rng = random.Random(f"schedule {seed}")
     setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
+    if is_tight:
+        every = max(4, setup.checkpoint_every)
+        setup = replace(setup, trim=True, archive=True, segment_mb=0.001, checkpoint_every=every, steps=6)
     names = [f"rollout-{i}" for i in range(setup.rollouts)] + [f"reward-{i}" for i in range(setup.rewards)]
     faults: list[Fault] = []
     at_s = rng.uniform(0.0, SPAN_S)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from common.wire.keys import Keys
 from tests.simulation.redis.server import Fields
 from tests.simulation.redis.stream import EntryId
+from tidemill.common.wire.keys import Keys
 
 
 @dataclass(slots=True)

@@ -26,23 +26,23 @@ import httpx
 import pydantic
 import structlog
 
-import common.process.service
-import common.redis.broker
-import common.redis.client
-import services.reward.rewards.weighted_sum
-import services.rollout.service
-import services.trainer.service
-from common.process.stand_in import StandIn
-from common.redis.broker import WAIT_VARIABLE
-from common.redis.client import URL_VARIABLE
-from common.run.state import RUNS_DIR_VARIABLE
-from services.trainer.batch.prompts import load_tokenizer
+import tidemill.common.process.service
+import tidemill.common.redis.broker
+import tidemill.common.redis.client
+import tidemill.services.reward.rewards.weighted_sum
+import tidemill.services.rollout.service
+import tidemill.services.trainer.service
 from tests.simulation.archiving import spawn
 from tests.simulation.disk import WRITING
 from tests.simulation.loop import OWNER
 from tests.simulation.redis.client import MemoryClient
 from tests.simulation.reward import make_reward
 from tests.simulation.world import World
+from tidemill.common.process.stand_in import StandIn
+from tidemill.common.redis.broker import WAIT_VARIABLE
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.services.trainer.batch.prompts import load_tokenizer
 
 REAL_TIMES: dict[Any, str] = {time.time: "time", time.monotonic: "monotonic", os.getpid: "getpid"}
 """Functions that fields took as their defaults when their classes were made."""
@@ -82,7 +82,7 @@ class NoStandIn(StandIn):
         """Nothing to end."""
 
 
-def no_redis_for_jobs(url: str) -> Any:
+def no_redis_for_jobs(url: str, run_id: str = "") -> Any:
     """RQ blocks: without its Redis, the trainer has the archive written by a child process."""
     raise OSError("there is no RQ in the simulation")
 
@@ -111,7 +111,7 @@ def installed(world: World) -> Iterator[None]:
 def _replacements(world: World) -> list[tuple[Any, str, Any]]:
     clocks, rng = world.clocks, random.Random(f"names {world.seed}")
     return [
-        (common.process.service, "StandIn", NoStandIn),
+        (tidemill.common.process.service, "StandIn", NoStandIn),
         (time, "time", clocks.wall_s),
         (time, "monotonic", clocks.monotonic_s),
         (time, "time_ns", lambda: int(1e9 * clocks.wall_s())),
@@ -124,13 +124,13 @@ def _replacements(world: World) -> list[tuple[Any, str, Any]]:
         (asyncio, "create_subprocess_exec", spawn(world)),
         (os, "kill", lambda pid, number: _signal(world, pid, number)),
         (os, "_exit", lambda code: world.end(OWNER.get(world.loop.world), code)),
-        (common.redis.broker, "make_client", lambda url: MemoryClient(world.cluster)),
-        (common.redis.client, "make_blocking_client", no_redis_for_jobs),
-        (common.process.service, "HttpEndpoint", NoEndpoint),
-        (common.process.service, "LAG_PROBE_S", 5.0),
-        (services.rollout.service, "SAMPLE_S", 1.0),
-        (services.reward.rewards.weighted_sum, "make_reward", make_reward),
-        (services.trainer.service, "load_tokenizer", known_tokenizer),
+        (tidemill.common.redis.broker, "make_client", lambda url: MemoryClient(world.cluster)),
+        (tidemill.common.redis.client, "make_blocking_client", no_redis_for_jobs),
+        (tidemill.common.process.service, "HttpEndpoint", NoEndpoint),
+        (tidemill.common.process.service, "LAG_PROBE_S", 5.0),
+        (tidemill.services.rollout.service, "SAMPLE_S", 1.0),
+        (tidemill.services.reward.rewards.weighted_sum, "make_reward", make_reward),
+        (tidemill.services.trainer.service, "load_tokenizer", known_tokenizer),
         (httpx, "AsyncClient", NoHttpClient),
     ]
 
@@ -230,7 +230,9 @@ def rewire_defaults() -> None:
         "monotonic": lambda: time.monotonic(),
         "getpid": lambda: os.getpid(),
     }
-    for module in [m for n, m in sys.modules.items() if n.startswith(("common.", "services."))]:
+    for module in [
+        m for n, m in sys.modules.items() if n.startswith(("tidemill.common.", "tidemill.services."))
+    ]:
         for kind in [item for item in vars(module).values() if isinstance(item, type)]:
             if issubclass(kind, pydantic.BaseModel):
                 _rewire_model(kind, late)

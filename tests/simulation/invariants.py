@@ -14,11 +14,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from common.config import RunConfig
-from common.errors import CodecError
-from common.run.state import FINISHED
-from common.wire import codec
-from common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 from tests.chaos import verdict as chaos
 from tests.simulation.fleet import Fleet
 from tests.simulation.history import Record
@@ -27,6 +22,11 @@ from tests.simulation.redis.stream import Stream, text_of
 from tests.simulation.reward import value_of
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import CodecError
+from tidemill.common.run.state import FINISHED
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 
 REMEDIES = ("estore", "emove", "XDEL", "tart a new run", "stop the other", "tidemill ")
 """A message that ends a run names what to do: one of these stands in it."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from common.config import RunConfig
-from common.wire.messages import Commit, Ticket
-from services.trainer.batch.prompt_plan import PromptPlan
-from services.trainer.batch.prompts import load_tokenizer, load_training_prompts
+from tidemill.common.config import RunConfig
+from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.prompts import load_tokenizer, load_training_prompts
 
 
 def other_prompts(config: RunConfig, tickets: Sequence[Ticket], commits: Sequence[Commit]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import xxhash
 
-from services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 FAILING = 40
 """One completion in so many has no reward, whoever asks."""

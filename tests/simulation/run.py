@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from common.run.state import FINISHED
-from services.console.run.folder import RunFolder
 from tests.simulation.faults import Injector
 from tests.simulation.fleet import Fleet, names
 from tests.simulation.install import installed
 from tests.simulation.invariants import Judge
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
+from tidemill.common.run.state import FINISHED
+from tidemill.services.console.run.folder import RunFolder
 
 PATIENCE_S = 400.0
 """Virtual time after the last fault in which a run has to reach its end."""

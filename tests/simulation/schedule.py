@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig, parse_config
+from tidemill.common.config import RunConfig, parse_config
 
 LEASE_S = 4.0
 REISSUE_AFTER_S = 60.0
@@ -23,6 +23,8 @@ class Setup:
     keep_checkpoints: int = 2
     trim: bool = True
     archive: bool = False
+    segment_mb: float = 0.004
+    """Of a file of the archive: what Redis keeps beyond what is in flight."""
     evaluation: bool = False
     rollouts: int = 2
     rewards: int = 2
@@ -66,7 +68,7 @@ class Setup:
             "streams": {
                 "lease_s": LEASE_S,
                 "trim": self.trim,
-                "archive": {"enabled": self.archive, "segment_mb": 0.004},
+                "archive": {"enabled": self.archive, "segment_mb": self.segment_mb},
             },
         }
         if self.mixed:

@@ -7,9 +7,9 @@ process has: a port, TLS, users, Sentinels, memory that runs out, a death that i
 import time
 from typing import Any, cast
 
-from common.redis.broker import Broker
 from tests.simulation.redis.client import DirectNetwork, MemoryClient
 from tests.simulation.redis.server import MemoryServer
+from tidemill.common.redis.broker import Broker
 
 MEMORY = "memory"
 TRUSTED = frozenset(

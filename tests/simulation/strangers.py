@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import Message, Score, ScoreStatus, Ticket, Trajectory
 from tests.simulation.world import World
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Message, Score, ScoreStatus, Ticket, Trajectory
 
 
 def write(world: World, stream: str, what: str, rng: random.Random) -> bool:

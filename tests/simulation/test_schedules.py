@@ -19,6 +19,14 @@ def test_a_run_keeps_its_guarantees_and_ends(first: int) -> None:
         )
 
 
+def test_what_is_trimmed_at_once_is_recovered_from_the_archive() -> None:
+    for seed in range(FIRST_SEED, FIRST_SEED + BATCH):
+        verdict = run(schedule_of(seed, is_tight=True))
+        assert not verdict.problem, (
+            f"make simulate ARGS='--seed {seed} --tight --trace': {verdict.problem}\n{verdict.schedule!r}"
+        )
+
+
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_what_was_found_once_is_found_no_more(name: str) -> None:
     verdict = run(KNOWN[name])

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-import common.redis.broker
-from common.streams.consumer import Consumer
-from services.trainer.batch.scheduler import Scheduler
+import tidemill.common.redis.broker
 from tests.simulation.generate import schedule_of
 from tests.simulation.run import run
 from tests.simulation.schedule import Fault, Schedule, Setup
@@ -18,6 +16,8 @@ from tests.simulation.shrink import shrink
 from tests.simulation.stand_in import TRUSTED
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S
+from tidemill.common.streams.consumer import Consumer
+from tidemill.services.trainer.batch.scheduler import Scheduler
 
 DIGEST_OF = """
 from tests.simulation.generate import schedule_of
@@ -53,7 +53,7 @@ def test_a_sleeper_does_no_harm() -> None:
 
 def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
     """Take a part out of a Lua script."""
-    known = common.redis.broker._script
+    known = tidemill.common.redis.broker._script
 
     def changed(name: str) -> tuple[str, str]:
         import hashlib
@@ -65,7 +65,7 @@ def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
         source = source.replace(part, "")
         return source, hashlib.sha1(source.encode()).hexdigest()
 
-    monkeypatch.setattr(common.redis.broker, "_script", changed)
+    monkeypatch.setattr(tidemill.common.redis.broker, "_script", changed)
 
 
 def test_a_worker_that_publishes_without_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +100,10 @@ def test_a_curriculum_that_a_resumed_trainer_does_not_remember_is_noticed(
     assert not any(run(schedule).problem for schedule in schedules)
     adopt = Scheduler.adopt_issued
 
-    async def forgetful(scheduler: Scheduler) -> Any:
+    async def forgetful(scheduler: Scheduler, *history: Any) -> Any:
         assert scheduler.prompts._curriculum is not None
         scheduler.prompts._curriculum._waiting.clear()
-        return await adopt(scheduler)
+        return await adopt(scheduler, *history)
 
     monkeypatch.setattr(Scheduler, "adopt_issued", forgetful)
     found = [run(schedule).problem for schedule in schedules]

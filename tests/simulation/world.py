@@ -10,13 +10,13 @@ from typing import Any
 
 import xxhash
 
-from common.wire.keys import Keys
 from tests.simulation.clock import Clocks
 from tests.simulation.cluster import Cluster
 from tests.simulation.disk import Disk
 from tests.simulation.history import History
 from tests.simulation.loop import OWNER, SimulatedLoop
 from tests.simulation.process import Process
+from tidemill.common.wire.keys import Keys
 
 INPUTS = re.compile(rb"[^\"]*/tidemill-simulation-inputs-[^/]*/")
 """The folder of data and tokenizer, which the config names."""

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from common.config import load_config
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import read_state
-from common.wire.messages import Commit
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of
+from tidemill.common.config import load_config
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import read_state
+from tidemill.common.wire.messages import Commit
 
 STEPS, LEAST_GAIN = 6, 0.05
 """With these seeds the score rises from 0.32 to between 0.45 and 0.6."""

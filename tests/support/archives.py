@@ -5,16 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.archive.manifest import Manifest
-from common.archive.writer import archive_stream, writing
-from common.history import History, Record, Selection, StreamName
-from common.redis.broker import Broker
-from common.streams import Fields, read_raw
-from common.streams.selection import ALL
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.keys import Keys
 from tests.support.trajectories import make_trajectory
+from tidemill.common.archive.manifest import Manifest
+from tidemill.common.archive.writer import archive_stream, writing
+from tidemill.common.history import History, Record, Selection, StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Fields, read_raw
+from tidemill.common.streams.selection import ALL
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.keys import Keys
 
 STREAM = StreamName.TRAJECTORIES
 

@@ -34,7 +34,7 @@ async def serving(runs: Path, url: str, *arguments: str) -> AsyncIterator[str]:
     command = [
         sys.executable,
         "-m",
-        "services.console",
+        "tidemill.services.console",
         "web",
         "--port",
         "0",

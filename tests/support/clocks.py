@@ -1,6 +1,6 @@
 """A clock that a test moves, and a Redis whose clock was set back: its deliveries lie in the future."""
 
-from common.redis.broker import Broker
+from tidemill.common.redis.broker import Broker
 
 POLYNOMIAL = 0x95AC9329AC4BC9B5
 """Of Redis's CRC-64 (Jones), its bits reversed."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from common import streams
-from common.redis.broker import Broker
-from common.streams import Consumer, Delivery, Entry, Garbled
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import DeadLetter, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
 from tests.support.trajectories import make_trajectory
+from tidemill.common import streams
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Delivery, Entry, Garbled
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
 
 LEASE_S = 3600.0
 """Far longer than any test: leases end because a test ages them, never because it is slow."""

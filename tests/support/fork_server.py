@@ -23,17 +23,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 PRELOADED = (
-    "services.trainer.service",
-    "services.trainer.policy.transformers_policy",
-    "services.rollout.service",
-    "services.rollout.engines.transformers",
-    "services.rollout.engines.simulated",
-    "services.reward.worker",
-    "services.console.exporter.exporter",
-    "services.reward.model_server.app",
-    "services.jobs.known_jobs",
-    "services.jobs.archive",
-    "common.archive.archiver",
+    "tidemill.services.trainer.service",
+    "tidemill.services.trainer.policy.transformers_policy",
+    "tidemill.services.rollout.service",
+    "tidemill.services.rollout.engines.transformers",
+    "tidemill.services.rollout.engines.simulated",
+    "tidemill.services.reward.worker",
+    "tidemill.services.console.exporter.exporter",
+    "tidemill.services.reward.model_server.app",
+    "tidemill.services.jobs.known_jobs",
+    "tidemill.services.jobs.archive",
+    "tidemill.common.archive.archiver",
     "transformers.models.llama.modeling_llama",
 )
 MAX_REQUEST_BYTES = 1 << 18

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.run.state import publish_config
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import (
+from tests.support.recorded_sessions import as_session
+from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Message,
@@ -24,8 +26,6 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from tests.support.recorded_sessions import as_session
-from tests.support.trajectories import make_config, make_trajectory
 
 BEGIN = 1_790_000_000.0
 """When the run began, in seconds since 1970. Everything else is told in seconds after it."""

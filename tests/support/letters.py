@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from common.redis.broker import Broker
-from common.streams import Consumer, Delivery, append, dead_letter
-from common.wire import codec
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import DeadLetter, Lane, Message, SamplingParams, Ticket, Trajectory
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Delivery, append, dead_letter
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Message, SamplingParams, Ticket, Trajectory
 
 
 def make_ticket(number: int, **fields: Any) -> Ticket:

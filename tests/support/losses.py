@@ -7,13 +7,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
-from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.registry import find_loss
-from services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
-from services.trainer.groups.group_filter import TrainableGroup
-from services.trainer.groups.samples import Sample
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
+from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
+from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
+from tidemill.services.trainer.groups.group_filter import TrainableGroup
+from tidemill.services.trainer.groups.samples import Sample
 
 MAX_COMPLETION = 8
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from common.wire.messages import (
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     SamplingParams,
@@ -16,7 +16,7 @@ from common.wire.messages import (
     WeightFile,
     WeightManifest,
 )
-from common.wire.segments import Segment, Session, Turn
+from tidemill.common.wire.segments import Segment, Session, Turn
 
 small = st.integers(0, 2**40)
 texts = st.text(max_size=40)

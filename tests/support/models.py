@@ -17,13 +17,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from common.config.run import RunConfig
-from common.config.trainer import TrainerConfig
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import MicroBatch, Sample
-from services.trainer.policy.adapters import Adapters
-from services.trainer.policy.policy import Policy, UpdateResult
-from services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.common.config.run import RunConfig
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.policy.adapters import Adapters
+from tidemill.services.trainer.policy.policy import Policy, UpdateResult
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 MAX_COMPLETION = 14
 """Completion tokens of a policy's run, at most."""

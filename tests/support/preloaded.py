@@ -154,12 +154,14 @@ def start_module(module: str, arguments: Sequence[str], log: Path, environment: 
 def tidemill(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run the command `tidemill` in exactly this environment, forked where that makes no difference."""
     if not can_fork(environment):
-        command = [sys.executable, "-m", "services.console", *words]
+        command = [sys.executable, "-m", "tidemill.services.console", *words]
         return subprocess.run(
             command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
         )
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = ForkedProcess("services.console", words, environment, output.fileno(), errors.fileno())
+        process = ForkedProcess(
+            "tidemill.services.console", words, environment, output.fileno(), errors.fileno()
+        )
         try:
             code = process.wait(2 * PATIENCE_S)
         finally:

@@ -128,7 +128,7 @@ def start_exporter(run: ServiceRun) -> str:
     words = [run.keys.run_id, "--port", str(port), "--every", "0.5"]
     env = os.environ | {"TIDEMILL_REDIS_URL": run.url}
     log = run.folder / "exporter.log"
-    run.processes["exporter"] = start_module("services.console.exporter", words, log, env)
+    run.processes["exporter"] = start_module("tidemill.services.console.exporter", words, log, env)
     return f"http://127.0.0.1:{port}"
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import yaml
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import Score, Ticket, Trajectory
 from tests.support import preloaded
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, Ticket, Trajectory
 
 REPO = Path(__file__).resolve().parent.parent.parent
 

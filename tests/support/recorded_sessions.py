@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from common.wire.messages import Trajectory
-from common.wire.segments import Segment, Session, Turn
+from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.segments import Segment, Session, Turn
 
 QUESTION, RESULT, ANSWER, SECOND = "17 * 23", "391 exactly", "The product is 391.", "I said it before: 391."
 MESSAGES: tuple[dict[str, Any], ...] = (

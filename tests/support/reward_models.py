@@ -61,10 +61,10 @@ def _saved(path: Path, seed: int, kind: Any, config: Any) -> Path:
 
 
 def start_server(path: Path, log: Path, *arguments: str, **variables: str) -> Process:
-    """Start `python -m services.reward.model_server` on a free port; see `server_url` for where."""
+    """Start `python -m tidemill.services.reward.model_server` on a free port; see `server_url` for where."""
     words = ["--model", str(path), "--port", "0", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    return start_module("services.reward.model_server", words, log, environment)
+    return start_module("tidemill.services.reward.model_server", words, log, environment)
 
 
 def server_url(log: Path) -> str:

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from common.process.activity import Activity
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.streams import Entry, group_status, read_range
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Lane, Score, Trajectory
-from services.reward.worker import serve
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Entry, group_status, read_range
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Lane, Score, Trajectory
+from tidemill.services.reward.worker import serve
 
 
 @contextlib.asynccontextmanager

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from common.config import NamedRewardConfig, RewardConfig
-from services.reward.rewards.named import NamedReward
-from services.reward.rewards.weighted_sum import WeightedSum
-from services.reward.worker import Scorer
+from tidemill.common.config import NamedRewardConfig, RewardConfig
+from tidemill.services.reward.rewards.named import NamedReward
+from tidemill.services.reward.rewards.weighted_sum import WeightedSum
+from tidemill.services.reward.worker import Scorer
 
 
 def alone(reward: Any, config: RewardConfig) -> WeightedSum:

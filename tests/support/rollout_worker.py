@@ -6,21 +6,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from common.process.activity import Activity
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.streams import Consumer, Delivery, append_numbered
-from common.wire.keys import ROLLOUT_GROUP, Keys
-from common.wire.messages import Lane, Ticket, Trajectory
-from services.rollout.engines.engine import Generation, GenerationRequest
-from services.rollout.engines.simulated import SimulatedEngine
-from services.rollout.environments.single_turn import SingleTurn
-from services.rollout.group import GroupGenerator
-from services.rollout.sessions.player import Player
-from services.rollout.weight_follower import WeightFollower
-from services.trainer.policy.simulated_policy import SimulatedPolicy
-from services.trainer.weights.store import WeightStore
 from tests.support.training import make_parts, messages, trainer_config
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Delivery, append_numbered
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Lane, Ticket, Trajectory
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines.simulated import SimulatedEngine
+from tidemill.services.rollout.environments.single_turn import SingleTurn
+from tidemill.services.rollout.group import GroupGenerator
+from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.weight_follower import WeightFollower
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.weights.store import WeightStore
 
 SIZE = 4
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.wire.keys import Keys
 from tests.support.preloaded import Process, start_module, start_plain
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.wire.keys import Keys
 
 
 class ServiceRun:
@@ -83,9 +83,9 @@ class ServiceRun:
         }
         log, environment = self.folder / f"{name}.log", os.environ | variables
         if self._is_forked and not within:
-            self.processes[name] = start_module(f"services.{role}", words, log, environment)
+            self.processes[name] = start_module(f"tidemill.services.{role}", words, log, environment)
         else:
-            command = [*within, sys.executable, "-m", f"services.{role}", *words]
+            command = [*within, sys.executable, "-m", f"tidemill.services.{role}", *words]
             self.processes[name] = start_plain(command, log, environment)
         return self.processes[name]
 

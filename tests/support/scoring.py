@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
-from common.wire.messages import Score
-from services.reward.functions.processes.pool import ProcessPool
-from services.reward.functions.request import Request
-from services.reward.outcome import RewardOutcome
-from services.reward.sample import RewardSample
+from tidemill.common.wire.messages import Score
+from tidemill.services.reward.functions.processes.pool import ProcessPool
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.outcome import RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 SOURCE = """
     import asyncio, os, re, signal, subprocess, sys, threading, time

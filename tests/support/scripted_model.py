@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.wire.messages import SamplingParams
-from services.rollout.engines.engine import Generation
-from services.rollout.sessions.chat import Call, Parsed
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.sessions.chat import Call, Parsed
 
 START, END = 256, 257
 CALL, CALLED = "<call>", "</call>"

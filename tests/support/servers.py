@@ -13,7 +13,7 @@ from types import TracebackType
 
 import redis
 
-from common.redis.embedded import available_servers
+from tidemill.common.redis.embedded import available_servers
 
 REPO = Path(__file__).resolve().parent.parent.parent
 INFRA = REPO / "infra" / "redis"
@@ -23,7 +23,8 @@ STARTS = 5
 
 def newest_server() -> str:
     """The redis-server of the highest version, or an empty text."""
-    return max(available_servers().values(), key=server_version, default="")
+    redis = (path for name, path in available_servers().items() if "valkey" not in name)
+    return max(redis, key=server_version, default="")
 
 
 def server_version(executable: str) -> tuple[int, int]:

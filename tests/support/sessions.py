@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from common.wire.messages import Trajectory
-from common.wire.segments import Segment, Session
-from services.rollout.engines.engine import Generation
-from services.rollout.sessions.recorder import SegmentRecorder
-from services.trainer.groups.samples import Sample, make_sample
 from tests.support.trajectories import make_trajectory
+from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.segments import Segment, Session
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder
+from tidemill.services.trainer.groups.samples import Sample, make_sample
 
 Ids = tuple[int, ...]
 

@@ -8,22 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from common.config import RunConfig
-from common.process.activity import Activity
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
-from services.trainer.batch.prompt_plan import PromptPlan
-from services.trainer.batch.prompts import Prompt, PromptSource
-from services.trainer.batch.scheduler import Outstanding, Scheduler
-from services.trainer.batch.stream_join import STREAMS, StreamJoin
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.step import StepRunner
 from tests.support.sessions import played
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Delivery, Entry, append, id_order, last_id, read_range
+from tidemill.common.wire.codec import SCHEMA
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
+from tidemill.services.trainer.batch.scheduler import Outstanding, Scheduler
+from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.step import StepRunner
 
 
 def trainer_config(**trainer: Any) -> RunConfig:
@@ -85,13 +86,9 @@ async def messages(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
 
 async def lose_tail(broker: Broker, key: str, last: str) -> None:
     """What a Redis does that comes back without its last second: entries above `last` never were."""
-    for entry_id, _ in await broker.execute("XRANGE", key, f"({last}", "+"):
-        await broker.execute("XDEL", key, entry_id)
-    await broker.execute("XSETID", key, last)
-    for raw in await broker.execute("XINFO", "GROUPS", key):
-        info = dict(zip(raw[::2], raw[1::2], strict=True))
-        if id_order(info[b"last-delivered-id"].decode()) > id_order(last):
-            await broker.execute("XGROUP", "SETID", key, info[b"name"], last)
+    gone = await broker.execute("XRANGE", key, f"({last}", "+")
+    args = [SCHEMA, last, *(part for entry_id, _ in gone for part in (entry_id, b""))]
+    await broker.script("move_aside", [key, f"{key}:none"], args)
 
 
 @contextlib.asynccontextmanager

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from common.config import RunConfig, parse_config
-from common.wire.messages import Trajectory
+from tidemill.common.config import RunConfig, parse_config
+from tidemill.common.wire.messages import Trajectory
 
 
 def make_trajectory(ticket: int = 0, index: int = 0, text: str = "#### 1", **fields: Any) -> Trajectory:

@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from common.errors import ConfigError
-from common.process.vllm_machine import check_machine
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.vllm_machine import check_machine
 
 
 def need_vllm() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from common.wire.segments import VersionSpan
+from tidemill.common.wire.segments import VersionSpan
 
 
 @torch.inference_mode()

@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.run.state import publish_config, update_state
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import (
+from tests.support.recorded_sessions import as_session
+from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import publish_config, update_state
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Lane,
@@ -21,8 +23,6 @@ from common.wire.messages import (
     Ticket,
     Trajectory,
 )
-from tests.support.recorded_sessions import as_session
-from tests.support.trajectories import make_config, make_trajectory
 
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 RIGHT_TO_LEFT = "\u202egpj.exe\u202c \u05e9\u05dc\u05d5\u05dd"

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from common.wire.messages import Commit, Ticket
-from services.trainer import trainer as trainer_module
-from services.trainer.service import serve
 from tests.support.training import assert_nothing_lost, messages, num_commits
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.services.trainer import trainer as trainer_module
+from tidemill.services.trainer.service import serve
 
 GROUPS, SIZE = 2, 2
 """Groups of a step, and samples of a group, in the contexts that `make` makes."""

@@ -37,10 +37,36 @@ for i = 1, #info, 2 do
     added = info[i + 1]
   end
 end
--- Redis 7 remembers the greatest id that was ever removed, and 6.2 knows no such option.
+-- Redis 7 remembers the greatest id that was ever removed, and 6.2 knows no such option. Valkey never goes below
+-- that id: there the stream is written anew, with its groups and what they hold.
 local reply = redis.pcall('XSETID', KEYS[1], last, 'ENTRIESADDED', added, 'MAXDELETEDID', last)
 if type(reply) == 'table' and reply.err then
+  reply = redis.pcall('XSETID', KEYS[1], last)
+end
+if type(reply) == 'table' and reply.err then
+  local entries, held = redis.call('XRANGE', KEYS[1], '-', '+'), {}
+  for _, group in ipairs(groups) do
+    held[group[2]] = redis.call('XPENDING', KEYS[1], group[2], '-', '+', 1000000)
+  end
+  redis.call('DEL', KEYS[1])
+  redis.call('XGROUP', 'CREATE', KEYS[1], '', '0', 'MKSTREAM')
+  redis.call('XGROUP', 'DESTROY', KEYS[1], '')
+  for _, entry in ipairs(entries) do
+    redis.call('XADD', KEYS[1], entry[1], unpack(entry[2]))
+  end
   redis.call('XSETID', KEYS[1], last)
+  for _, group in ipairs(groups) do
+    redis.call('XGROUP', 'CREATE', KEYS[1], group[2], '0')
+    for i = 1, #group, 2 do
+      if group[i] == 'last-delivered-id' then
+        redis.call('XGROUP', 'SETID', KEYS[1], group[2], group[i + 1])
+      end
+    end
+    for _, one in ipairs(held[group[2]]) do
+      redis.call('XCLAIM', KEYS[1], group[2], one[2], 0, one[1],
+        'IDLE', one[3], 'RETRYCOUNT', one[4], 'FORCE', 'JUSTID')
+    end
+  end
 end
 for _, group in ipairs(groups) do
   for i = 1, #group, 2 do

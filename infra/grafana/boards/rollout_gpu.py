@@ -98,7 +98,10 @@ WEIGHTS = Row(
             "Versions that could not be loaded when tried.",
             "The worker tries again; its log has the reason.",
             "Weights not loaded",
-            (Query(increase("tidemill_weight_failures_total"), "failed"),),
+            (
+                Query(increase("tidemill_weight_failures_total"), "failed"),
+                Query(increase("tidemill_weight_mismatches_total"), "mismatched"),
+            ),
             "stat",
             4,
             (1, 5),

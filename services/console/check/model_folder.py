@@ -3,18 +3,19 @@
 Reads the small JSON files only. The services load the model with their own libraries and may still refuse it.
 """
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config import DataConfig, ModelConfig, is_path
-from common.errors import ConfigError
-from common.run.chat_template import RenderError
-from common.run.dataset import Row
-from common.run.model_overrides import overridden
-from common.run.prompt_lengths import TOKENIZER_FILE, Ruler
+from tidemill.common.config import DataConfig, ModelConfig, is_path
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import RenderError
+from tidemill.common.run.dataset import Row
+from tidemill.common.run.model_overrides import overridden
+from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -40,6 +41,11 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     """
     folder = Path(model.path)
     if not folder.is_dir():
+        if "/" not in model.path and not is_path(model.path):
+            raise ConfigError(
+                f"model.path {model.path}: there is no such folder{_nearest_to(folder)}. Relative paths in a "
+                "config start at the config's folder; a model of the hub is OWNER/NAME."
+            )
         if is_path(model.path):
             raise ConfigError(
                 f"model.path {model.path} is not a folder; give the folder of a Hugging Face model with its "
@@ -72,6 +78,13 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
             "tokens; lower model.max_model_len."
         )
     return facts
+
+
+def _nearest_to(folder: Path) -> str:
+    """The folder beside it that has nearly this name."""
+    beside = [path.name for path in Path().iterdir() if path.is_dir()]
+    close = difflib.get_close_matches(folder.name, beside, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.config import RunConfig, load_config
-from common.errors import TidemillError
-from common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
-from common.process.gpu_sharing import count_gpus
-from common.process.programs import Program, run_main, run_own
-from common.process.vllm_machine import check_machine
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.dataset import Row
-from common.run.prompt_lengths import NotMeasuredError, with_steps
-from common.run.training_rows import read_evaluation_rows, read_training_rows
-from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
-from services.console.check.teachers import check_teachers
+from tidemill.common.config import RunConfig, load_config, override_config
+from tidemill.common.errors import TidemillError
+from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
+from tidemill.common.process.gpu_sharing import count_gpus
+from tidemill.common.process.programs import Program, run_main, run_own
+from tidemill.common.process.vllm_machine import check_machine
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.dataset import Row
+from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
+from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
+from tidemill.services.console.check.teachers import check_teachers
 
 SANDBOX_TIMEOUT_S = 120.0
 
@@ -55,14 +55,16 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
-    """Check a run's config and all it refers to.
+def examine(given: Path | RunConfig, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
+    """Check a run's config, or the file that holds it, and all it refers to.
 
     Raises:
         ConfigError: the config itself is bad.
         PreflightError: it is well-formed, but something it refers to is missing or wrong.
     """
-    findings = Findings(load_config(path, overrides))
+    findings = Findings(
+        load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
+    )
     rows: Rows = {}
     problems = [
         problem
@@ -86,7 +88,9 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
     ]
     if problems:
         many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
-        raise PreflightError(f"{path}: {many}" + "\n\n".join(problems))
+        raise PreflightError(
+            f"{given if isinstance(given, Path) else 'config'}: {many}" + "\n\n".join(problems)
+        )
     return findings
 
 

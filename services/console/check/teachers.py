@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from services.console.check.model_folder import read_json
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.check.model_folder import read_json
 
 TOKENIZER = "tokenizer.json"
 

@@ -5,31 +5,34 @@ from typing import Annotated
 
 import typer
 
-from services.console.options import (
+from tidemill.services.console.options import (
     Json,
     LetterChoice,
     LetterFilter,
+    RunId,
     RunOption,
     RunsDir,
     argument,
     flag,
     grouped,
+    naming_the_run,
 )
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @app.command("list", epilog="Example: tidemill dead list --stream prompts --error 'schema 2'")
+@naming_the_run
 @grouped
 def show_list(
     wanted: LetterFilter,
-    run_id: RunOption = None,
+    run_id: RunId = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="At most so many, the newest; 0: all.")] = 100,
     as_json: Json = False,
     runs_dir: RunsDir = None,
 ) -> None:
     """List the dead letters: when, from where, which sample, why."""
-    from services.console.dead import commands
+    from tidemill.services.console.dead import commands
 
     commands.show_list(LetterChoice(**asdict(wanted), run_id=run_id, runs_dir=runs_dir), as_json, limit)
 
@@ -43,7 +46,7 @@ def show(
     runs_dir: RunsDir = None,
 ) -> None:
     """Show one letter with the message that died, decoded where that is possible."""
-    from services.console.dead import commands
+    from tidemill.services.console.dead import commands
 
     commands.show_one(LetterChoice(ids=[letter_id], run_id=run_id, runs_dir=runs_dir), as_json, with_hex)
 
@@ -56,7 +59,7 @@ def requeue(choice: LetterChoice) -> None:
     Refuses, with the reason, what can no longer matter: the trainer replaces the group of a dead ticket or
     trajectory by a fresh one. Exits with 1 when a letter that was named could not be put back.
     """
-    from services.console.dead import commands
+    from tidemill.services.console.dead import commands
 
     raise typer.Exit(commands.requeue_letters(choice))
 
@@ -68,6 +71,6 @@ def drop(
     is_sure: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove letters for good, after asking. What the trainer has yet to learn from one keeps it."""
-    from services.console.dead import commands
+    from tidemill.services.console.dead import commands
 
     raise typer.Exit(commands.drop_letters(choice, is_sure))

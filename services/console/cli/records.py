@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from services.console.options import (
+from tidemill.services.console.options import (
     SelectionOptions,
     StreamsOptions,
     TimelineOptions,
@@ -13,6 +13,7 @@ from services.console.options import (
     argument,
     flag,
     grouped,
+    naming_the_run,
     option,
 )
 
@@ -24,10 +25,11 @@ _ENTRY_TEXT = "An entry's id, a sample as TICKET.INDEX, or the number of a ticke
 
 
 @app.command("ls", epilog="Example: tidemill streams ls --json")
+@naming_the_run
 @grouped
 def show_list(options: StreamsOptions) -> None:
     """List the streams: how much there is and where, from when, and how far its readers are."""
-    from services.console.records import streams
+    from tidemill.services.console.records import streams
 
     streams.show_list(options)
 
@@ -45,7 +47,7 @@ def tail(
 
     Ranges hold both ends; `A..` and `..B` are open, `A` is one number.
     """
-    from services.console.records import streams
+    from tidemill.services.console.records import streams
 
     streams.show_tail(view, stream, selection, limit, follow)
 
@@ -59,7 +61,7 @@ def show(
     lane: Annotated[str, option("--lane", "Training or evaluation.", "train|eval")] = "",
 ) -> None:
     """Show everything that one entry holds."""
-    from services.console.records import streams
+    from tidemill.services.console.records import streams
 
     streams.show_entries(view, stream, what, lane)
 
@@ -81,7 +83,7 @@ def grep(
 
     Exits with 1 where nothing was found.
     """
-    from services.console.records import search
+    from tidemill.services.console.records import search
 
     raise typer.Exit(0 if search.show_hits(view, pattern, selection, stream or [], ignore_case, limit) else 1)
 
@@ -101,7 +103,7 @@ def trace(
     Who generated it with which version, every attempt at its score, its group, advantages, and the step and
     micro-batch that trained on it, or why none did.
     """
-    from services.console.records.trace import show_trace
+    from tidemill.services.console.records.trace import show_trace
 
     show_trace(options, sample, lane)
 
@@ -115,7 +117,7 @@ def step(
 
     Step N turned version N into version N + 1.
     """
-    from services.console.records.step import show_step
+    from tidemill.services.console.records.step import show_step
 
     show_step(options, number)
 
@@ -126,6 +128,6 @@ def timeline(options: TimelineOptions) -> None:
 
     Open the file at https://ui.perfetto.dev or in chrome://tracing.
     """
-    from services.console.records.timeline import write_timeline
+    from tidemill.services.console.records.timeline import write_timeline
 
     write_timeline(options)

@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from common.errors import ConfigError
-from services.console.options import (
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.options import (
     CheckOptions,
     ConvertOptions,
     DiffOptions,
+    FailOnWarning,
     Json,
     PlanOptions,
     ReplayOptions,
@@ -20,6 +21,7 @@ from services.console.options import (
     WebOptions,
     flag,
     grouped,
+    naming_the_run,
     option,
 )
 
@@ -28,20 +30,24 @@ from services.console.options import (
 def check(options: CheckOptions) -> None:
     """Find every mistake of a run before it starts, and say what the run will do.
 
-    Reads the config, all rows of the datasets, the model folder and the reward function, and tries Redis if
-    TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
+    Reads the config, all rows of the datasets and the model folder, calls the reward functions once, and
+    tries Redis if TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
     """
     if options.fields:
-        from services.console.reference.fields import print_fields
+        from tidemill.services.console.reference.fields import print_fields
 
         print_fields(str(options.config or ""))
         return
-    from services.console.check.preflight import examine
-    from services.console.plan.explain import explain
+    from tidemill.services.console.check.preflight import examine
+    from tidemill.services.console.plan.explain import explain, print_findings
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
-    explain(examine(options.config, options.overrides, options.calls_reward), with_preset=options.explains)
+    findings = examine(options.config, options.overrides, options.calls_reward)
+    if options.as_json:
+        print_findings(findings)
+    else:
+        explain(findings, with_preset=options.explains)
 
 
 @grouped
@@ -52,7 +58,7 @@ def convert(options: ConvertOptions) -> None:
     or a call in a Python file; prime-rl's TOML. Runs nothing of it. Exits with 1 where what came out is
     refused.
     """
-    from services.console.convert.command import run_convert
+    from tidemill.services.console.convert.command import run_convert
 
     raise typer.Exit(run_convert(options))
 
@@ -68,7 +74,7 @@ def up(options: UpOptions) -> None:
     Exits with 0 when the run did what it should, 1 when it did not, 2 for a mistake in what it was given, and
     130 when it was stopped.
     """
-    from services.console.launch.up import run_up
+    from tidemill.services.console.launch.up import run_up
 
     raise typer.Exit(run_up(options))
 
@@ -78,25 +84,30 @@ def status(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None
 
     Finds the run's Redis by itself on the machine of `tidemill up`, elsewhere through TIDEMILL_REDIS_URL.
     """
-    from services.console.status.attach import show_status
+    from tidemill.services.console.status.attach import show_status
 
     show_status(run_id, as_json, runs_dir)
 
 
-def report(run_id: RunId = None, as_json: Json = False, runs_dir: RunsDir = None) -> None:
+def report(
+    run_id: RunId = None,
+    as_json: Json = False,
+    fails_on_warning: FailOnWarning = False,
+    runs_dir: RunsDir = None,
+) -> None:
     """Say what a finished run came to, from its commits: where `tidemill up` has not seen it to its end.
 
     Writes summary.json and reward.png into the run's folder. Exits with 1 if anything was lost, trained
     twice, or not as the config expects it.
     """
-    from services.console.status.report import show_report
+    from tidemill.services.console.status.report import show_report
 
-    raise typer.Exit(show_report(run_id, as_json, runs_dir))
+    raise typer.Exit(show_report(run_id, as_json, runs_dir, fails_on_warning))
 
 
 def top(run_id: RunId = None, runs_dir: RunsDir = None) -> None:
     """Watch a run live, from this machine or another, without touching it. Ctrl-C ends the watching only."""
-    from services.console.status.attach import watch
+    from tidemill.services.console.status.attach import watch
 
     watch(run_id, runs_dir)
 
@@ -114,9 +125,10 @@ def export(
 ) -> None:
     """Write a version of a run as a Hugging Face folder: config, tokenizer and safetensors.
 
-    Done by a worker of the run (`python -m services.jobs RUN_ID`) where there is one, and here otherwise.
+    Done by a worker of the run (`python -m tidemill.services.jobs RUN_ID`) where there is one, and here
+    otherwise.
     """
-    from services.console.exports.export import export as export_version
+    from tidemill.services.console.exports.export import export as export_version
 
     export_version(run_id, version, output, now, runs_dir)
 
@@ -134,7 +146,7 @@ def archive(
     `tidemill up` does this at the end of a run by itself; this is for runs whose services were started one by
     one, or whose end was cut short. What is archived already is passed over.
     """
-    from services.console.exports.archive import archive as archive_run
+    from tidemill.services.console.exports.archive import archive as archive_run
 
     raise typer.Exit(archive_run(run_id, runs_dir, check, as_json))
 
@@ -146,19 +158,20 @@ def plan(options: PlanOptions) -> None:
     The times are those of the newest run with this config, unless told otherwise. The formulas are in
     docs/operations/sizing.md; each is shown with its numbers.
     """
-    from services.console.plan.plan import plan as print_plan
+    from tidemill.services.console.plan.plan import plan as print_plan
 
     print_plan(options)
 
 
 @grouped
 def web(options: WebOptions) -> None:
-    """Look at runs in a browser: curves, groups, completions token by token, steps, dead letters.
+    """Look at runs in a browser: curves, runs compared, groups, completions token by token, steps, logs.
 
-    Pages are read only, and need nothing from the network. They listen on this machine alone, unless --host
-    says otherwise; then the printed address carries a token that browsers must show.
+    Pages need nothing from the network, and write nothing but notes. They listen on this machine alone,
+    unless --host says otherwise; then, or with --token, the printed address carries a token that browsers
+    must show. TIDEMILL_WEB_TOKEN in the environment makes it a fixed one.
     """
-    from services.console.web.server import serve
+    from tidemill.services.console.web.server import serve
 
     serve(options)
 
@@ -178,12 +191,13 @@ def rescore(
     a scores stream of their own, in a sandbox run. The report has agreement, rank correlation, the groups
     that would have had another best completion, and what it cost.
     """
-    from services.console.rescore.commands import rescore as rescore_run
+    from tidemill.services.console.rescore.commands import rescore as rescore_run
 
     rescore_run(options, first, last)
 
 
 @app.command(epilog="Example: tidemill replay trajectories arith-1 --from 10 --to 20 --speed 10x")
+@naming_the_run
 @grouped
 def trajectories(
     options: SandboxOptions,
@@ -202,12 +216,13 @@ def trajectories(
     They enter a sandbox run at the pace at which they were recorded, or faster, and real reward workers score
     them; with --workers 0 the workers are yours to start. The run they come from is only read.
     """
-    from services.console.rescore.commands import replay_trajectories
+    from tidemill.services.console.rescore.commands import replay_trajectories
 
     replay_trajectories(options, first, last, speed, max_backlog)
 
 
 @app.command(epilog="Example: tidemill replay step 412 --set trainer.optimizer.lr=1e-4")
+@naming_the_run
 @grouped
 def step(options: ReplayOptions) -> None:
     """Train a committed step again, and compare it bit by bit with what was recorded.
@@ -217,7 +232,7 @@ def step(options: ReplayOptions) -> None:
 
     Exits with 0 when loss, gradient norm, every other metric and the digest come out the same, else with 1.
     """
-    from services.console.compare.replay import replay_steps
+    from tidemill.services.console.compare.replay import replay_steps
 
     raise typer.Exit(replay_steps(options))
 
@@ -229,6 +244,6 @@ def diff(options: DiffOptions) -> None:
     Compares step by step what both were trained on and what came out, and stops at the first step that
     differs by more than rounding. Exits with 0 when there is none, and 1 when there is.
     """
-    from services.console.compare.commands import show_diff
+    from tidemill.services.console.compare.commands import show_diff
 
     raise typer.Exit(show_diff(options))

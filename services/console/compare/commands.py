@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.process.programs import run_main
-from services.console.compare.differences import Aspect, Difference
-from services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
-from services.console.options import DiffOptions
-from services.console.run.folder import find_run, folder_of_runs
-from services.console.run.history import RunAccess, open_history
-from services.console.text.tables import jsonable
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import run_main
+from tidemill.services.console.compare.differences import Aspect, Difference
+from tidemill.services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
+from tidemill.services.console.options import DiffOptions
+from tidemill.services.console.run.folder import find_run, folder_of_runs
+from tidemill.services.console.run.history import RunAccess, open_history
+from tidemill.services.console.text.tables import jsonable
 
 MAX_WIDTH = 60
 """Characters of a value in the table; --json has all of it."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from common.history import RecordedGroup
-from common.wire.messages import Commit, Score, Ticket, Trajectory
-from common.wire.segments import Segment, Turn
+from tidemill.common.history import RecordedGroup
+from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory
+from tidemill.common.wire.segments import Segment, Turn
 
 CLOCKS = ("_s", "idle_share", "wait_share")
 """Endings of metrics that tell of time: they are never the same twice."""

@@ -1,6 +1,6 @@
 """`tidemill replay step`: opens the run's history, starts the replay as a process, shows what it says.
 
-The process is `python -m services.trainer.replay`: torch is imported there, and not by the console.
+The process is `python -m tidemill.services.trainer.replay`: torch is imported there, and not by the console.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import ConfigError, TidemillError
-from common.process.programs import Program, run_main, run_own
-from common.redis.client import URL_VARIABLE
-from services.console.options import ReplayOptions
-from services.console.run.history import RunAccess, open_history
-from services.console.text.tables import jsonable
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import Program, run_main, run_own
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.services.console.options import ReplayOptions
+from tidemill.services.console.run.history import RunAccess, open_history
+from tidemill.services.console.text.tables import jsonable
 
 HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""

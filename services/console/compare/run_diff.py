@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from common.config import RunConfig
-from common.config.recorded import changed_fields
-from common.history import (
+from tidemill.common.config import RunConfig
+from tidemill.common.config.recorded import changed_fields
+from tidemill.common.history import (
     GroupCursor,
     History,
     MissingRecordsError,
@@ -20,9 +20,9 @@ from common.history import (
     StreamName,
     TicketCursor,
 )
-from common.history.groups import dropped_groups, tickets_of
-from common.wire.messages import Commit, Ticket
-from services.console.compare.differences import (
+from tidemill.common.history.groups import dropped_groups, tickets_of
+from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.services.console.compare.differences import (
     Aspect,
     Difference,
     compare_commits,

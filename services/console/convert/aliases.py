@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from services.console.convert.prime_rl_table import TABLE as PRIME_RL
-from services.console.convert.trl_table import TABLE as TRL
-from services.console.convert.verl_table import TABLE as VERL
+from tidemill.services.console.convert.prime_rl_table import TABLE as PRIME_RL
+from tidemill.services.console.convert.trl_table import TABLE as TRL
+from tidemill.services.console.convert.verl_table import TABLE as VERL
 
 TABLES = (VERL, TRL, PRIME_RL)
 MOST = 3

@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.files import write_atomically
-from services.console.convert.draft import Draft
-from services.console.convert.prime_rl import convert_prime_rl
-from services.console.convert.reading import Project, read_options
-from services.console.convert.trl import convert_trl
-from services.console.convert.verl import convert_verl
-from services.console.options import ConvertOptions
-from services.console.text.tables import listing
+from tidemill.common.errors import ConfigError
+from tidemill.common.files import write_atomically
+from tidemill.services.console.convert.draft import Draft
+from tidemill.services.console.convert.prime_rl import convert_prime_rl
+from tidemill.services.console.convert.reading import Project, read_options
+from tidemill.services.console.convert.trl import convert_trl
+from tidemill.services.console.convert.verl import convert_verl
+from tidemill.services.console.options import ConvertOptions
+from tidemill.services.console.text.tables import listing
 
 CONVERTERS: dict[Project, Callable[[Mapping[str, Any]], Draft]] = {
     "verl": convert_verl,

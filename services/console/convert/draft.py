@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import yaml
 
-from common.config import RunConfig, parse_config
-from common.errors import ConfigError
-from services.console.convert.table import NOT_GIVEN, Table, section_of
+from tidemill.common.config import RunConfig, parse_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.convert.table import NOT_GIVEN, Table, section_of
 
 Verdict = Literal["lost", "approximated", "automatic"]
 WIDTH = 108

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from common.config.algorithm_table import ADVANTAGES, LOSSES
-from services.console.convert.draft import Draft, run_name
-from services.console.convert.prime_rl_table import LOSS, OPTIM, TABLE, I, O, T
+from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
+from tidemill.services.console.convert.draft import Draft, run_name
+from tidemill.services.console.convert.prime_rl_table import LOSS, OPTIM, TABLE, I, O, T
 
 ALGORITHM, EVALUATION = "trainer.algorithm.", "trainer.evaluation."
 DEFAULTS = {

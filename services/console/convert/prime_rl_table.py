@@ -1,6 +1,6 @@
 """prime-rl's options and ours."""
 
-from services.console.convert.table import Table, automatic, computed, missing, same
+from tidemill.services.console.convert.table import Table, automatic, computed, missing, same
 
 O, T, I = "orchestrator.", "trainer.", "inference.vllm."  # noqa: E741
 LOSS, OPTIM = T + "loss.", T + "optim."

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 TRAINER_ARGUMENTS = (
     "model",

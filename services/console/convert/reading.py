@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import yaml
 
-from common.errors import ConfigError
-from services.console.convert.python_calls import read_calls
-from services.console.convert.shell import read_commands
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.convert.python_calls import read_calls
+from tidemill.services.console.convert.shell import read_commands
 
 Project = Literal["verl", "trl", "prime-rl"]
 _HYDRA = re.compile(r"^\+{0,2}[A-Za-z_][\w]*(\.[\w]+)+=")

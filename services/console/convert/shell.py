@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from common.errors import ConfigError
-from services.console.convert.shell_words import Token, Words, tokens_of
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.convert.shell_words import Token, Words, tokens_of
 
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _DECLARING = ("export", "local", "declare", "readonly", "typeset")

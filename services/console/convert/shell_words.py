@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\(")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from common.config import RunConfig
+from tidemill.common.config import RunConfig
 
 Kind = Literal["same", "computed", "automatic", "missing"]
 NOT_GIVEN: Any = object()

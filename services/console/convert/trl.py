@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from common.config.algorithm_table import ADVANTAGES, LOSSES
-from common.config.penalties import KlConfig
-from services.console.convert.draft import Draft, origin
-from services.console.convert.python_calls import Source
-from services.console.convert.trl_table import FILE, PROCESSES, TABLE
+from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
+from tidemill.common.config.penalties import KlConfig
+from tidemill.services.console.convert.draft import Draft, origin
+from tidemill.services.console.convert.python_calls import Source
+from tidemill.services.console.convert.trl_table import FILE, PROCESSES, TABLE
 
 ALGORITHM = "trainer.algorithm."
 DEFAULTS = {

@@ -1,6 +1,13 @@
 """Options of TRL's GRPOConfig and GRPOTrainer, and ours."""
 
-from services.console.convert.table import Table, automatic, computed, missing, same, same_where_known
+from tidemill.services.console.convert.table import (
+    Table,
+    automatic,
+    computed,
+    missing,
+    same,
+    same_where_known,
+)
 
 PROCESSES = "num_processes"
 """Of accelerate or torchrun, no option of TRL: it is found in a script, or given beside the file."""

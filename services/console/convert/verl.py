@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.console.convert.draft import Draft, origin
-from services.console.convert.verl_algorithm import convert_algorithm
-from services.console.convert.verl_defaults import DEFAULTS, RENAMED
-from services.console.convert.verl_table import (
+from tidemill.services.console.convert.draft import Draft, origin
+from tidemill.services.console.convert.verl_algorithm import convert_algorithm
+from tidemill.services.console.convert.verl_defaults import DEFAULTS, RENAMED
+from tidemill.services.console.convert.verl_table import (
     ASYNC,
     ENGINE_SHARES,
     OVERLONG,

@@ -2,11 +2,11 @@
 
 from typing import Any, get_args
 
-from common.config.algorithm_table import ADVANTAGES, LOSSES
-from common.config.penalties import KlConfig
-from services.console.convert.draft import Draft, origin
-from services.console.convert.table import is_field
-from services.console.convert.verl_table import OVERLONG, A, C, R, W
+from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
+from tidemill.common.config.penalties import KlConfig
+from tidemill.services.console.convert.draft import Draft, origin
+from tidemill.services.console.convert.table import is_field
+from tidemill.services.console.convert.verl_table import OVERLONG, A, C, R, W
 
 FIELD = "trainer.algorithm."
 ESTIMATORS = {

@@ -1,6 +1,6 @@
 """What verl's options are called in older releases, and their values where a script gives none."""
 
-from services.console.convert.verl_table import ASYNC, OVERLONG, VAL, A, C, M, R, W
+from tidemill.services.console.convert.verl_table import ASYNC, OVERLONG, VAL, A, C, M, R, W
 
 RENAMED = {
     "custom_reward_function.": W + "custom_reward_function.",

@@ -1,6 +1,13 @@
 """verl's options and ours; those of verl-recipe's DAPO, one-step-off and fully-async training among them."""
 
-from services.console.convert.table import Table, automatic, computed, missing, same, same_where_known
+from tidemill.services.console.convert.table import (
+    Table,
+    automatic,
+    computed,
+    missing,
+    same,
+    same_where_known,
+)
 
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 C, W = "algorithm.rollout_correction.", "reward."

@@ -16,23 +16,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.run.state import read_config
-from common.streams import remove_entries
-from common.wire.keys import Keys
-from services.console.dead.dead_letters import Letter, read_letters
-from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
-from services.console.options import LetterChoice
-from services.console.records.tables import print_values
-from services.console.run.folder import connected, find_run, folder_of_runs, log_nothing
-from services.console.text.formats import printable, sample_name, when
-from services.console.text.tables import jsonable, listing, name_table, plain_fields
+from tidemill.common.config import RunConfig
+from tidemill.common.config.run import StreamsConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import StreamName
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import read_config
+from tidemill.common.streams import remove_entries, scan
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter
+from tidemill.services.console.dead.dead_letters import Letter, read_letters
+from tidemill.services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
+from tidemill.services.console.options import LetterChoice
+from tidemill.services.console.records.tables import print_values
+from tidemill.services.console.run.folder import connected, find_run, folder_of_runs, log_nothing
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.formats import printable, sample_name, when
+from tidemill.services.console.text.tables import jsonable, listing, name_table, plain_fields, terminal
 
 ERROR_CHARACTERS = 60
 HEX_ROW_BYTES = 16
+SCAN_BATCH = 16
+"""Letters read at once: each may hold a message of the greatest size."""
 HEX_FIRST_BYTES = 512
 """Bytes of an undecodable field that are shown unless all are asked for."""
 
@@ -140,12 +146,12 @@ def _check(choice: LetterChoice, verb: str) -> None:
 
 def show_list(choice: LetterChoice, as_json: bool, limit: int) -> None:
     """Print the letters that the filter takes, the newest `limit` of them."""
-    letters = run_main(_with_run(choice, _read))
+    letters = run_main(_look(choice))
     shown = letters[-limit:] if limit else letters
     if as_json:
         print(json.dumps([as_tree(letter) for letter in shown], indent=2))
         return
-    console = Console(highlight=False)
+    console = terminal()
     if not letters:
         console.print("no dead letters" + (" that fit" if choice.is_narrow else ""))
         return
@@ -164,7 +170,7 @@ def show_one(choice: LetterChoice, as_json: bool, with_hex: bool) -> None:
     Raises:
         ConfigError: there is no such letter.
     """
-    (letter,) = _chosen(choice, run_main(_with_run(choice, _read)))
+    (letter,) = _chosen(choice, run_main(_look(choice)))
     if as_json:
         print(json.dumps(as_tree(letter, with_content=True), indent=2))
     else:
@@ -233,7 +239,16 @@ async def _open(choice: LetterChoice) -> AsyncIterator[_Run]:
 
 
 async def _read(run: _Run) -> list[Letter]:
-    return await read_letters(run.broker, run.keys, run.wanted, run.config.streams.max_message_mb << 20)
+    entries = scan(run.broker, run.keys.dead, DeadLetter, batch=SCAN_BATCH)
+    return await read_letters(entries, run.wanted, run.config.streams.max_message_mb << 20)
+
+
+async def _look(choice: LetterChoice) -> list[Letter]:
+    """The letters wherever they are now: a run that is over has them in its folder or its archive."""
+    async with open_history(choice.run_id, choice.runs_dir) as access:
+        config = access.config
+        limit_mb = config.streams.max_message_mb if config else StreamsConfig().max_message_mb
+        return await read_letters(access.history.scan(StreamName.DEAD), choice, limit_mb << 20)
 
 
 def _chosen(choice: LetterChoice, letters: Sequence[Letter]) -> list[Letter]:

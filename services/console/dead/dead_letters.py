@@ -3,23 +3,20 @@
 Nothing here trusts a letter: it holds what some process could not process, and may hold anything.
 """
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import CodecError
-from common.history import StreamName
-from common.redis.broker import Broker
-from common.streams import dead_letter, has_entry, scan
-from common.streams.entries import Garbled, entry_id_of
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Lane, Message
-from services.console.options import LetterFilter
-
-SCAN_BATCH = 16
-"""Letters read at once: each may hold a message of the greatest size."""
+from tidemill.common.errors import CodecError
+from tidemill.common.history import StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import dead_letter, has_entry
+from tidemill.common.streams.entries import Entry, Garbled, entry_id_of
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Message
+from tidemill.services.console.options import LetterFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +76,12 @@ def is_wanted(letter: Letter, wanted: LetterFilter) -> bool:
     )
 
 
-async def read_letters(broker: Broker, keys: Keys, wanted: LetterFilter, max_bytes: int) -> list[Letter]:
-    """The letters that the filter takes, oldest first."""
+async def read_letters(
+    entries: AsyncIterable[Entry[Any] | Garbled], wanted: LetterFilter, max_bytes: int
+) -> list[Letter]:
+    """The letters among entries of the stream that the filter takes, in their order."""
     letters = []
-    async for entry in scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH):
+    async for entry in entries:
         if isinstance(entry, Garbled):
             letter = unreadable_letter(entry)
         else:

@@ -15,16 +15,16 @@ evaluations in progress, and for messages that only a newer release can read.
 
 from dataclasses import dataclass
 
-from common.config import RunConfig
-from common.history import History
-from common.history.groups import TicketOutcomes
-from common.redis.broker import Broker
-from common.run.state import FINISHED, read_state
-from common.streams import DONE, LETTER_GONE, Progress, group_status, reappend, requeue, scan
-from common.streams.entries import Entry
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Lane, Ticket, Trajectory
-from services.console.dead.dead_letters import Letter, is_trimmed
+from tidemill.common.config import RunConfig
+from tidemill.common.history import History
+from tidemill.common.history.groups import TicketOutcomes
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import FINISHED, read_state
+from tidemill.common.streams import DONE, LETTER_GONE, Progress, group_status, reappend, requeue, scan
+from tidemill.common.streams.entries import Entry
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Lane, Ticket, Trajectory
+from tidemill.services.console.dead.dead_letters import Letter, is_trimmed
 
 ONLY_TRAINER = "is written by the trainer alone, which writes it again itself where it is needed"
 GONE = "the letter is gone: somebody has put it back or dropped it meanwhile"

@@ -1,14 +1,14 @@
-"""`python -m services.console.exporter RUN_ID`: metrics of a whole run, and service discovery."""
+"""`python -m tidemill.services.console.exporter RUN_ID`: metrics of a whole run, and service discovery."""
 
 import argparse
 import os
 import sys
 
-from common.errors import TidemillError
-from common.process.programs import run_main
-from common.process.service import METRICS_HOST_VARIABLE
-from common.telemetry.logs import configure_logs
-from common.wire.keys import Keys
+from tidemill.common.errors import TidemillError
+from tidemill.common.process.programs import run_main
+from tidemill.common.process.service import METRICS_HOST_VARIABLE
+from tidemill.common.telemetry.logs import configure_logs
+from tidemill.common.wire.keys import Keys
 
 DEFAULT_PORT = 9109
 
@@ -18,7 +18,7 @@ def main() -> int:
     options = _parser().parse_args()
     configure_logs("exporter", "exporter")
     try:
-        from services.console.exporter.exporter import Exporter
+        from tidemill.services.console.exporter.exporter import Exporter
 
         host = os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1")
         return run_main(Exporter(Keys(options.run_id), options.every_s).serve(options.port, host))
@@ -29,7 +29,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m services.console.exporter",
+        prog="python -m tidemill.services.console.exporter",
         description="Serves /metrics (streams, workers and progress of a run, read from Redis) and /sd "
         "(where to scrape every process of the run, as Prometheus's HTTP service discovery).",
         epilog="The address of Redis comes from TIDEMILL_REDIS_URL (and _USERNAME, _PASSWORD, _CA). It "

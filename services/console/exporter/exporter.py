@@ -16,22 +16,22 @@ import structlog
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.registry import Collector
 
-from common.config import RunConfig
-from common.errors import UnreachableError
-from common.history import StreamName
-from common.process.activity import WAIT
-from common.process.heartbeats import Heartbeat
-from common.process.http_endpoint import HttpEndpoint
-from common.redis.broker import Broker
-from common.run.replicas import ReplicaRegistry
-from common.run.state import UnknownRunError, read_config
-from common.streams import Backlog, backlog, length
-from common.streams.entries import Entry, Garbled
-from common.streams.selection import time_of
-from common.telemetry import metrics
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
-from common.wire.messages import Message
-from services.console.status.snapshot import JOB_QUEUES, RunSnapshot, SnapshotReader
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import UnreachableError
+from tidemill.common.history import StreamName
+from tidemill.common.process.activity import WAIT
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.http_endpoint import HttpEndpoint
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.run.state import UnknownRunError, read_config
+from tidemill.common.streams import Backlog, backlog, length
+from tidemill.common.streams.entries import Entry, Garbled
+from tidemill.common.streams.selection import time_of
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from tidemill.common.wire.messages import Message
+from tidemill.services.console.status.snapshot import JOB_QUEUES, RunSnapshot, SnapshotReader
 
 GROUPS = {
     StreamName.PROMPTS: ROLLOUT_GROUP,

@@ -9,18 +9,18 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.filesize import decimal
 
-from common.archive import archive_folder, is_whole, mark_whole, stream_folder
-from common.archive.manifest import Manifest
-from common.config import ArchiveConfig
-from common.errors import ConfigError, OutageError, UnreachableError
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.streams.selection import StreamName
-from common.telemetry.logs import configure_logs
-from common.wire.keys import Keys
-from services.console.run.folder import find_run, folder_of_runs, nearest
-from services.console.run.history import open_history
-from services.console.text.tables import listing
+from tidemill.common.archive import archive_folder, is_whole, mark_whole, stream_folder
+from tidemill.common.archive.manifest import Manifest
+from tidemill.common.config import ArchiveConfig
+from tidemill.common.errors import ConfigError, OutageError, UnreachableError
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.telemetry.logs import configure_logs
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.run.folder import find_run, folder_of_runs, nearest
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.tables import listing
 
 PATIENCE_S = 60.0
 """How long an archiver that is at work is waited for."""
@@ -33,7 +33,7 @@ async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: Archiv
     Raises:
         TidemillError: it cannot be written, or another process is archiving for too long.
     """
-    from common.archive.archiver import archive_run
+    from tidemill.common.archive.archiver import archive_run
 
     try:
         await asyncio.wait_for(broker.execute("PING"), ANSWER_S)
@@ -75,7 +75,7 @@ def archive(run_id: str | None, runs_dir: Path | None, only_check: bool, as_json
 
 
 def _check(run_dir: Path, as_json: bool) -> int:
-    from common.archive.archiver import check, has_archive
+    from tidemill.common.archive.archiver import check, has_archive
 
     if not has_archive(run_dir):
         raise ConfigError(f"{archive_folder(run_dir)} does not exist: nothing of this run was archived.")

@@ -13,12 +13,12 @@ from rq import Queue, Worker
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
-from common.config import RunConfig, load_recorded
-from common.errors import ConfigError, TidemillError
-from common.process.programs import JobFunction, Program, run_own
-from common.redis.client import make_blocking_client
-from common.wire.keys import Keys
-from services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
+from tidemill.common.config import RunConfig, load_recorded
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import JobFunction, Program, run_own
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.run.folder import RunFolder, find_run, folder_of_runs, nearest
 
 JOB_TIMEOUT_S = 3600
 POLL_S = 0.2
@@ -68,7 +68,7 @@ def _queue_with_worker(folder: RunFolder) -> Queue | None:
     if url is None:
         return None
     try:
-        connection = make_blocking_client(url)
+        connection = make_blocking_client(url, folder.run_id)
         queue = Queue(Keys(folder.run_id).jobs_queue, connection=connection, serializer=JSONSerializer)
         return queue if Worker.count(queue=queue) else None
     except (TidemillError, RedisError):

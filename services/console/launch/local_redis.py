@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from common.errors import BrokerError
-from common.redis.embedded import EmbeddedRedis
-from services.console.processes.guard import Guard
-from services.console.run.folder import RunFolder
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.run.folder import RunFolder
 
 POLL_S = 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0

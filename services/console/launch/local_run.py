@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
@@ -12,26 +13,26 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from common.archive import mark_whole
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.redis.broker import Broker, redis_url
-from common.redis.client import URL_VARIABLE
-from common.run.state import FAILED, publish_config, read_state, update_state
-from common.streams import read_newest
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.console.exports.archive import archive_rest
-from services.console.launch.local_redis import LocalRedis
-from services.console.launch.views import LiveView, PlainView, View
-from services.console.processes.guard import Guard
-from services.console.processes.service import ServiceSpec, service_environment
-from services.console.processes.supervisor import Ending, RunOutcome, Supervisor
-from services.console.run.folder import RunFolder, log_to_file, nearest
-from services.console.status.bottleneck import ROLES, Bottleneck
-from services.console.status.report import print_report, write_report
-from services.console.status.snapshot import RunSnapshot, SnapshotReader
-from services.console.status.summary import failures, summarise, summary_tree
+from tidemill.common.archive import mark_whole
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import FAILED, publish_config, read_state, update_state
+from tidemill.common.streams import read_newest
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.console.exports.archive import archive_rest
+from tidemill.services.console.launch.local_redis import LocalRedis
+from tidemill.services.console.launch.views import LiveView, PlainView, View
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.processes.service import ServiceSpec, service_environment
+from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
+from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
+from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
+from tidemill.services.console.status.report import print_report, write_report
+from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
+from tidemill.services.console.status.summary import failures, summarise, summary_tree
 
 log = structlog.get_logger(__name__)
 
@@ -56,12 +57,16 @@ class LocalRun:
         *,
         is_live: bool,
         resume_command: str,
+        view: View | None = None,
     ) -> None:
         self.config, self.folder, self.specs = config, folder, specs
         self.console, self.is_live, self.resume_command = console, is_live, resume_command
         self.keys = Keys(config.run_id)
         self.snapshot = RunSnapshot(config.run_id, config.trainer.steps, config.trainer.max_staleness)
-        self._view: View = PlainView(console)
+        self._plain_view = view or PlainView(console)
+        self._view: View = self._plain_view
+        self.why_not_finished = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: Supervisor | None = None
         self._is_stopping = self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
@@ -72,6 +77,7 @@ class LocalRun:
 
     async def go(self) -> int:
         """Start everything, see the run to its end, report."""
+        self._loop = asyncio.get_running_loop()
         self.folder.create(self.config)
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
@@ -116,7 +122,7 @@ class LocalRun:
                 await asyncio.wait_for(self._look(reader), LAST_WORD_S)
             self._view.show(self.snapshot, self._supervisor.statuses, 0.0)
             self._view.close()
-            self._view = PlainView(self.console)
+            self._view = self._plain_view
 
     async def _gather(self, reader: SnapshotReader) -> None:
         """Take snapshots for ever; waits while Redis is away, which the view notices by their age."""
@@ -172,11 +178,14 @@ class LocalRun:
             return await self._summarise(broker, ran_s)
         status = FAILED if outcome.ending is Ending.FAILED else STOPPED
         await self._say(broker, status=status, ran_s=ran_s)
-        if outcome.ending is Ending.FAILED:
-            print(f"tidemill up: {outcome.reason}", file=sys.stderr)
         done, steps = self.snapshot.version, self.config.trainer.steps
-        print(f"{status} after {done} of {steps} steps. Continue with:", file=sys.stderr)
-        print(f"  {self.resume_command}", file=sys.stderr)
+        self.why_not_finished = (
+            f"{status} after {done} of {steps} steps. Continue with:\n  {self.resume_command}"
+        )
+        if outcome.ending is Ending.FAILED:
+            self.why_not_finished = f"tidemill up: {outcome.reason}\n{self.why_not_finished}"
+        if not self.console.quiet:
+            print(self.why_not_finished, file=sys.stderr)
         return outcome.exit_code if outcome.ending is Ending.FAILED else STOPPED_EXIT_CODE
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
@@ -230,7 +239,10 @@ class LocalRun:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal stops the run in order, the second one at once."""
+        """The first signal stops the run in order, the second one at once. Only a main thread gets any."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
@@ -242,6 +254,11 @@ class LocalRun:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """As the first Ctrl-C, from any thread; called again, as the second."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
         if not self._is_stopping:

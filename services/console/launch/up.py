@@ -7,6 +7,7 @@ stops after them, because they drain through it. The summary is computed while R
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,25 +15,27 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from common.config import Change, RunConfig, changed_fields
-from common.errors import ConfigError
-from common.process.programs import run_main
-from common.process.service import METRICS_HOST_VARIABLE
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.prompt_lengths import with_steps
-from common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
-from common.wire.keys import Keys
-from services.console.check.preflight import examine
-from services.console.launch.local_run import LocalRun
-from services.console.options import UpOptions
-from services.console.processes.service import (
+from tidemill.common.config import Change, RunConfig, changed_fields
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import run_main
+from tidemill.common.process.service import METRICS_HOST_VARIABLE
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.prompt_lengths import with_steps
+from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.check.preflight import examine
+from tidemill.services.console.launch.local_run import LocalRun
+from tidemill.services.console.launch.views import View
+from tidemill.services.console.options import UpOptions
+from tidemill.services.console.processes.service import (
     ServiceSpec,
     exporter_spec,
     metrics_ports,
     service_specs,
 )
-from services.console.run.folder import RunFolder, folder_of_runs, nearest
+from tidemill.services.console.run.folder import RunFolder, folder_of_runs, nearest
+from tidemill.services.console.status.report import read_report
 
 
 def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs) -> int:
@@ -41,7 +44,27 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
-    config = with_steps(examine(options.config, options.overrides).config)
+    run = prepare(options, Console(highlight=False), specs_of)
+    code = run_main(run.go())
+    if code == 0 and options.fails_on_warning and (read_report(run.folder) or {}).get("warnings"):
+        print("tidemill up: a metric left its healthy range (--fail-on-warning)", file=sys.stderr)
+        return 1
+    return code
+
+
+def prepare(
+    options: UpOptions,
+    console: Console,
+    specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs,
+    config: RunConfig | None = None,
+    view: View | None = None,
+) -> LocalRun:
+    """The run, checked and ready to go; `config` takes the place of the file that the options name.
+
+    Raises:
+        TidemillError: it cannot start as it is. Nothing was started, and no folder made.
+    """
+    config = with_steps(examine(config or options.config, options.overrides).config)
     runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
@@ -51,14 +74,12 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     if options.metrics_port is not None:
         specs.append(exporter_spec(config, options.metrics_port))
     _check_ports(specs)
-    console = Console(highlight=False)
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal
     for change in changes:
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)
-    run = LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command)
-    return run_main(run.go())
+    return LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command, view=view)
 
 
 def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from services.console.processes.supervisor import ServiceStatus
-from services.console.status.render import dashboard, evaluation_line, step_line, warning_line
-from services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.status.render import dashboard, evaluation_line, step_line, warning_line
+from tidemill.services.console.status.snapshot import RunSnapshot
 
 MAX_EVENTS = 5
 
@@ -107,7 +107,7 @@ class PlainView:
     def event(self, text: str) -> None:
         """Print a line."""
         with contextlib.suppress(OSError):
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -1,17 +1,19 @@
 """Says in plain words what a checked config will do: how much per step, how stale, how much memory."""
 
+import json
+from dataclasses import asdict
 from textwrap import indent
 
 from rich.console import Console
 from rich.text import Text
 
-from common.config import AlgorithmConfig, RewardConfig
-from common.config.algorithm_table import PRESETS
-from common.config.trainer import TrainerConfig
-from services.console.check.preflight import Findings
-from services.console.plan.sizing import redis_bytes
-from services.console.text.formats import printable_block, size
-from services.console.text.tables import name_table
+from tidemill.common.config import AlgorithmConfig, RewardConfig
+from tidemill.common.config.algorithm_table import PRESETS
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.console.check.preflight import Findings
+from tidemill.services.console.plan.sizing import redis_bytes
+from tidemill.services.console.text.formats import printable_block, size
+from tidemill.services.console.text.tables import name_table
 
 MAX_READ_CHARACTERS = 4000
 
@@ -31,6 +33,23 @@ def explain(findings: Findings, console: Console | None = None, with_preset: boo
     for note in findings.notes:
         console.print(Text.assemble(("note  ", "yellow"), note))
     console.print("[green]ok[/]  nothing wrong was found; nothing was started")
+
+
+def print_findings(findings: Findings) -> None:
+    """The same as JSON, for programs: what is known of each part, and the whole config."""
+    model = findings.model
+    known = {
+        "ok": True,
+        "rows": findings.rows,
+        "model": None if model is None else asdict(model) | {"path": str(model.path)},
+        "redis": findings.redis or None,
+        "rewards": findings.rewards,
+        "reads": findings.reads,
+        "session": findings.session,
+        "notes": findings.notes,
+        "config": findings.config.model_dump(mode="json"),
+    }
+    print(json.dumps(known, indent=2))
 
 
 def describe(findings: Findings) -> list[tuple[str, str]]:
@@ -65,7 +84,7 @@ def _rewards_checked(findings: Findings) -> str:
     """Exactly what is known about the rewards now."""
     if findings.rewards:
         return "; ".join(findings.rewards)
-    return "its code was imported and takes the arguments it will get; it was not called (--call-reward does)"
+    return "its code was imported and takes the arguments it will get; it was not called (--no-call-reward)"
 
 
 def _model(findings: Findings) -> str:

@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.config import RunConfig, load_config
-from common.errors import ConfigError, TidemillError
-from common.process.programs import run_main
-from common.redis.client import URL_VARIABLE
-from common.run.prompt_lengths import with_steps
-from common.run.state import CONFIG_FILE
-from services.console.check.model_folder import inspect_model
-from services.console.launch.up import run_up
-from services.console.options import PlanOptions, UpOptions
-from services.console.plan.sizing import (
+from tidemill.common.config import RunConfig, load_config
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.prompt_lengths import with_steps
+from tidemill.common.run.state import CONFIG_FILE
+from tidemill.services.console.check.model_folder import inspect_model
+from tidemill.services.console.launch.up import run_up
+from tidemill.services.console.options import PlanOptions, UpOptions
+from tidemill.services.console.plan.sizing import (
     HEAD_ROOM,
     Plan,
     Workers,
@@ -37,13 +37,13 @@ from services.console.plan.sizing import (
     step_time,
     time_for_scores,
 )
-from services.console.plan.stage_times import StageTimes, assumed_times, measured_times
-from services.console.run.folder import RunFolder, find_run, folder_of_runs, log_nothing, nearest
-from services.console.status.attach import look
-from services.console.status.bottleneck import Bottleneck
-from services.console.status.snapshot import RunSnapshot, read_folder
-from services.console.text.formats import NOTHING, plural, short, size
-from services.console.text.tables import listing
+from tidemill.services.console.plan.stage_times import StageTimes, assumed_times, measured_times
+from tidemill.services.console.run.folder import RunFolder, find_run, folder_of_runs, log_nothing, nearest
+from tidemill.services.console.status.attach import look
+from tidemill.services.console.status.bottleneck import Bottleneck
+from tidemill.services.console.status.snapshot import RunSnapshot, read_folder
+from tidemill.services.console.text.formats import NOTHING, plural, short, size
+from tidemill.services.console.text.tables import listing
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -100,6 +100,8 @@ def _needs(plan: Plan) -> list[tuple[str, str]]:
     if limit := _limit(plan):
         lines.append(("", limit))
     lines.append(("staleness", _staleness(plan)))
+    step = plan.step(plan.now)
+    lines.append(("idle", f"trainer {step.trainer_idle:.0%}, rollout {step.rollout_idle:.0%} of a step"))
     memory = redis_bytes(config, times.record_bytes)
     waiting = archive_backlog(config, times.record_bytes)
     backlog = f"; {size(waiting)} that wait for the archive" if waiting else ""

@@ -10,15 +10,22 @@ T is the time of a step that a stage needs with n workers, in seconds:
 Stages overlap where max_staleness is at least 1, and a step takes as long as the slowest of them. At 0 they
 take turns. T_way is the bound that staleness sets: of one ticket's way from admission to commit, no more than
 1 + max_staleness steps may be long, however many workers there are.
+
+Where a step's tokens differ from step to step, generation is the later of two stages more often than its mean
+tells: E[max(T_rollout, others)] takes the place of the maximum. Where the spread of lengths is known too
+(`sigma`), the run is played (`pipeline.py`): stragglers hold up groups, steps, and whoever is bound to them.
 """
 
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.config import RunConfig
-from services.console.plan.stage_times import StageTimes
-from services.console.status.bottleneck import Bottleneck
+from tidemill.common.config import RunConfig
+from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.services.console.plan.lengths import mean_of_later
+from tidemill.services.console.plan.pipeline import Pipeline, play
+from tidemill.services.console.plan.stage_times import StageTimes
+from tidemill.services.console.status.bottleneck import Bottleneck
 
 HEAD_ROOM = 0.2
 """Reward workers are counted so that they need no more than 1 less this of the time that there is."""
@@ -34,6 +41,7 @@ BYTES_OF_AN_ENTRY = 500
 """Control fields of a trajectory and its score, and Redis's own share."""
 BACKLOG = 1.5
 """Files of the archive that Redis holds before they are written: of trajectories, and of others in part."""
+PLAYED_STEPS = 6
 SPARE_WEIGHTS = 2
 """Beside `keep_weights`: the version being written, and the best one."""
 
@@ -60,6 +68,16 @@ class StepTime:
     """Whether stages work at the same time."""
 
     @property
+    def trainer_idle(self) -> float:
+        """Share of the step in which the trainer waits for groups."""
+        return 1.0 - (self.trainer_s + self.redis_s) / self.step_s if self.step_s else 0.0
+
+    @property
+    def rollout_idle(self) -> float:
+        """Share of what the engines can do in a step that nobody asks of them."""
+        return 1.0 - self.rollout_s / self.step_s if self.step_s else 0.0
+
+    @property
     def slowest(self) -> str:
         """The stage that sets the pace; `staleness` where no stage does."""
         found = {
@@ -84,8 +102,39 @@ def step_time(config: RunConfig, times: StageTimes, workers: Workers) -> StepTim
         way_s = max(rollout_s, times.generation_s, reward_s) + times.score_s + trainer_s
     else:
         way_s = (times.generation_s + times.score_p95_s + trainer_s) / (1 + staleness)
-    step_s = max(rollout_s, reward_s, trainer_s, way_s)
+    step_s = mean_of_later(rollout_s, _smoothed(times, staleness), max(reward_s, trainer_s, way_s))
+    if times.sigma and rollout_s:
+        step_s = max(step_s, play(_pipeline(config, times, workers)).step_s)
     return StepTime(rollout_s, reward_s, times.trainer_s, times.redis_s, way_s, step_s, staleness > 0)
+
+
+def _smoothed(times: StageTimes, staleness: int) -> float:
+    """What is left of the variation between steps where generation may be several steps ahead."""
+    return times.variation / math.sqrt(max(1, staleness))
+
+
+def _pipeline(config: RunConfig, times: StageTimes, workers: Workers) -> Pipeline:
+    """The run as it is played."""
+    trainer, size = config.trainer, config.trainer.group_size
+    groups = max(1, round(times.completions / size))
+    fetches = trainer.mini_batches if trainer.start_early else 1
+    held = max(
+        1, min(config.rollout.max_groups_in_flight * workers.rollout, groups * (2 + trainer.max_staleness))
+    )
+    return Pipeline(
+        groups=groups,
+        group_size=size,
+        staleness=trainer.max_staleness,
+        held=held * size,
+        rate=times.rollout_tokens_per_s * workers.rollout / times.completion_tokens,
+        alone_s=times.alone_s,
+        train_s=times.trainer_s + times.redis_s,
+        sigma=times.sigma,
+        fetches=fetches if groups % fetches == 0 else 1,
+        score_s=times.score_s,
+        in_order=trainer.batch_order == "in_order",
+        steps=PLAYED_STEPS,
+    )
 
 
 def needed_rollout(config: RunConfig, times: StageTimes) -> int:
@@ -136,10 +185,12 @@ def limit_of_scores(config: RunConfig, times: StageTimes) -> tuple[str, float]:
 
 
 def records_held(config: RunConfig) -> int:
-    """Trajectories that Redis holds at most: those under way, and those since the oldest kept checkpoint."""
+    """Trajectories that Redis holds at most: those under way; without an archive also those since the oldest
+    kept checkpoint."""
     trainer = config.trainer
     is_trimmed = config.streams.trim and trainer.checkpoint_every > 0
     kept = trainer.checkpoint_every * trainer.keep_checkpoints if is_trimmed else trainer.steps
+    kept = 0 if config.streams.trim and config.streams.archive.enabled else kept
     steps = 1 + trainer.max_staleness + min(kept, trainer.steps)
     return steps * trainer.groups_per_step * config.largest_group_size
 
@@ -156,7 +207,9 @@ def redis_bytes(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
     trainer = config.trainer
     records = records_held(config) * (bytes_of_a_record or longest_record(config))
     a_step = BYTES_OF_A_COMMIT + BYTES_OF_A_SAMPLE * trainer.groups_per_step * config.largest_group_size
-    return int(records + trainer.steps * a_step) + archive_backlog(config, bytes_of_a_record)
+    is_archived = config.streams.trim and config.streams.archive.enabled
+    num_commits = min(trainer.steps, KEPT_COMMITS) if is_archived else trainer.steps
+    return int(records + num_commits * a_step) + archive_backlog(config, bytes_of_a_record)
 
 
 def archive_backlog(config: RunConfig, bytes_of_a_record: float = 0.0) -> int:
@@ -250,6 +303,10 @@ class Plan:
             "step": {
                 "measured_s": self.times.step_s,
                 "now": asdict(self.step(self.now)),
+                "idle": {
+                    "trainer": self.step(self.now).trainer_idle,
+                    "rollout": self.step(self.now).rollout_idle,
+                },
                 "needed": asdict(self.step(self.needed)),
                 "one_more": {role: asdict(step) for role, step in self.one_more.items()},
             },

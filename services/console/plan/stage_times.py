@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, stdev
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from common.process.activity import WAIT
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
-from services.console.status.bottleneck import RATE_STEPS, Evidence, state_of
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.process.activity import WAIT
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions, read_manifest, version_name
+from tidemill.services.console.status.bottleneck import RATE_STEPS, Evidence, state_of
 
 CHECKPOINTS_FOLDER = "checkpoints"
 WHOLE = 0.9
@@ -44,6 +46,12 @@ class StageTimes:
     """Of the completions, those that a step trains on; 0 means all."""
     weights_bytes: int = 0
     checkpoint_bytes: int = 0
+    sigma: float = 0.0
+    """Of the lengths of completions, log-normal; 0 where it is not known."""
+    alone_s: float = 0.0
+    """What a completion of mean length takes by itself, in an engine that has no other; with `sigma`."""
+    variation: float = 0.0
+    """Of the tokens of a step: standard deviation over mean."""
     step_s: float | None = None
     """As measured; None where nothing was."""
 
@@ -84,6 +92,7 @@ def measured_times(
         record_bytes=_mean(known, "stages/record_bytes"),
         weights_bytes=_newest_bytes(run_dir / WEIGHTS_FOLDER),
         checkpoint_bytes=_newest_bytes(run_dir / CHECKPOINTS_FOLDER),
+        variation=_variation([numbers.get("completions/mean_length", 0.0) for numbers in known]),
         step_s=step_s,
     )
 
@@ -113,12 +122,20 @@ def _trainer_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float
 
 
 def _newest_bytes(folder: Path) -> int:
-    """Size of the newest version in a folder; 0 where there is none."""
+    """Size of the newest version in a folder, of a delta's in full; 0 where there is none."""
     versions = folder_versions(folder)
     if not versions:
         return 0
+    with suppress(WeightsError):
+        if (manifest := read_manifest(folder.parent, versions[-1])) and manifest.is_delta:
+            return manifest.full_bytes
     files = (folder / version_name(versions[-1])).rglob("*")
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _variation(values: Sequence[float]) -> float:
+    """Standard deviation over mean; 0 where there are too few to tell."""
+    return stdev(values) / mean(values) if len(values) > 2 and mean(values) > 0 else 0.0
 
 
 def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
@@ -135,10 +152,14 @@ FORMS = {
     "tokens": ("length of a completion", "400tok"),
     "at_once": ("scores that one reward worker works on at once", "256"),
     "redis": ("what the trainer waits for Redis in a step", "0.1s"),
+    "sigma": ("spread of the lengths, log-normal; 1 where one in a hundred is ten times the median", "1"),
+    "alone": ("what a completion takes by itself in an engine without others; with sigma", "20s"),
+    "vary": ("how much the tokens of a step differ, as a share of their mean", "0.2"),
 }
 """What may be assumed, in words, and an example."""
 NEEDED = ("reward", "rollout", "trainer")
 UNITS = {"rollout": ("tok/s", "tokens/s", ""), "tokens": ("tok", "tokens", ""), "at_once": ("",)}
+UNITS |= {"sigma": ("",), "vary": ("",)}
 """Of what is no time."""
 
 
@@ -154,6 +175,8 @@ def assumed_times(text: str, config: RunConfig) -> StageTimes:
     trainer, score_s = config.trainer, given["reward"]
     tokens = given.get("tokens", float(config.rollout.sampling.max_tokens))
     at_once = given.get("at_once", float(scores_at_once(config)))
+    if ("sigma" in given) != ("alone" in given):
+        raise ConfigError(f"--assume needs both of sigma and alone, or neither. {_spell_forms()}")
     return StageTimes(
         source=f"assumed: {text}",
         completions=trainer.groups_per_step * trainer.group_size,
@@ -165,6 +188,9 @@ def assumed_times(text: str, config: RunConfig) -> StageTimes:
         scores_per_s=at_once / score_s,
         trainer_s=given["trainer"],
         redis_s=given.get("redis", 0.0),
+        sigma=given.get("sigma", 0.0),
+        alone_s=given.get("alone", 0.0),
+        variation=given.get("vary", 0.0),
     )
 
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.config import RunConfig
-from common.config.reward_kinds import RewardModelConfig
-from common.config.reward_teacher import TeacherConfig
-from common.process.programs import Program, run_own
-from common.redis.broker import WAIT_VARIABLE
-from common.redis.client import URL_VARIABLE
-from common.run.state import RUNS_DIR_VARIABLE
-from services.console.processes.guard import Guard
+from tidemill.common.config import RunConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.config.reward_teacher import TeacherConfig
+from tidemill.common.process.programs import Program, run_own
+from tidemill.common.redis.broker import WAIT_VARIABLE
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.services.console.processes.guard import Guard
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

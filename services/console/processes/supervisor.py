@@ -13,11 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.process.programs import ending_in_words, is_illegal_instruction
-from services.console.processes.guard import Guard
-from services.console.processes.service import ServiceProcess, ServiceSpec
-from services.console.text.formats import printable
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import ending_in_words, is_illegal_instruction
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.processes.service import ServiceProcess, ServiceSpec
+from tidemill.services.console.text.formats import printable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 YOUNG_S = 60.0

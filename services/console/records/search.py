@@ -12,18 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.history import History, Record, Selection, StreamName
-from common.process.programs import run_main
-from common.streams.entries import Entry
-from common.streams.selection import Range, said_in, texts_in
-from common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
-from services.console.options import SelectionOptions, ViewOptions
-from services.console.records.selection import check_fits, parse_stream, selection_of
-from services.console.records.tables import sample_of, versions_of
-from services.console.run.history import open_history
-from services.console.text.formats import number, printable
-from services.console.text.tables import terminal
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import History, Record, Selection, StreamName
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams.entries import Entry
+from tidemill.common.streams.selection import Range, said_in, texts_in
+from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Message, Score, Ticket, Trajectory
+from tidemill.services.console.options import SelectionOptions, ViewOptions
+from tidemill.services.console.records.selection import check_fits, parse_stream, selection_of
+from tidemill.services.console.records.tables import sample_of, versions_of
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.formats import number, printable
+from tidemill.services.console.text.tables import terminal
 
 Keys = set[tuple[int, int]]
 WHOLE_TICKET = -1

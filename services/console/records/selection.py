@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
-from common.errors import ConfigError
-from common.history import Selection, StreamName
-from common.streams.selection import Range
-from common.wire.messages import Lane
-from services.console.options import SelectionOptions
-from services.console.text.tables import parse_range
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import Selection, StreamName
+from tidemill.common.streams.selection import Range
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.options import SelectionOptions
+from tidemill.services.console.text.tables import parse_range
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)\w*\s+ago", re.IGNORECASE)
 _UNIT_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}

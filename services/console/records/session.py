@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.history.sessions import (
+from tidemill.common.history.sessions import (
     SessionFacts,
     TurnRecord,
     calls_of,
@@ -17,9 +17,9 @@ from common.history.sessions import (
     session_facts,
     text_of,
 )
-from common.wire.messages import Trajectory
-from services.console.text.formats import NOTHING, number, plural, printable, printable_block, took
-from services.console.text.tables import Line, jsonable, listing, print_lines
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.console.text.formats import NOTHING, number, plural, printable, printable_block, took
+from tidemill.services.console.text.tables import Line, jsonable, listing, print_lines
 
 TEXT_CHARACTERS = 1200
 """Of one message, unless all of it is asked for."""

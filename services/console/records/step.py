@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.history import History, StreamName
-from common.history.groups import advantages_of, dropped_groups, left_out
-from common.history.records import STAGES, SampleFacts, StepRecord, ends, read_step
-from common.history.sessions import SessionFacts
-from common.process.programs import run_main
-from common.wire.messages import Commit
-from services.console.options import ViewOptions
-from services.console.run.history import open_history
-from services.console.text.formats import NOTHING, number, printable, took, when
-from services.console.text.tables import (
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import History, StreamName
+from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
+from tidemill.common.history.records import STAGES, SampleFacts, StepRecord, ends, read_step
+from tidemill.common.history.sessions import SessionFacts
+from tidemill.common.process.programs import run_main
+from tidemill.common.wire.messages import Commit
+from tidemill.services.console.options import ViewOptions
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.formats import NOTHING, number, printable, took, when
+from tidemill.services.console.text.tables import (
     Line,
     jsonable,
     listing,

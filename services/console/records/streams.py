@@ -11,21 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.history import History, Record, Selection, StreamName, StreamSummary
-from common.process.programs import run_main
-from common.streams import group_status, last_id
-from common.streams.entries import Entry, Garbled, entry_id_of, id_after
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
-from common.wire.messages import Commit, Message, Ticket, Trajectory, WeightManifest
-from services.console.options import SelectionOptions, StreamsOptions, ViewOptions
-from services.console.records.search import selected_records
-from services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
-from services.console.records.session import print_session
-from services.console.records.tables import print_values, record_table, record_tree
-from services.console.run.history import RunAccess, open_history
-from services.console.text.formats import NOTHING, printable, printable_block, took, when
-from services.console.text.tables import jsonable, listing, plain_fields, terminal
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
+from tidemill.common.history.windows import near_tickets
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams import group_status, last_id
+from tidemill.common.streams.entries import Entry, Garbled, entry_id_of, id_after
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
+from tidemill.common.wire.messages import Commit, Message, Ticket, Trajectory, WeightManifest
+from tidemill.services.console.options import SelectionOptions, StreamsOptions, ViewOptions
+from tidemill.services.console.records.search import selected_records
+from tidemill.services.console.records.selection import check_fits, parse_sample, parse_stream, selection_of
+from tidemill.services.console.records.session import print_session
+from tidemill.services.console.records.tables import print_values, record_table, record_tree
+from tidemill.services.console.run.history import RunAccess, open_history
+from tidemill.services.console.text.formats import NOTHING, printable, printable_block, took, when
+from tidemill.services.console.text.tables import jsonable, listing, plain_fields, terminal
 
 GROUPS = {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}
 """Consumer groups by what they consume."""
@@ -155,7 +156,13 @@ def show_entries(view: ViewOptions, stream: str, what: str, lane: str) -> None:
 
     async def look() -> None:
         async with open_history(view.run_id, view.runs_dir) as access:
-            records = [record async for record in access.history.scan(name, selection)]
+            near = selection
+            if selection.tickets is not None:
+                first, last = (int(end or 0) for end in selection.tickets)
+                near = replace(await near_tickets(access.history, name, first, last), index=selection.index)
+            records = [record async for record in access.history.scan(name, near)]
+            if not records and near != selection:
+                records = [record async for record in access.history.scan(name, selection)]
             if not records:
                 raise ConfigError(
                     f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "

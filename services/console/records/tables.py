@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.history import Record, StreamName
-from common.history.sessions import num_completion_tokens, session_facts
-from common.streams.entries import Garbled
-from common.wire.messages import (
+from tidemill.common.history import Record, StreamName
+from tidemill.common.history.sessions import num_completion_tokens, session_facts
+from tidemill.common.streams.entries import Garbled
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Message,
@@ -20,7 +20,7 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from services.console.text.formats import (
+from tidemill.services.console.text.formats import (
     NOTHING,
     number,
     plural,
@@ -30,7 +30,7 @@ from services.console.text.formats import (
     took,
     when,
 )
-from services.console.text.tables import jsonable, listing, name_table, plain_fields
+from tidemill.services.console.text.tables import jsonable, listing, name_table, plain_fields
 
 
 def record_tree(stream: StreamName, record: Record) -> dict[str, Any]:
@@ -164,8 +164,11 @@ def _manifest_cells(message: WeightManifest, _: int) -> Cells:
     return {
         "version": str(message.version),
         "announced": when(message.announced_at),
+        "kind": f"delta to {message.parent}" if message.is_delta else "full",
         "files": str(len(message.files)),
-        "size": f"{sum(file.num_bytes for file in message.files) / 1e6:,.1f} MB",
+        "size": f"{message.num_bytes / 1e6:,.1f} MB",
+        "changed": f"{message.share_changed:.2%}" if message.share_changed >= 0.0 else NOTHING,
+        "written": took(message.encode_s),
         "digest": message.digest,
     }
 

@@ -14,18 +14,18 @@ from typing import Any
 
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.files import aside_file, publish_file
-from common.history import History, Selection, StreamName
-from common.history.groups import WHOLE_GROUP, tickets_of
-from common.history.records import SampleFacts, StepRecord, read_samples
-from common.process.programs import run_main
-from common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
-from services.console.options import TimelineOptions
-from services.console.records.trace_events import Process, Slice, TraceEvents, Track
-from services.console.run.folder import nearest
-from services.console.run.history import open_history
-from services.console.text.tables import terminal
+from tidemill.common.errors import ConfigError
+from tidemill.common.files import aside_file, publish_file
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.groups import WHOLE_GROUP, tickets_of
+from tidemill.common.history.records import SampleFacts, StepRecord, read_samples
+from tidemill.common.process.programs import run_main
+from tidemill.common.wire.messages import Commit, Lane, TrajectoryKey, WeightManifest
+from tidemill.services.console.options import TimelineOptions
+from tidemill.services.console.records.trace_events import Process, Slice, TraceEvents, Track
+from tidemill.services.console.run.folder import nearest
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.tables import terminal
 
 IN_FLIGHT_STEPS = 2
 """Tickets are issued so many steps ahead of the one that is trained, where the run's config is not known."""

@@ -10,21 +10,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.history import History, StreamName
-from common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
-from common.history.sessions import num_completion_tokens, session_facts
-from common.process.programs import run_main
-from common.streams.selection import texts_in
-from common.wire.arrays import Float64
-from common.wire.messages import Lane, Message, Score, Ticket, Trajectory
-from services.console.options import ViewOptions
-from services.console.records.selection import parse_lane, parse_sample
-from services.console.records.session import print_session, turn_trees
-from services.console.records.tables import brief
-from services.console.run.history import open_history
-from services.console.text.formats import NOTHING, number, printable, printable_block, took, when
-from services.console.text.tables import (
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import History, StreamName
+from tidemill.common.history.records import GroupRecord, Place, SampleRecord, ends, read_group
+from tidemill.common.history.sessions import num_completion_tokens, session_facts
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams.selection import texts_in
+from tidemill.common.wire.arrays import Float64
+from tidemill.common.wire.messages import Lane, Message, Score, Ticket, Trajectory
+from tidemill.services.console.options import ViewOptions
+from tidemill.services.console.records.selection import parse_lane, parse_sample
+from tidemill.services.console.records.session import print_session, turn_trees
+from tidemill.services.console.records.tables import brief
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.text.formats import NOTHING, number, printable, printable_block, took, when
+from tidemill.services.console.text.tables import (
     Line,
     jsonable,
     listing,

@@ -1,6 +1,7 @@
 """Every field of a config, from the models themselves: type, default, bounds, and what it is for.
 
-`tidemill check --fields` shows them; `python -m services.console.reference.fields` prints docs/config.md.
+`tidemill check --fields` shows them; `python -m tidemill.services.console.reference.fields` prints
+docs/config.md.
 """
 
 import sys
@@ -17,9 +18,9 @@ from pydantic_core import PydanticUndefined
 from rich.console import Console
 from rich.text import Text
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from services.console.text.tables import name_table
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.text.tables import name_table
 
 SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 ANY_NAME = "<name>"
@@ -28,7 +29,7 @@ PREAMBLE = """# Config reference
 
 One YAML file describes a run. `tidemill check CONFIG` finds its mistakes, `--set section.field=value`
 overrides a field, and `tidemill check --fields [SECTION]` prints this reference. This page is generated:
-`python -m services.console.reference.fields > docs/config.md`.
+`python -m tidemill.services.console.reference.fields > docs/config.md`.
 """
 
 
@@ -188,7 +189,8 @@ def main(arguments: Sequence[str]) -> int:
     if Path(arguments[-1]).read_text(encoding="utf-8") == as_markdown():
         return 0
     print(
-        f"{arguments[-1]} is not current: python -m services.console.reference.fields > {arguments[-1]}",
+        f"{arguments[-1]} is not current: "
+        f"python -m tidemill.services.console.reference.fields > {arguments[-1]}",
         file=sys.stderr,
     )
     return 1

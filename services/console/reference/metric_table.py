@@ -1,7 +1,7 @@
 """Every Prometheus metric, from `common/telemetry/metrics.py`, as the tables at the end of docs/metrics.md.
 
-`python -m services.console.reference.metric_table docs/metrics.md` writes them; `--check` says whether
-they are current.
+`python -m tidemill.services.console.reference.metric_table docs/metrics.md` writes them; `--check` says
+whether they are current.
 """
 
 import sys
@@ -11,15 +11,15 @@ from typing import Any
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from common.telemetry import metrics
-from services.console.reference.page_part import write_or_check
+from tidemill.common.telemetry import metrics
+from tidemill.services.console.reference.page_part import write_or_check
 
 HEADING = "## Prometheus: every metric"
 PREAMBLE = f"""{HEADING}
 
-These tables are generated: `python -m services.console.reference.metric_table docs/metrics.md`. How to
-scrape them is in [Monitoring](operations/monitoring.md#metrics). Each process also exports `process_*` and
-`python_*`: its processor time, memory, open files and start. Counters and histograms count since the
+These tables are generated: `python -m tidemill.services.console.reference.metric_table docs/metrics.md`.
+How to scrape them is in [Monitoring](operations/monitoring.md#metrics). Each process also exports `process_*`
+and `python_*`: its processor time, memory, open files and start. Counters and histograms count since the
 process's start: sum their rates.
 """
 OF_PROCESSES = "### Of each process, on its own /metrics"
@@ -71,7 +71,7 @@ def _row(item: MetricFacts) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into a file, or check them with `--check`; returns the exit code."""
-    return write_or_check(arguments, HEADING, as_markdown, "services.console.reference.metric_table")
+    return write_or_check(arguments, HEADING, as_markdown)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """The options of verl, TRL and prime-rl with ours: the converters' tables, as part of docs/coming-from.md.
 
-`python -m services.console.reference.option_tables docs/coming-from.md` writes them; `--check` says whether
-they are current.
+`python -m tidemill.services.console.reference.option_tables docs/coming-from.md` writes them;
+`--check` says whether they are current.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 
-from services.console.convert.aliases import TABLES
-from services.console.convert.table import Row, Table
-from services.console.reference.page_part import write_or_check
+from tidemill.services.console.convert.aliases import TABLES
+from tidemill.services.console.convert.table import Row, Table
+from tidemill.services.console.reference.page_part import write_or_check
 
 HEADING = "## Every option"
 
 PREAMBLE = f"""{HEADING}
 
-Generated from the tables of `tidemill convert`: `python -m services.console.reference.option_tables
+Generated from the tables of `tidemill convert`: `python -m tidemill.services.console.reference.option_tables
 docs/coming-from.md`. "-" is no counterpart, "automatic" needs no option here; `*` stands for any name.
 """
 
@@ -43,7 +43,7 @@ def _ours(row: Row) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into a file, or check them with `--check`; returns the exit code."""
-    return write_or_check(arguments, HEADING, as_markdown, "services.console.reference.option_tables")
+    return write_or_check(arguments, HEADING, as_markdown)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from common.wire.messages import Score, TrajectoryKey
+from tidemill.common.wire.messages import Score, TrajectoryKey
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 

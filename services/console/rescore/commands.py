@@ -9,31 +9,32 @@ import shlex
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from common.errors import ConfigError
-from common.files import write_atomically
-from common.history import Selection, StreamName
-from common.process.heartbeats import Heartbeat
-from common.process.programs import run_main
-from common.redis.client import URL_VARIABLE
-from common.run.state import RUNS_DIR_VARIABLE
-from common.wire.messages import Lane, Score, ScoreStatus, TrajectoryKey
-from services.console.options import SandboxOptions
-from services.console.rescore.agreement import compare, replay_table, rescore_tables
-from services.console.rescore.emission import Emission, Flow, Pace, shown
-from services.console.rescore.options import (
+from tidemill.common.errors import ConfigError
+from tidemill.common.files import write_atomically
+from tidemill.common.history import Selection, StreamName
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus, TrajectoryKey
+from tidemill.services.console.options import SandboxOptions
+from tidemill.services.console.rescore.agreement import compare, replay_table, rescore_tables
+from tidemill.services.console.rescore.emission import Emission, Flow, Pace, shown
+from tidemill.services.console.rescore.options import (
     require_history,
     sandbox_config,
     sandbox_folder,
     stretch,
 )
-from services.console.rescore.sandbox_run import SandboxRun
-from services.console.run.folder import RunFolder, log_to_file, nearest
-from services.console.run.history import open_history
+from tidemill.services.console.rescore.sandbox_run import SandboxRun
+from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
+from tidemill.services.console.run.history import open_history
 
 REPORT_FILE = "rescore.json"
 """Below the sandbox's folder."""
@@ -59,8 +60,28 @@ def rescore(options: SandboxOptions, first: str | None, last: str | None) -> Non
     Raises:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
-    console, started = Console(stderr=options.as_json, highlight=False), time.monotonic()
-    scored = run_main(_score(options, "rescore", stretch(first, last), Pace(), console))
+    console = Console(stderr=options.as_json, highlight=False)
+    report, path = run_main(rescore_report(options, first, last, console))
+    if options.as_json:
+        print(json.dumps(report))
+        return
+    for table in rescore_tables(report):
+        console.print(table)
+    console.print(
+        f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}", soft_wrap=True
+    )
+
+
+async def rescore_report(
+    options: SandboxOptions, first: str | None, last: str | None, console: Console
+) -> tuple[dict[str, Any], Path]:
+    """Score history with another reward; the report, and the file it was written into.
+
+    Raises:
+        ConfigError: there is no such run or history, or the reward cannot be used.
+    """
+    started = time.monotonic()
+    scored = await _score(options, "rescore", stretch(first, last), Pace(), console)
     path = scored.sandbox.path / REPORT_FILE
     report = {
         "run": scored.source,
@@ -71,14 +92,7 @@ def rescore(options: SandboxOptions, first: str | None, last: str | None) -> Non
         "cost": _cost_of(scored, time.monotonic() - started),
     }
     write_atomically(path, json.dumps(report, indent=1) + "\n")
-    if options.as_json:
-        print(json.dumps(report))
-        return
-    for table in rescore_tables(report):
-        console.print(table)
-    console.print(
-        f"the new scores are run {report['sandbox']}; the report is in {nearest(path)}", soft_wrap=True
-    )
+    return report, path
 
 
 def replay_trajectories(
@@ -189,7 +203,7 @@ def _say_how_to_join(console: Console, sandbox: SandboxRun) -> None:
     workers = sandbox.config.reward.workers
     what = f"{workers} reward worker(s) of its own score it" if workers else "no reward worker was started"
     address = f"{URL_VARIABLE}={shlex.quote(sandbox.url or '')} {RUNS_DIR_VARIABLE}={sandbox.folder.runs}"
-    command = f"{address} python -m services.reward --run {sandbox.folder.run_id}"
+    command = f"{address} python -m tidemill.services.reward --run {sandbox.folder.run_id}"
     console.print(f"sandbox {sandbox.folder.run_id}: {what}; another joins with\n  {command}", soft_wrap=True)
 
 

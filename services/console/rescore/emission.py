@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from common.history import History, Selection, StreamName
-from common.redis.broker import Broker
-from common.streams import OffsetReader, append, trim_before
-from common.streams.entries import Entry, id_order
-from common.wire.keys import Keys
-from common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import OffsetReader, append, trim_before
+from tidemill.common.streams.entries import Entry, id_order
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane, Score, Trajectory, TrajectoryKey
 
 BATCH = 256
 BLOCK_S = 0.5

@@ -4,14 +4,14 @@ import itertools
 from datetime import datetime
 from pathlib import Path
 
-from common.config import RunConfig, load_config, override_config
-from common.errors import ConfigError
-from common.history import History, Selection, StreamName
-from common.wire.keys import RUN_ID
-from common.wire.messages import Lane
-from services.console.options import SandboxOptions
-from services.console.run.folder import RunFolder
-from services.console.run.history import RunAccess
+from tidemill.common.config import RunConfig, load_config, override_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.wire.keys import RUN_ID
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.options import SandboxOptions
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.history import RunAccess
 
 
 def sandbox_folder(options: SandboxOptions, source: RunFolder, kind: str) -> RunFolder:

@@ -11,21 +11,21 @@ from collections.abc import AsyncIterator, Callable
 
 import yaml
 
-from common.config import RunConfig
-from common.errors import ConfigError, TidemillError
-from common.files import write_atomically
-from common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats
-from common.redis.broker import Broker
-from common.run.state import CONFIG_FILE, publish_config, run_exists, update_state
-from common.streams import ensure_group
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Lane
-from services.console.exports.archive import archive_rest
-from services.console.launch.local_redis import LocalRedis
-from services.console.processes.guard import Guard
-from services.console.processes.service import ServiceSpec, service_environment, service_specs
-from services.console.processes.supervisor import Supervisor
-from services.console.run.folder import RunFolder
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.files import write_atomically
+from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import CONFIG_FILE, publish_config, run_exists, update_state
+from tidemill.common.streams import ensure_group
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.exports.archive import archive_rest
+from tidemill.services.console.launch.local_redis import LocalRedis
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.processes.service import ServiceSpec, service_environment, service_specs
+from tidemill.services.console.processes.supervisor import Supervisor
+from tidemill.services.console.run.folder import RunFolder
 
 ROLES = ("reward", "replica", "sandbox")
 """What scores trajectories: workers, the servers of judges and reward models, and workers that run code."""

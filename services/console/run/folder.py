@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from common.errors import BrokerError, ConfigError
-from common.files import write_atomically
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.state import CONFIG_FILE, runs_dir
+from tidemill.common.errors import BrokerError, ConfigError
+from tidemill.common.files import write_atomically
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import CONFIG_FILE, runs_dir
 
 if TYPE_CHECKING:
-    from common.config import RunConfig
+    from tidemill.common.config import RunConfig
 
 
 LATEST = "latest"
@@ -90,7 +90,7 @@ class RunFolder:
         """
         import yaml
 
-        from common.config import parse_recorded
+        from tidemill.common.config import parse_recorded
 
         path = self.path / CONFIG_FILE
         try:
@@ -134,13 +134,17 @@ def folder_of_runs(given: Path | None) -> Path:
 
 
 def find_run(given: str | None, runs: Path) -> RunFolder:
-    """The run that the user means: by id, by its folder, from the environment, or the latest.
+    """The run that the user means: by id, by its folder wherever it is, from the environment, or the latest.
 
     Raises:
         ConfigError: no id was given and there is no latest run here.
     """
-    if given := given or os.environ.get(RUN_VARIABLE):
-        return RunFolder(runs, Path(given).name if "/" in given else given)
+    given = given or os.environ.get(RUN_VARIABLE)
+    if given and "/" in given:
+        folder = Path(given).resolve()  # runs/latest is a link
+        return RunFolder(folder.parent if folder.is_dir() else runs, folder.name)
+    if given and (given != LATEST or not (runs / LATEST).is_symlink()):
+        return RunFolder(runs, given)
     try:
         return RunFolder(runs, os.readlink(runs / LATEST).rstrip("/").rpartition("/")[2])
     except OSError:

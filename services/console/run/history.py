@@ -14,23 +14,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.archive import archive_folder, is_whole
-from common.errors import BrokerError, ConfigError, OutageError, TidemillError
-from common.history import History
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import run_exists
-from services.console.processes.guard import Guard
-from services.console.run.folder import RunFolder, connect, find_run, folder_of_runs, log_nothing
+from tidemill.common.archive import archive_folder, is_whole
+from tidemill.common.errors import BrokerError, ConfigError, OutageError, TidemillError
+from tidemill.common.history import History
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import run_exists
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.run.folder import RunFolder, connect, find_run, folder_of_runs, log_nothing
 
 if TYPE_CHECKING:
-    from common.config import RunConfig
+    from tidemill.common.config import RunConfig
 
 LIVE = "Redis"
 """The source of a run whose Redis answers."""
 REDIS_DATA = ("appendonlydir", "appendonly.aof")
 """What a Redis of the run's own leaves behind: since version 7, and before."""
+
+
+class MissingHistoryError(ConfigError):
+    """Nothing is left of a run's streams."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class RunAccess:
         """
         if (kept := self.folder.config()) is not None or self.raw_config is None:
             return kept
-        from common.config import parse_recorded
+        from tidemill.common.config import parse_recorded
 
         return parse_recorded(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
 
@@ -116,7 +120,7 @@ async def _find_broker(folder: RunFolder, stack: contextlib.AsyncExitStack) -> t
                 raise
     if has_archive:
         return None, f"the archive in {archive_folder(folder.path)}", ""
-    raise ConfigError(
+    raise MissingHistoryError(
         f"nothing is left of the streams of run {folder.run_id}: {problem} There is neither data of a Redis "
         f"nor an archive in {folder.path}. Check the id and --runs-dir, or set {URL_VARIABLE} to the server "
         "that has the run."

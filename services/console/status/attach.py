@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from common.errors import BrokerError, ConfigError, TidemillError
-from common.process.programs import run_main
-from services.console.run.folder import RunFolder, connected, find_run, folder_of_runs, log_nothing
-from services.console.status.render import dashboard
-from services.console.status.report import print_report, read_report
-from services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
+from tidemill.common.errors import BrokerError, ConfigError, TidemillError
+from tidemill.common.process.programs import run_main
+from tidemill.services.console.run.folder import RunFolder, connected, find_run, folder_of_runs, log_nothing
+from tidemill.services.console.status.render import dashboard
+from tidemill.services.console.status.report import print_report, read_report
+from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
 
 REFRESH_S = 1.0
 HINT = "Ctrl-C ends the watching; the run goes on"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START
-from common.process.heartbeats import Heartbeat
+from tidemill.common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START
+from tidemill.common.process.heartbeats import Heartbeat
 
 RATE_STEPS = 10
 """Rates and shares are taken over this many last steps."""
@@ -333,7 +333,7 @@ def _advice(evidence: Evidence, stage: str, more: dict[str, float]) -> str:
 
 def _advice_on_workers(evidence: Evidence, role: str, more: dict[str, float]) -> str:
     if evidence.is_live and not evidence.num_workers.get(role):
-        return f"Start one: python -m services.{role} --run RUN_ID."
+        return f"Start one: python -m tidemill.services.{role} --run RUN_ID."
     use = evidence.score_use
     if role == REWARD and use is not None and use < LITTLE_USE and evidence.max_staleness:
         return (

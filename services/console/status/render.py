@@ -11,12 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.process.activity import WAIT
-from common.process.heartbeats import FAILURES, Heartbeat
-from common.run.state import FINISHED
-from services.console.processes.supervisor import ServiceStatus
-from services.console.status.snapshot import RunSnapshot
-from services.console.text.formats import NOTHING, duration, printable
+from tidemill.common.process.activity import WAIT
+from tidemill.common.process.heartbeats import FAILURES, Heartbeat
+from tidemill.common.run.state import FINISHED
+from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.text.formats import NOTHING, duration, printable
 
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""
@@ -189,6 +189,8 @@ def _flow(snapshot: RunSnapshot) -> Table:
         table.add_row(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", _job_text(states))
     for name, count in sorted(_reward_failures(snapshot).items()):
         table.add_row(Text(f"failed: {printable(name)}"), Text(f"{count:,.0f}", "red"))
+    if wrong := sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers):
+        table.add_row("engines with wrong weights", Text(f"{wrong:,.0f} times, repaired", "bold red"))
     for role in ("trainer", "rollout"):
         idle = snapshot.idle_share(role)
         table.add_row(f"{role} idle", f"{idle:.0%}" if idle is not None else NOTHING)

@@ -7,26 +7,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.config import RunConfig
-from common.errors import BrokerError, ConfigError
-from common.history import StreamName
-from common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
-from common.redis.broker import Broker
-from common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
-from common.run.weight_files import folder_versions
-from common.streams import OffsetReader, group_status, last_id, length, read_newest
-from common.streams.entries import Entry, entry_id_of, id_order
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
-from common.wire.messages import Commit
-from services.console.run.folder import RunFolder
-from services.console.status.bottleneck import (
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import BrokerError, ConfigError
+from tidemill.common.history import StreamName
+from tidemill.common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
+from tidemill.common.run.weight_files import folder_versions
+from tidemill.common.streams import OffsetReader, group_status, last_id, length, read_newest
+from tidemill.common.streams.entries import Entry, entry_id_of, id_order
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RQ_STATES, Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.status.bottleneck import (
     RATE_STEPS,
     Bottleneck,
     Evidence,
     find_bottleneck,
     gather_evidence,
 )
-from services.console.status.report import read_report
+from tidemill.services.console.status.report import read_report
 
 JOB_QUEUES = ("sandbox", "jobs")
 QUEUED = next(iter(RQ_STATES))

@@ -1,7 +1,7 @@
 """What a run came to, computed from its commits rather than from what a process says about itself.
 
-Commits are never trimmed, so this can be computed again at any time, and it is what proves that nothing was
-lost and nothing trained twice:
+Commits that were trimmed are in the archive, so this can be computed again at any time, and it is what proves
+that nothing was lost and nothing trained twice:
 
 * a ticket is lost when it was issued and no commit trained its group or says why it was dropped;
 * a trajectory of a trained group is lost when its commit neither trained it nor says why it was left out;
@@ -9,22 +9,21 @@ lost and nothing trained twice:
 """
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig
-from common.history.groups import TicketOutcomes, dropped_groups, left_out
-from common.redis.broker import Broker
-from common.run.state import EVALUATION, METRICS_FILE, read_records, read_state
-from common.streams import scan
-from common.streams.entries import Entry
-from common.wire.keys import Keys
-from common.wire.messages import Commit, TrajectoryKey
+from tidemill.common.config import RunConfig
+from tidemill.common.history import History, StreamName
+from tidemill.common.history.groups import TicketOutcomes, dropped_groups, left_out
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, read_records, read_state
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, TrajectoryKey
 
-SCAN_BATCH = 32
 ROUNDING = 1e-9
 """0.7 - 0.3 is a gain of 0.4, whatever floating point says."""
 
@@ -76,12 +75,12 @@ class RunSummary:
 async def summarise(
     broker: Broker, keys: Keys, config: RunConfig, run_dir: Path, *, wall_s: float, rollout_idle: float | None
 ) -> RunSummary:
-    """Read a run's commits and state, and sum them up."""
+    """Read a run's commits, wherever they are, and its state, and sum them up."""
     state = await read_state(broker, keys)
     tally = CommitTotals(config.trainer.group_size)
-    async for entry in scan(broker, keys.commits, Commit, batch=SCAN_BATCH):
-        if isinstance(entry, Entry):
-            tally.add(entry.message)
+    history = History(keys.run_id, run_dir, broker)
+    async for commit in history.messages(StreamName.COMMITS, Commit):
+        tally.add(commit)
     summary = RunSummary(keys.run_id, wall_s=round(wall_s, 3), rollout_idle_share=rollout_idle)
     tally.write_into(summary, int(state.get("tickets_issued", 0)))
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
@@ -236,4 +235,31 @@ def failures(summary: RunSummary, config: RunConfig) -> list[str]:
 
 def summary_tree(summary: RunSummary, problems: Sequence[str]) -> dict[str, Any]:
     """The summary as plain values, with the verdict."""
-    return {**asdict(summary), "ok": not problems, "failures": list(problems)}
+    verdict, text = learning_of(summary)
+    learning = {"verdict": verdict, "text": text}
+    return {**asdict(summary), "ok": not problems, "failures": list(problems), "learning": learning}
+
+
+TOO_SHORT, NOTHING_LEARNED, LEARNED, FELL, UNKNOWN = "too_short", "nothing", "learned", "fell", ""
+MIN_STEPS = 9
+"""Three in each third."""
+NUM_ERRORS = 2.0
+"""Standard errors by which a reward must have moved to be more than noise."""
+
+
+def learning_of(summary: RunSummary) -> tuple[str, str]:
+    """Whether the reward rose, by its first and last third, and that in words; neither where all steps have
+    the same reward, as where a teacher is what is learned from."""
+    curve = summary.reward_curve
+    if curve and len(curve) < MIN_STEPS:
+        return TOO_SHORT, f"too short to tell: {len(curve)} steps, and at least {MIN_STEPS} are compared"
+    if not curve or max(curve) == min(curve):
+        return UNKNOWN, ""
+    third = len(curve) // 3
+    first, last = curve[:third], curve[-third:]
+    before, after = statistics.fmean(first), statistics.fmean(last)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
+    moved = f"from {before:.3f} in the first third of the steps to {after:.3f} in the last"
+    if abs(after - before) <= NUM_ERRORS * error:
+        return NOTHING_LEARNED, f"ran correctly, learned nothing: the reward went {moved}, within its noise"
+    return (LEARNED, f"the reward rose {moved}") if after > before else (FELL, f"the reward fell {moved}")

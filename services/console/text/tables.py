@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.streams.selection import Range
+from tidemill.common.streams.selection import Range
 
 PIPE_WIDTH = 200
 """Columns of a table that goes into a file or another program."""

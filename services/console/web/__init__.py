@@ -1,1 +1,1 @@
-"""`tidemill web`: read-only pages about the runs of a folder."""
+"""`tidemill web`: pages about the runs of a folder; nothing but notes is written."""

@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.state import CONFIG_FILE, METRICS_FILE, known_runs
-from common.wire.keys import RUN_ID
-from services.console.run.folder import RunFolder
-from services.console.status.report import read_report
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, known_runs
+from tidemill.common.wire.keys import RUN_ID
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.status.report import read_report
+from tidemill.services.console.web.watched_run import WatchedRun
 
 MAX_OPEN_RUNS = 4
 MAX_LISTED_RUNS = 500
@@ -57,7 +57,7 @@ class Catalog:
         """A run that is followed from now on, after a first look at it; None where there is no such run."""
         run = self._open.pop(run_id, None)
         if run is None:
-            if not RUN_ID.fullmatch(run_id) or not await self._exists(run_id):
+            if not RUN_ID.fullmatch(run_id) or not await self.exists(run_id):
                 return None
             # Another request may have opened it meanwhile.
             run = self._open.pop(run_id, None) or self._start(run_id)
@@ -80,7 +80,8 @@ class Catalog:
         run.start()
         return run
 
-    async def _exists(self, run_id: str) -> bool:
+    async def exists(self, run_id: str) -> bool:
+        """Whether the folder or Redis has it, also where it is too old to be listed."""
         return (self.runs / run_id / CONFIG_FILE).is_file() or run_id in await self._in_redis()
 
     def _in_folder(self) -> list[RunLine]:

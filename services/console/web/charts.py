@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.console.status.snapshot import StepPoint
+from tidemill.services.console.status.snapshot import StepPoint
 
 MAX_POINTS = 600
 

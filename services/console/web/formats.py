@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from services.console.text.formats import NOTHING, minutes
+from tidemill.services.console.text.formats import NOTHING, minutes
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.history import History, Selection, StreamName
-from common.history.groups import dropped_groups, left_out
-from common.history.records import KnownPlaces
-from common.history.sessions import num_completion_tokens
-from common.streams.entries import Entry, id_after, id_order
-from common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
-from services.console.status.snapshot import StepPoint
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.groups import dropped_groups, left_out
+from tidemill.common.history.sessions import num_completion_tokens
+from tidemill.common.history.windows import KnownPlaces
+from tidemill.common.streams.entries import Entry, id_after, id_order
+from tidemill.common.wire.messages import Commit, Lane, Message, Score, ScoreStatus, Ticket, Trajectory
+from tidemill.services.console.status.snapshot import StepPoint
 
 MAX_TEXT_CHARACTERS = 1200
 """Text of a group that can be searched: the beginnings of prompt, answer and completions."""

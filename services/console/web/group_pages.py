@@ -7,16 +7,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from common.errors import TidemillError
-from common.history.records import GroupRecord, read_group, read_trajectories
-from common.history.sessions import num_completion_tokens
-from common.wire.messages import Lane, Trajectory
-from common.wire.segments import Segment
-from services.console.web.formats import TokenTexts, sendable
-from services.console.web.group_index import STATES, GroupRow
-from services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
-from services.console.web.site import Page, Site, history_of
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import TidemillError
+from tidemill.common.history.records import GroupRecord, read_group, read_trajectories
+from tidemill.common.history.sessions import num_completion_tokens
+from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.common.wire.segments import Segment
+from tidemill.services.console.web.formats import TokenTexts, sendable
+from tidemill.services.console.web.group_index import STATES, GroupRow
+from tidemill.services.console.web.group_query import EXTRA_STATES, PAGE_ROWS, GroupQuery
+from tidemill.services.console.web.site import Page, Site, history_of
+from tidemill.services.console.web.watched_run import WatchedRun
 
 MAX_SHOWN_SAMPLES = 32
 """Completions on one page of a group."""
@@ -32,9 +32,10 @@ async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
     found = query.select(run.index.rows(query.lane))
     num_pages = max(1, -(-len(found) // PAGE_ROWS))
     page = min(query.page, num_pages)
-    return site.page(
+    return await site.page(
         "groups.html",
         run,
+        request,
         "groups",
         query=query,
         rows=found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
@@ -49,7 +50,7 @@ async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
 
 async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     """One group, its completions side by side."""
-    row, lane = _row(run, request)
+    row, lane = find_row(run, request)
     problem, view = "", GroupRecord(row.ticket, lane)
     has_letters = not run.is_live or bool(run.snapshot and run.snapshot.num_dead)
     try:
@@ -59,9 +60,10 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     sort = request.query_params.get("sort", "index")
     first = _number(request.query_params.get("first"), 0)
     samples = sorted(view.samples, key=_SAMPLE_KEYS.get(sort, _SAMPLE_KEYS["index"]))
-    return site.page(
+    return await site.page(
         "group.html",
         run,
+        request,
         "groups",
         view=view,
         components=component_names(view),
@@ -98,7 +100,12 @@ async def text(site: Site, run: WatchedRun, request: Request) -> Response:
     return JSONResponse({"next": first + len(part), "total": len(trajectory.text), "text": sendable(part)})
 
 
-def _row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
+def find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
+    """The group of an address.
+
+    Raises:
+        HTTPException: the run has none of this number.
+    """
     lane, ticket = request.path_params["lane"], request.path_params["ticket"]
     row = run.index.get(ticket, lane)
     if row is None:
@@ -108,7 +115,7 @@ def _row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
 
 
 async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:
-    row, lane = _row(run, request)
+    row, lane = find_row(run, request)
     index = request.path_params["index"]
     window = row.trajectories.ids
     found = await read_trajectories(history_of(run), row.ticket, lane, window)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
-from common.streams.selection import Range
-from common.wire.messages import Lane
-from services.console.text.tables import parse_range
-from services.console.web.group_index import STATES, GroupRow, Spread
+from tidemill.common.streams.selection import Range
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.text.tables import parse_range
+from tidemill.services.console.web.group_index import STATES, GroupRow, Spread
 
 PAGE_ROWS = 100
 MAX_NEEDLE_CHARACTERS = 200

@@ -8,18 +8,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from common.errors import TidemillError
-from common.history import History, Selection, StreamName
-from common.history.groups import WHOLE_GROUP, micro_batches_of
-from common.streams.entries import Garbled
-from common.wire.messages import Commit, DeadLetter, Lane
-from services.console.dead.commands import as_tree
-from services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
-from services.console.text.formats import sample_name
-from services.console.web.charts import chart_trees
-from services.console.web.group_index import STATES, GroupIndex, GroupRow
-from services.console.web.site import Page, Site, history_of
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.groups import WHOLE_GROUP, micro_batches_of
+from tidemill.common.streams.entries import Garbled
+from tidemill.common.wire.messages import Commit, DeadLetter, Lane
+from tidemill.services.console.dead.commands import as_tree
+from tidemill.services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
+from tidemill.services.console.text.formats import sample_name
+from tidemill.services.console.web.charts import chart_trees
+from tidemill.services.console.web.group_index import STATES, GroupIndex, GroupRow
+from tidemill.services.console.web.site import Page, Site, history_of
+from tidemill.services.console.web.watched_run import WatchedRun
 
 TOPICS = (
     ("Reward", ("reward", "scores/", "frac_reward", "rewards/")),
@@ -148,12 +148,12 @@ async def without_slash(site: Site, run: WatchedRun, request: Request) -> Respon
 
 async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
     """A run: its state and its curves."""
-    return site.page("overview.html", run, "overview", **_state(run))
+    return await site.page("overview.html", run, request, "overview", **_state(run))
 
 
 async def state(site: Site, run: WatchedRun, request: Request) -> Response:
     """The part of the overview that changes all the time."""
-    return site.page("state.html", run, "overview", **_state(run))
+    return await site.page("state.html", run, request, "overview", **_state(run))
 
 
 async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -205,7 +205,7 @@ async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
     page = min(max(1, int(typed)), num_pages) if typed.isascii() and typed.isdigit() and len(typed) < 9 else 1
     shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
     rows = [run.index.steps[number] for number in shown]
-    return site.page("steps.html", run, "steps", rows=rows, page=page, num_pages=num_pages)
+    return await site.page("steps.html", run, request, "steps", rows=rows, page=page, num_pages=num_pages)
 
 
 async def step(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -221,9 +221,10 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
     except TidemillError as error:
         problem = str(error)
     view = view_step(commit, run.index) if commit else None
-    return site.page(
+    return await site.page(
         "step.html",
         run,
+        request,
         "steps",
         row=row,
         view=view,
@@ -245,9 +246,10 @@ async def letters(site: Site, run: WatchedRun, request: Request) -> Response:
     """All letters, the newest first."""
     needle = request.query_params.get("text", "")[:200]
     found = [letter for letter in await _read(run) if _has(letter, needle)]
-    return site.page(
+    return await site.page(
         "dead.html",
         run,
+        request,
         "dead",
         letters=found[:PAGE_LETTERS],
         num_found=len(found),
@@ -262,9 +264,10 @@ async def letter(site: Site, run: WatchedRun, request: Request) -> Response:
     found = next((letter for letter in await _read(run) if letter.letter_id == wanted), None)
     if found is None:
         raise HTTPException(404, "There is no such letter: it may have been put back or dropped.")
-    return site.page(
+    return await site.page(
         "letter.html",
         run,
+        request,
         "dead",
         letter=found,
         message=as_tree(found, with_content=True)["message"],

@@ -1,6 +1,8 @@
 """`tidemill web`: serves the pages until Ctrl-C."""
 
 import contextlib
+import functools
+import os
 import socket
 from collections.abc import AsyncIterator
 
@@ -14,15 +16,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from common.errors import ConfigError, TidemillError
-from common.process.programs import run_main
-from common.wire.messages import Lane
-from services.console.options import WebOptions
-from services.console.run.folder import find_run, folder_of_runs, log_nothing
-from services.console.web import group_pages, pages
-from services.console.web.access import TOKEN_PARAMETER, Access, Gate, is_loopback
-from services.console.web.catalog import Catalog
-from services.console.web.site import FOLDER, Site
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import run_main
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.options import WebOptions
+from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
+from tidemill.services.console.web import compare_pages, group_pages, notes, pages, run_files
+from tidemill.services.console.web.access import TOKEN_PARAMETER, TOKEN_VARIABLE, Access, Gate, is_loopback
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.site import FOLDER, Site
 
 
 class LaneConvertor(Convertor[Lane]):
@@ -42,7 +44,7 @@ class LaneConvertor(Convertor[Lane]):
 def create_app(catalog: Catalog, access: Access) -> Starlette:
     """The application; it closes the catalog when it ends."""
     register_url_convertor("lane", LaneConvertor())
-    site = Site(catalog)
+    site = Site(catalog, access)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -64,11 +66,14 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
     async def runs(request: Request) -> Response:
         return await pages.runs(site)
 
+    run_pages = pages.ROUTES | group_pages.ROUTES | run_files.ROUTES | notes.ROUTES
     return Starlette(
         routes=[
             Mount("/static", StaticFiles(directory=FOLDER / "static"), name="static"),
             Route("/", runs),
-            *(site.route(path, page) for path, page in (pages.ROUTES | group_pages.ROUTES).items()),
+            *(Route(path, functools.partial(page, site)) for path, page in compare_pages.ROUTES.items()),
+            *(site.route(path, page) for path, page in run_pages.items()),
+            *(site.route(path, page, "POST") for path, page in notes.WRITING_ROUTES.items()),
         ],
         middleware=[Middleware(Gate, access=access)],
         exception_handlers={HTTPException: missing, TidemillError: away, Exception: broken},
@@ -103,7 +108,8 @@ async def _serve(options: WebOptions) -> None:
             )
         path = f"run/{run_id}"
     port = listener.getsockname()[1]
-    access = Access.of(options.host, port, tuple(options.host_names))
+    names, fixed = tuple(options.host_names), os.environ.get(TOKEN_VARIABLE, "").strip()
+    access = Access.of(options.host, port, names, fixed, asks_always=options.asks_token)
     print(_greeting(options.host, port, path, access), flush=True)
     config = uvicorn.Config(
         create_app(catalog, access),
@@ -135,11 +141,14 @@ def _listen(host: str, port: int) -> socket.socket:
 def _greeting(host: str, port: int, path: str, access: Access) -> str:
     name = socket.gethostname() if host in EVERYWHERE else host
     shown = f"[{name}]" if ":" in name else name
-    query = f"?{TOKEN_PARAMETER}={access.token}" if access.token else ""
+    query = f"?{TOKEN_PARAMETER}={access.token}" if access.token and not access.is_fixed else ""
     lines = [f"Pages to look at: http://{shown}:{port}/{path}{query}"]
+    if access.is_fixed:
+        lines.append(f"The token is the one in {TOKEN_VARIABLE}; browsers ask for it once.")
     if not is_loopback(host):
         lines.append(
-            "Others reach this port. Whoever has this address may read everything; it is sent unencrypted."
+            "Others reach this port. Whoever has the token may read everything and write notes; it is sent "
+            "unencrypted."
         )
     lines.append("Ctrl-C ends the pages only; runs go on.")
     return "\n".join(lines)

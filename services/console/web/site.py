@@ -1,5 +1,6 @@
 """What every page needs: the catalog of runs, and the templates."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -12,13 +13,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from common.errors import BrokerError
-from common.history import History, sessions
-from services.console.text.formats import when
-from services.console.web import formats
-from services.console.web.catalog import Catalog
-from services.console.web.formats import sendable, visible
-from services.console.web.watched_run import WatchedRun
+from tidemill.common.errors import BrokerError
+from tidemill.common.history import History, sessions
+from tidemill.services.console.text.formats import size, when
+from tidemill.services.console.web import chat, formats
+from tidemill.services.console.web.access import Access
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.formats import sendable, visible
+from tidemill.services.console.web.metric_files import MetricFiles
+from tidemill.services.console.web.note_files import can_write, place_of, read_notes
+from tidemill.services.console.web.watched_run import WatchedRun
 
 FOLDER = Path(__file__).parent
 MAX_WORDS_CHARACTERS = 20_000
@@ -41,10 +45,12 @@ class Templates:
         )
         shown = (formats.number, formats.signed, formats.percent, formats.duration)
         filters = (*shown, formats.counted, visible, words)
-        self._environment.filters.update({filter.__name__: filter for filter in filters} | {"moment": when})
-        self._environment.filters["text_of"] = sessions.text_of
-        readers = (formats.span, sessions.read_session, sessions.session_facts, sessions.calls_of)
-        self._environment.globals.update({reader.__name__: reader for reader in readers})
+        self._environment.filters.update(
+            {filter.__name__: filter for filter in filters} | {"moment": when, "bytes": size}
+        )
+        readers = (formats.span, sessions.read_session, sessions.session_facts)
+        chats = (chat.message_of, chat.prompt_messages, chat.training_of)
+        self._environment.globals.update({reader.__name__: reader for reader in (*readers, *chats)})
         self._environment.globals |= {"num_tokens": sessions.num_completion_tokens, "most_turns": MAX_TURNS}
 
     def response(self, template: str, status: int = 200, **values: Any) -> Response:
@@ -72,10 +78,11 @@ def _plain(value: Any) -> Any:
 
 
 class Site:
-    """The catalog of runs, and the templates."""
+    """The catalog of runs, the templates, and who may write notes."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    def __init__(self, catalog: Catalog, access: Access) -> None:
+        self.catalog, self.access = catalog, access
+        self.metric_files = MetricFiles()
         self.templates = Templates()
 
     async def run_of(self, request: Request) -> WatchedRun:
@@ -89,16 +96,22 @@ class Site:
             raise HTTPException(404, f"There is no run of this name in {self.catalog.runs}.")
         return run
 
-    def route(self, path: str, page: "Page") -> Route:
+    def route(self, path: str, page: "Page", method: str = "GET") -> Route:
         """The route of a page about a run."""
 
         async def answer(request: Request) -> Response:
             return await page(self, await self.run_of(request), request)
 
-        return Route(path, answer)
+        return Route(path, answer, methods=[method])
 
-    def page(self, template: str, run: WatchedRun, here: str, **values: Any) -> Response:
-        """A page about a run; `here` names its place in the menu."""
+    async def page(
+        self, template: str, run: WatchedRun, request: Request, here: str, **values: Any
+    ) -> Response:
+        """A page about a run, with what was noted of it; `here` names its place in the menu."""
+        notes = await asyncio.to_thread(read_notes, run.folder.path)
+        place = place_of(request.url.path, run.run_id)
+        form_key = self.access.form_key if can_write(run.folder.path) else ""
+        values |= {"notes": notes, "place": place, "form_key": form_key}
         return self.templates.response(template, run=run, here=here, **values)
 
 

@@ -11,16 +11,16 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.history import History
-from common.run.state import METRICS_FILE
-from services.console.run.folder import RunFolder
-from services.console.run.history import open_history
-from services.console.status.report import read_report
-from services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder, read_points
-from services.console.web.formats import TokenTexts
-from services.console.web.group_index import GroupIndex
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import History
+from tidemill.common.run.state import METRICS_FILE
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.history import open_history
+from tidemill.services.console.status.report import read_report
+from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder, read_points
+from tidemill.services.console.web.formats import TokenTexts
+from tidemill.services.console.web.group_index import GroupIndex
 
 REFRESH_S = 1.0
 REFRESH_STILL_S = 5.0

@@ -1,8 +1,8 @@
-"""`python -m services.jobs.sandbox --run RUN_ID`: one sandbox worker of a run."""
+"""`python -m tidemill.services.jobs.sandbox --run RUN_ID`: one sandbox worker of a run."""
 
 import sys
 
-from common.process.service import ServiceMain, run_service
+from tidemill.common.process.service import ServiceMain, run_service
 
 
 def main() -> int:
@@ -11,7 +11,7 @@ def main() -> int:
 
 
 def _load() -> ServiceMain:
-    from services.jobs.sandbox.worker import serve
+    from tidemill.services.jobs.sandbox.worker import serve
 
     return serve
 

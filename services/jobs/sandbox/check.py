@@ -1,13 +1,13 @@
-"""`python -m services.jobs.sandbox.check CONFIG`: what isolation would code have on this machine?
+"""`python -m tidemill.services.jobs.sandbox.check CONFIG`: what isolation would code have on this machine?
 
 CONFIG is the section as JSON. Prints one line; exits with 2 where no code can be run as configured.
 """
 
 import sys
 
-from common.config.reward_kinds import SandboxConfig
-from common.errors import ConfigError
-from services.jobs.sandbox.runner import SandboxError, is_whole, probe
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.jobs.sandbox.runner import SandboxError, is_whole, probe
 
 
 def main(config: str) -> int:

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.jobs.sandbox import seccomp
-from services.jobs.sandbox.emptying import empty
-from services.jobs.sandbox.jail_watch import Watch, descendants, reap
+from tidemill.services.jobs.sandbox import seccomp
+from tidemill.services.jobs.sandbox.emptying import empty
+from tidemill.services.jobs.sandbox.jail_watch import Watch, descendants, reap
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2

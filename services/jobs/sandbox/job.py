@@ -12,12 +12,12 @@ from typing import Annotated, Any
 from pydantic import validate_call
 from rq import get_current_job
 
-from common.config.reward_kinds import SandboxConfig
-from common.process.programs import JobFunction
-from common.wire.keys import Keys
-from services.jobs.known_jobs import Functions, is_run
-from services.jobs.sandbox.programs import TestsError, make_cases
-from services.jobs.sandbox.runner import SandboxError, run_cases
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.programs import JobFunction
+from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs.known_jobs import Functions, is_run
+from tidemill.services.jobs.sandbox.programs import TestsError, make_cases
+from tidemill.services.jobs.sandbox.runner import SandboxError, run_cases
 
 MAX_SHOWN_CHARS = 500
 BOUNDED = ("max_cases", "time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import RewardError
+from tidemill.common.errors import RewardError
 
 TOLERANCE = 1e-6
 CALL = """

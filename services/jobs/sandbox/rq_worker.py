@@ -1,4 +1,4 @@
-"""One RQ worker of a run's sandbox queue: `python -m services.jobs.sandbox.rq_worker RUN_ID CONFIGS`.
+"""An RQ worker of a run's sandbox queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS`.
 
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 RQ forks for every job, so a job that goes wrong takes nothing else with it. It ends with the process that
@@ -17,14 +17,14 @@ from rq import Queue
 from rq.exceptions import InvalidJobOperation
 from rq.job import Job
 
-from common.config.reward_kinds import SandboxConfig
-from common.errors import TidemillError
-from common.redis.broker import redis_url
-from common.redis.client import make_blocking_client
-from common.telemetry import metrics
-from common.wire.keys import Keys
-from services.jobs.known_jobs import KnownWorker, work
-from services.jobs.sandbox.job import functions_of
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import redis_url
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs.known_jobs import KnownWorker, work
+from tidemill.services.jobs.sandbox.job import functions_of
 
 GONE = "finished"
 """A job that succeeded and is kept by nobody is gone when its worker looks."""
@@ -69,7 +69,7 @@ def main(run_id: str, configs: str) -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
-        connection = make_blocking_client(redis_url())
+        connection = make_blocking_client(redis_url(), run_id)
     except TidemillError as error:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from pathlib import Path
 from typing import Any
 
-from common.config.reward_kinds import SandboxConfig
-from common.errors import TidemillError
-from services.jobs.sandbox.emptying import empty
-from services.jobs.sandbox.programs import Case
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.process.programs import ROOT
+from tidemill.services.jobs.sandbox.emptying import empty
+from tidemill.services.jobs.sandbox.programs import Case
 
-ROOT = str(Path(__file__).parents[3])
-JAIL = f"import sys; sys.path.insert(0, {ROOT!r}); from services.jobs.sandbox.jail import main; main()"
+JAIL = (
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+    "from tidemill.services.jobs.sandbox.jail import main; main()"
+)
 START_S = 10.0
 """What the jail itself may take beside its programs."""
 LIMITS = {"time_s", "cpu_s", "total_s", "memory_mb", "file_mb", "max_processes", "output_kb", "packages"}

@@ -8,11 +8,11 @@ import signal
 import structlog
 from prometheus_client import REGISTRY
 
-from common.errors import ConfigError, TidemillError
-from common.process.programs import Program, run_own
-from common.process.service import ServiceContext
-from common.telemetry.batched import ChildMetrics
-from services.jobs.sandbox.runner import SandboxError, is_whole, probe
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import Program, run_own
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.telemetry.batched import ChildMetrics
+from tidemill.services.jobs.sandbox.runner import SandboxError, is_whole, probe
 
 log = structlog.get_logger(__name__)
 

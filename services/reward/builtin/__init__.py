@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.builtin import exact_match, gsm8k, math_equivalence
+from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
-from services.reward.outcome import AttemptError
+from tidemill.services.reward.outcome import AttemptError
 
 MARK = "####"
 # Possessive quantifiers: a number that goes on as a fraction or a power is not cut short to fit.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from services.reward.outcome import AttemptError
+from tidemill.services.reward.outcome import AttemptError
 
 BOX = "\\boxed"
 # math-verify reads neither `####18`, where no number begins at a word's border, nor `-$5`, whose dollar it

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import ConfigError
-from services.reward.builtin.groups import GROUP_FUNCTIONS
-from services.reward.functions.loading import import_function
-from services.reward.functions.request import Request
-from services.reward.functions.signature import is_async, signature_of
-from services.reward.outcome import RewardOutcome, interpret_list, users_own
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.builtin.groups import GROUP_FUNCTIONS
+from tidemill.services.reward.functions.loading import import_function
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.signature import is_async, signature_of
+from tidemill.services.reward.outcome import RewardOutcome, interpret_list, users_own
 
 EXPECTED = "function(scores, samples, **kwargs) -> list, plain or async"
 

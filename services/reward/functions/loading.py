@@ -15,12 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from common.errors import ConfigError
-from common.process.programs import import_from_here
-from services.reward.builtin import BUILTINS
-from services.reward.functions.reward_function import RewardFunction
-from services.reward.functions.signature import EXPECTED, Style, recognise, signature_of
-from services.reward.outcome import AttemptError, users_own
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import import_from_here
+from tidemill.services.reward.builtin import BUILTINS
+from tidemill.services.reward.functions.reward_function import RewardFunction
+from tidemill.services.reward.functions.signature import EXPECTED, Style, recognise, signature_of
+from tidemill.services.reward.outcome import AttemptError, users_own
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from common.wire.arrays import pack_bits, unpack_bits
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.sample import RewardSample
+from tidemill.common.wire.arrays import pack_bits, unpack_bits
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
 SAMPLE_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name != "segments")

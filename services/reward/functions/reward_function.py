@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from common.process.programs import run_main
-from common.run.dataset import PROMPT
-from services.reward.functions.request import Request
-from services.reward.functions.signature import (
+from tidemill.common.process.programs import run_main
+from tidemill.common.run.dataset import PROMPT
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.signature import (
     BATCH_ARGUMENTS,
     ROUTER,
     SOLUTION_NAMES,
@@ -19,7 +19,7 @@ from services.reward.functions.signature import (
     Style,
     is_async,
 )
-from services.reward.outcome import (
+from tidemill.services.reward.outcome import (
     AttemptError,
     RewardOutcome,
     interpret,
@@ -27,7 +27,7 @@ from services.reward.outcome import (
     interpret_list,
     users_own,
 )
-from services.reward.sample import ChatMessages, RewardSample
+from tidemill.services.reward.sample import ChatMessages, RewardSample
 
 _NOT_COLUMNS = frozenset((PROMPT, "prompts", "completion", "completions", "completion_ids"))
 Kwargs = Mapping[str, Any]

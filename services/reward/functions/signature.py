@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info", "is_evaluation")
 SOLUTION_NAMES = ("solution_str", "predict_str", "model_output")

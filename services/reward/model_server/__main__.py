@@ -1,12 +1,12 @@
-"""`python -m services.reward.model_server --model PATH`: one reward model on one device."""
+"""`python -m tidemill.services.reward.model_server --model PATH`: one reward model on one device."""
 
 import os
 import sys
 
-from common.errors import ConfigError, TidemillError
-from common.run.replicas import complaint, model_token
-from common.telemetry.logs import configure_logs
-from services.reward.model_server.options import check_model, parse_options, template_of
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.run.replicas import complaint, model_token
+from tidemill.common.telemetry.logs import configure_logs
+from tidemill.services.reward.model_server.options import check_model, parse_options, template_of
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
             raise ConfigError(problem)
         check_model(options)
         template = template_of(options)
-        from services.reward.model_server.server import run_server
+        from tidemill.services.reward.model_server.server import run_server
 
         return run_server(options, template)
     except TidemillError as error:

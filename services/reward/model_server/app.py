@@ -21,18 +21,18 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import ConfigError
-from common.process.gpu_sharing import GpuGate, GpuSharingError
-from common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
-from common.telemetry import metrics
-from services.reward.model_server.batcher import Batcher, BusyError, ComputeError
-from services.reward.model_server.language_model import (
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.gpu_sharing import GpuGate, GpuSharingError
+from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, is_shown
+from tidemill.common.telemetry import metrics
+from tidemill.services.reward.model_server.batcher import Batcher, BusyError, ComputeError
+from tidemill.services.reward.model_server.language_model import (
     LogprobsRequest,
     TokenizeRequest,
     completion,
     tokens,
 )
-from services.reward.model_server.requests import (
+from tidemill.services.reward.model_server.requests import (
     InputError,
     Inputs,
     ScoringRequest,
@@ -41,7 +41,7 @@ from services.reward.model_server.requests import (
     failure,
     pooling,
 )
-from services.reward.model_server.scoring_model import ScoringModel
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 log = structlog.get_logger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from common.errors import RewardError
-from common.telemetry import metrics
-from services.reward.model_server.scoring_model import ScoringModel
+from tidemill.common.errors import RewardError
+from tidemill.common.telemetry import metrics
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 
 @dataclass(eq=False, slots=True)

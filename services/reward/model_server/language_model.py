@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.reward.model_server.requests import MAX_INPUTS, ScoringRequest
+from tidemill.services.reward.model_server.requests import MAX_INPUTS, ScoringRequest
 
 
 class LogprobsRequest(BaseModel):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 T = TypeVar("T", int, float)
 
@@ -42,7 +42,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     """Read the command line; a mistake is said in one line and ends the process with 2."""
     defaults = ServerOptions(model="")
     parser = argparse.ArgumentParser(
-        prog="python -m services.reward.model_server",
+        prog="python -m tidemill.services.reward.model_server",
         description="Serves a sequence classifier or a token-reward model, as vLLM's pooling API does, or a "
         "language model's logprobs of given tokens.",
     )

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from common.errors import RewardError
+from tidemill.common.errors import RewardError
 
 MAX_INPUTS = 4096
 FORMER_ACTIVATION = ("activation", "softmax")

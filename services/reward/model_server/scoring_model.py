@@ -21,9 +21,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from common.errors import ConfigError
-from common.run.chat_template import exact_attention
-from services.reward.model_server.options import Dtype, Head
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import exact_attention
+from tidemill.services.reward.model_server.options import Dtype, Head
 
 HEADS = {
     "sequence": ("ForSequenceClassification", AutoModelForSequenceClassification),

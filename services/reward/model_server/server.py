@@ -16,16 +16,16 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from common.errors import ConfigError
-from common.process.gpu_sharing import GpuGate, GpuLock, lock_files
-from common.process.listening import BACKLOG, listen
-from common.process.programs import run_main
-from common.run.replicas import model_token
-from services.reward.model_server.app import ScoringApp, TokenGate
-from services.reward.model_server.batcher import Batcher, BatchLimits
-from services.reward.model_server.options import ServerOptions
-from services.reward.model_server.requests import Inputs
-from services.reward.model_server.scoring_model import ScoringModel
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
+from tidemill.common.process.listening import BACKLOG, listen
+from tidemill.common.process.programs import run_main
+from tidemill.common.run.replicas import model_token
+from tidemill.services.reward.model_server.app import ScoringApp, TokenGate
+from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
+from tidemill.services.reward.model_server.options import ServerOptions
+from tidemill.services.reward.model_server.requests import Inputs
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 log = structlog.get_logger(__name__)
 

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import httpx
 
-from common.config.reward_kinds import HedgeConfig, PricesConfig
-from common.process.heartbeats import Heartbeat
-from common.run.replicas import key_for
-from common.telemetry import metrics
-from common.wire.messages import Lane
-from services.reward.remote.faults import FaultKind, RemoteFault, connection_fault, status_fault
-from services.reward.remote.limiter import Limiter, Permit
-from services.reward.remote.router import Replica, Router
+from tidemill.common.config.reward_kinds import HedgeConfig, PricesConfig
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.run.replicas import key_for
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.remote.faults import FaultKind, RemoteFault, connection_fault, status_fault
+from tidemill.services.reward.remote.limiter import Limiter, Permit
+from tidemill.services.reward.remote.router import Replica, Router
 
 T = TypeVar("T")
 

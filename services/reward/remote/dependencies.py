@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from common.config import RunConfig
-from common.config.reward_kinds import RemoteConfig
-from common.errors import ConfigError
-from common.process.heartbeats import Reporter
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.run.replicas import ReplicaRegistry
-from common.wire.keys import Keys
-from services.reward.remote.calls import RemoteCalls
-from services.reward.remote.limiter import Limiter
-from services.reward.remote.router import Router
-from services.reward.remote.router_proxy import RouterProxies
+from tidemill.common.config import RunConfig
+from tidemill.common.config.reward_kinds import RemoteConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import Reporter
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.remote.calls import RemoteCalls
+from tidemill.services.reward.remote.limiter import Limiter
+from tidemill.services.reward.remote.router import Router
+from tidemill.services.reward.remote.router_proxy import RouterProxies
 
 
 async def no_router(name: str) -> str:

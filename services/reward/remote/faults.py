@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 
-from common.errors import ConfigError
-from services.reward.outcome import AttemptError
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.outcome import AttemptError
 
 
 class FaultKind(StrEnum):

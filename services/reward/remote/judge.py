@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.config import NamedRewardConfig
-from common.config.reward_kinds import JudgeConfig
-from common.errors import ConfigError
-from common.run.replicas import key_for
-from common.wire.codec import sendable
-from services.reward.functions.processes.pool import execution_of
-from services.reward.functions.request import Request
-from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome
-from services.reward.remote.calls import RemoteCalls
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.remote.faults import (
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.reward_kinds import JudgeConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.replicas import key_for
+from tidemill.common.wire.codec import sendable
+from tidemill.services.reward.functions.processes.pool import execution_of
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, RewardOutcome
+from tidemill.services.reward.remote.calls import RemoteCalls
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.remote.faults import (
     CHARS_PER_TOKEN,
     SHOWN_CHARS,
     FaultKind,
@@ -33,12 +33,12 @@ from services.reward.remote.faults import (
     connection_fault,
     status_fault,
 )
-from services.reward.remote.limiter import Permit
-from services.reward.remote.router import Replica
-from services.reward.remote.serving import check_local_replicas
-from services.reward.remote.templates import compiled, rendered
-from services.reward.remote.verdict import NONCE, Reading, make_verdict, unread
-from services.reward.sample import RewardSample
+from tidemill.services.reward.remote.limiter import Permit
+from tidemill.services.reward.remote.router import Replica
+from tidemill.services.reward.remote.serving import check_local_replicas
+from tidemill.services.reward.remote.templates import compiled, rendered
+from tidemill.services.reward.remote.verdict import NONCE, Reading, make_verdict, unread
+from tidemill.services.reward.sample import RewardSample
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

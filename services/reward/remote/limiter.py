@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from common.config.reward_kinds import LimitsConfig
-from common.redis.broker import Broker
-from common.telemetry import metrics
-from common.wire.keys import Keys
-from common.wire.messages import Lane
+from tidemill.common.config.reward_kinds import LimitsConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane
 
 MAX_BATCH = 128
 LONGEST_PAUSE_S = 0.25

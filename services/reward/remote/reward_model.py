@@ -9,20 +9,20 @@ from typing import Any
 
 import httpx
 
-from common.config import NamedRewardConfig
-from common.config.reward_kinds import RewardModelConfig
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.remote.calls import RemoteCalls, post
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.remote.faults import (
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.remote.calls import RemoteCalls, post
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.remote.faults import (
     CHARS_PER_TOKEN,
     FaultKind,
     RemoteFault,
     check_key,
 )
-from services.reward.remote.limiter import Permit
-from services.reward.remote.router import Replica
-from services.reward.sample import RewardSample
+from tidemill.services.reward.remote.limiter import Permit
+from tidemill.services.reward.remote.router import Replica
+from tidemill.services.reward.sample import RewardSample
 
 URGENT, NORMAL = -1, 0
 MAX_KEPT_TOKENS = 100_000

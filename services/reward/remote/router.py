@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
-from common.config.reward_kinds import RoutingConfig
-from common.run.replicas import ReplicaRegistry
-from common.telemetry import metrics
-from services.reward.remote.faults import FaultKind, RemoteFault
+from tidemill.common.config.reward_kinds import RoutingConfig
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.telemetry import metrics
+from tidemill.services.reward.remote.faults import FaultKind, RemoteFault
 
 LONGEST_COOLDOWN_S = 60.0
 

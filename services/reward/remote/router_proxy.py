@@ -18,20 +18,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import ConfigError
-from common.process.listening import listen
-from common.run.replicas import key_for
-from common.wire.messages import Lane
-from services.reward.remote.calls import RemoteCalls
-from services.reward.remote.faults import (
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.listening import listen
+from tidemill.common.run.replicas import key_for
+from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.remote.calls import RemoteCalls
+from tidemill.services.reward.remote.faults import (
     CHARS_PER_TOKEN,
     FaultKind,
     RemoteFault,
     connection_fault,
     status_fault,
 )
-from services.reward.remote.limiter import Permit
-from services.reward.remote.router import Replica
+from tidemill.services.reward.remote.limiter import Permit
+from tidemill.services.reward.remote.router import Replica
 
 LANE_HEADER = "x-tidemill-lane"
 """`eval` gives a request the priority of evaluation."""

@@ -18,17 +18,17 @@ from pathlib import Path
 import httpx
 import structlog
 
-from common.config import NamedRewardConfig, is_path
-from common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
-from common.config.reward_teacher import TeacherConfig
-from common.errors import ConfigError, EngineError, TidemillError
-from common.process.children import PRIVATE
-from common.process.heartbeats import reachable_host
-from common.process.programs import Program, ending_in_words, is_illegal_instruction, run_own
-from common.process.service import ServiceContext
-from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
-from common.run.chat_template import ChatTemplate
-from common.run.replicas import BEATS_PER_TTL, ReplicaRegistry, complaint, model_token
+from tidemill.common.config import NamedRewardConfig, is_path
+from tidemill.common.config.reward_kinds import LocalReplicasConfig, RewardModelConfig, RoutingConfig
+from tidemill.common.config.reward_teacher import TeacherConfig
+from tidemill.common.errors import ConfigError, EngineError, TidemillError
+from tidemill.common.process.children import PRIVATE
+from tidemill.common.process.heartbeats import reachable_host
+from tidemill.common.process.programs import Program, ending_in_words, is_illegal_instruction, run_own
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
+from tidemill.common.run.chat_template import ChatTemplate
+from tidemill.common.run.replicas import BEATS_PER_TTL, ReplicaRegistry, complaint, model_token
 
 STOP_S = 15.0
 """For the server to end by itself; then its group is killed."""

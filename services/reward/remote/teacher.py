@@ -13,23 +13,23 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
-from common.config import NamedRewardConfig, TeacherConfig
-from common.wire.arrays import Bits, Float32, Int32
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.remote.calls import RemoteCalls, post
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.remote.faults import (
+from tidemill.common.config import NamedRewardConfig, TeacherConfig
+from tidemill.common.wire.arrays import Bits, Float32, Int32
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.remote.calls import RemoteCalls, post
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.remote.faults import (
     CHARS_PER_TOKEN,
     SHOWN_CHARS,
     FaultKind,
     RemoteFault,
     check_key,
 )
-from services.reward.remote.limiter import Permit
-from services.reward.remote.router import Replica
-from services.reward.remote.serving import check_local_replicas
-from services.reward.remote.templates import compiled, rendered
-from services.reward.sample import ChatMessages, RewardSample
+from tidemill.services.reward.remote.limiter import Permit
+from tidemill.services.reward.remote.router import Replica
+from tidemill.services.reward.remote.serving import check_local_replicas
+from tidemill.services.reward.remote.templates import compiled, rendered
+from tidemill.services.reward.sample import ChatMessages, RewardSample
 
 T = TypeVar("T")
 Ids = Sequence[int] | Int32

@@ -5,9 +5,9 @@ from typing import Any
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import ConfigError
-from services.reward.outcome import AttemptError, describe
-from services.reward.sample import RewardSample
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.outcome import AttemptError, describe
+from tidemill.services.reward.sample import RewardSample
 
 
 def compiled(source: str, where: str) -> Template:

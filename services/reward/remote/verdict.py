@@ -5,11 +5,11 @@ import math
 import re
 from typing import Any, Protocol
 
-from common.config.reward_kinds import SCORE, VerdictConfig
-from services.reward.functions.loading import import_function
-from services.reward.functions.request import Request
-from services.reward.outcome import AttemptError, RewardOutcome, interpret, users_own
-from services.reward.remote.faults import FaultKind, RemoteFault
+from tidemill.common.config.reward_kinds import SCORE, VerdictConfig
+from tidemill.services.reward.functions.loading import import_function
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome, interpret, users_own
+from tidemill.services.reward.remote.faults import FaultKind, RemoteFault
 
 SHOWN_CHARS = 200
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?(?![\w%]|\.\d)")

@@ -19,13 +19,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from common.config import NamedRewardConfig, RewardCacheConfig
-from common.redis.broker import Broker
-from common.telemetry import metrics
-from common.wire.codec import pack
-from common.wire.keys import Keys
-from services.reward.outcome import Part
-from services.reward.sample import RewardSample
+from tidemill.common.config import NamedRewardConfig, RewardCacheConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.codec import pack
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.outcome import Part
+from tidemill.services.reward.sample import RewardSample
 
 _NOT_OF_THE_RESULT = {"weight", "applies_to", "timeout_s", "max_attempts", "backoff_s", "max_concurrent"}
 _NOT_OF_THE_RESULT |= {"on_failure", "failure_value", "cache", "sources"}

@@ -2,8 +2,8 @@
 
 import math
 
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.sample import RewardSample
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 NUM_TURNS = "num_turns"
 

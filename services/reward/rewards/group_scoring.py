@@ -12,18 +12,18 @@ from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
-from common.errors import LeaseLostError
-from common.process.service import ServiceContext
-from common.streams import Consumer, Delivery
-from common.telemetry import metrics
-from common.wire import codec
-from common.wire.arrays import BitArray, Int32Array
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.messages import Lane, Message, Score, Trajectory
-from services.reward.outcome import Part
-from services.reward.rewards.post_processing import PostProcessing
-from services.reward.rewards.weighted_sum import Parts, WeightedSum
-from services.reward.sample import RewardSample, SessionFacts
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.common.wire.arrays import BitArray, Int32Array
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.messages import Lane, Message, Score, Trajectory
+from tidemill.services.reward.outcome import Part
+from tidemill.services.reward.rewards.post_processing import PostProcessing
+from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum
+from tidemill.services.reward.sample import RewardSample, SessionFacts
 
 
 class GroupResult(Message):

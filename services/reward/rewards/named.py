@@ -15,9 +15,9 @@ from typing import TypeVar
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential
 from tenacity import wait_random as jitter
 
-from common.config import NamedRewardConfig, RewardLimits
-from common.telemetry import metrics
-from services.reward.outcome import (
+from tidemill.common.config import NamedRewardConfig, RewardLimits
+from tidemill.common.telemetry import metrics
+from tidemill.services.reward.outcome import (
     MAX_TRY_CHARS,
     AttemptError,
     NamelessTry,
@@ -25,9 +25,9 @@ from services.reward.outcome import (
     RewardOutcome,
     contained,
 )
-from services.reward.rewards.cache import RewardCache, version_of
-from services.reward.rewards.reward import FunctionReward, Reward
-from services.reward.sample import RewardSample
+from tidemill.services.reward.rewards.cache import RewardCache, version_of
+from tidemill.services.reward.rewards.reward import FunctionReward, Reward
+from tidemill.services.reward.sample import RewardSample
 
 LONGEST_BACKOFF_S = 60.0
 

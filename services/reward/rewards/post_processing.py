@@ -6,17 +6,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from common.config import RewardConfig
-from common.telemetry import metrics
-from common.wire.messages import ScoreStatus
-from services.reward.functions.group_functions import load_group_function
-from services.reward.functions.processes.pool import Execution, execution_of
-from services.reward.functions.request import Request
-from services.reward.outcome import AttemptError, Part, RewardOutcome
-from services.reward.rewards.named import Attempts, NamedReward
-from services.reward.rewards.reward import FunctionReward
-from services.reward.rewards.weighted_sum import Parts, Total, WeightedSum
-from services.reward.sample import RewardSample
+from tidemill.common.config import RewardConfig
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import ScoreStatus
+from tidemill.services.reward.functions.group_functions import load_group_function
+from tidemill.services.reward.functions.processes.pool import Execution, execution_of
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.outcome import AttemptError, Part, RewardOutcome
+from tidemill.services.reward.rewards.named import Attempts, NamedReward
+from tidemill.services.reward.rewards.reward import FunctionReward
+from tidemill.services.reward.rewards.weighted_sum import Parts, Total, WeightedSum
+from tidemill.services.reward.sample import RewardSample
 
 GROUP = "group"
 """Its name among the rewards, where failures are counted."""

@@ -9,22 +9,22 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
-from common.config import NamedRewardConfig
-from common.errors import ConfigError
-from services.reward.functions.loading import load_function
-from services.reward.functions.processes.pool import execution_of
-from services.reward.functions.request import Request
-from services.reward.functions.reward_function import RewardFunction
-from services.reward.functions.signature import ROUTER
-from services.reward.outcome import RewardOutcome
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.remote.judge import check_judge, make_judge
-from services.reward.remote.reward_model import check_model_reward, make_model_reward
-from services.reward.remote.serving import check_local_replicas
-from services.reward.remote.teacher import check_teacher, make_teacher
-from services.reward.rewards.environment import EnvironmentReward
-from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
-from services.reward.sample import RewardSample
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.processes.pool import execution_of
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import RewardFunction
+from tidemill.services.reward.functions.signature import ROUTER
+from tidemill.services.reward.outcome import RewardOutcome
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.remote.judge import check_judge, make_judge
+from tidemill.services.reward.remote.reward_model import check_model_reward, make_model_reward
+from tidemill.services.reward.remote.serving import check_local_replicas
+from tidemill.services.reward.remote.teacher import check_teacher, make_teacher
+from tidemill.services.reward.rewards.environment import EnvironmentReward
+from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward
+from tidemill.services.reward.sample import RewardSample
 
 
 class Reward(Protocol):

@@ -23,14 +23,14 @@ from rq import Queue, Retry
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from common.config.reward_kinds import SandboxConfig
-from common.process.programs import JobFunction
-from common.redis.broker import Broker, redis_url
-from common.redis.client import make_blocking_client
-from common.telemetry import metrics
-from common.wire.keys import Keys
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.sample import RewardSample
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.programs import JobFunction
+from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +88,7 @@ class SandboxJobs:
 
     def __init__(self, broker: Broker, keys: Keys, url: str | None = None) -> None:
         self._broker, self._keys = broker, keys
-        connection = make_blocking_client(url or redis_url())
+        connection = make_blocking_client(url or redis_url(), keys.run_id)
         self._queue = Queue(keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
         self._waiting: dict[str, list[asyncio.Future[dict[str, Any]]]] = {}
         self._poller: asyncio.Task[None] | None = None

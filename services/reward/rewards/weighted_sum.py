@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import RewardConfig
-from common.wire.messages import OnFailure, Score, ScoreStatus, TrajectoryKey, Try
-from services.reward.outcome import Detail, Part
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.rewards.cache import RewardCache
-from services.reward.rewards.named import NamedReward
-from services.reward.rewards.reward import make_reward
-from services.reward.sample import RewardSample
+from tidemill.common.config import RewardConfig
+from tidemill.common.wire.messages import OnFailure, Score, ScoreStatus, TrajectoryKey, Try
+from tidemill.services.reward.outcome import Detail, Part
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.rewards.cache import RewardCache
+from tidemill.services.reward.rewards.named import NamedReward
+from tidemill.services.reward.rewards.reward import make_reward
+from tidemill.services.reward.sample import RewardSample
 
 Parts = dict[str, Part]
 

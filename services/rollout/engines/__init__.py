@@ -6,11 +6,11 @@ simulated run needs none of them.
 
 from typing import TYPE_CHECKING
 
-from common.config.run import RunConfig
-from services.rollout.engines.engine import Engine
+from tidemill.common.config.run import RunConfig
+from tidemill.services.rollout.engines.engine import Engine
 
 if TYPE_CHECKING:
-    from services.rollout.engines.gpu_sharing import SleepingEngine
+    from tidemill.services.rollout.engines.gpu_sharing import SleepingEngine
 
 
 def build_engine(config: RunConfig, worker: str = "") -> Engine:
@@ -20,11 +20,11 @@ def build_engine(config: RunConfig, worker: str = "") -> Engine:
     different names sample differently.
     """
     if (turn_s := config.shared_turn_s) is not None:
-        from services.rollout.engines.gpu_sharing import GpuSharingEngine
+        from tidemill.services.rollout.engines.gpu_sharing import GpuSharingEngine
 
         return GpuSharingEngine(_sleeping_engine(config, worker), turn_s)
     if config.rollout.engine == "transformers":
-        from services.rollout.engines.transformers import TransformersEngine
+        from tidemill.services.rollout.engines.transformers import TransformersEngine
 
         return TransformersEngine(config)
     return _sleeping_engine(config, worker)
@@ -33,9 +33,9 @@ def build_engine(config: RunConfig, worker: str = "") -> Engine:
 def _sleeping_engine(config: RunConfig, worker: str) -> "SleepingEngine":
     """One of the engines that can leave their device."""
     if config.rollout.engine == "simulated":
-        from services.rollout.engines.simulated import SimulatedEngine
+        from tidemill.services.rollout.engines.simulated import SimulatedEngine
 
         return SimulatedEngine(config)
-    from services.rollout.engines.vllm import VllmEngine
+    from tidemill.services.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(config, worker)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.wire.messages import SamplingParams
-from services.rollout.engines.engine import uniforms
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines.engine import uniforms
 
 
 @dataclass(frozen=True, slots=True)

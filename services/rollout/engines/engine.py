@@ -15,8 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.wire.messages import SamplingParams
-from common.wire.segments import VersionSpan
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.common.wire.segments import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,22 @@ class Engine(Protocol):
             EngineError: the engine failed; the process has to be restarted.
         """
 
-    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
-        """Replace all weights by those in `files` (safetensors, Hugging Face names).
+    @property
+    def can_patch(self) -> bool:
+        """Whether `load` takes deltas alone, because it is proven what the engine holds."""
+
+    async def load(
+        self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
+    ) -> WeightUpdate:
+        """Replace weights by those of a full version (`files`: safetensors, Hugging Face names) with `deltas`
+        written over it: the files of each, oldest first. Without `files` deltas change what the engine holds.
+
+        `digest` is that of the result. Who gives `files` has proven it of their bytes; the engine proves it
+        of deltas, from its own values.
 
         Raises:
+            WeightsMismatchError: deltas do not lead from what the engine holds to `digest`, or were not held
+                when they were read back. Load the full version.
             WeightsError: the files cannot be used; the engine goes on with the weights it has.
             EngineError: the engine failed; the process has to be restarted.
         """

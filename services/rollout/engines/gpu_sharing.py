@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from common.errors import EngineError
-from common.process.gpu_sharing import GpuGate, GpuLock, GpuSharingError, lock_files
-from services.rollout.engines.engine import Engine, Generation, GenerationRequest, WeightUpdate
+from tidemill.common.errors import EngineError
+from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, GpuSharingError, lock_files
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, WeightUpdate
 
 
 class SleepingEngine(Engine, Protocol):
@@ -53,10 +53,17 @@ class GpuSharingEngine:
         async with self._turn():
             return await self._engine.generate(request)
 
-    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
-        """Replace all weights; raises as the engine does."""
+    @property
+    def can_patch(self) -> bool:
+        """Whether it is proven what the engine holds."""
+        return self._engine.can_patch
+
+    async def load(
+        self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
+    ) -> WeightUpdate:
+        """Replace weights; raises as the engine does."""
         async with self._turn():
-            return await self._engine.load(version, files)
+            return await self._engine.load(version, files, deltas, digest)
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Logprobs of a completion."""

@@ -5,22 +5,26 @@ torch, for an engine sets what OpenMP reads before, and uses no network; only a 
 """
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from common.config.run import ModelConfig, is_path
-from common.errors import ConfigError, WeightsError
-from common.run.chat_template import exact_attention
-from common.run.model_overrides import with_overrides
-from services.rollout.engines.engine import GenerationRequest, check_ids, check_length
+from tidemill.common.config.run import ModelConfig, is_path
+from tidemill.common.errors import ConfigError, EngineError, WeightsError
+from tidemill.common.run.chat_template import exact_attention
+from tidemill.common.run.model_overrides import with_overrides
+from tidemill.common.weights.bits import TensorInfo
+from tidemill.services.rollout.engines.engine import GenerationRequest, check_ids, check_length
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tidemill.services.rollout.engines.held_weights import HeldWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +165,6 @@ def load_model(model: ModelConfig, device: str) -> Any:
     return result
 
 
-def read_weights(files: Sequence[Path]) -> "dict[str, Tensor]":
-    """Every tensor of `files`, in memory that no file backs.
-
-    Raises:
-        WeightsError: there are no files, or one is missing or torn.
-    """
-    if not files:
-        raise WeightsError("no weight files were given; a version has at least one")
-    tensors = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt", device="cpu") as reader:
-                for name in reader.keys():  # noqa: SIM118 -- not a dict, it cannot be iterated
-                    tensors[name] = reader.get_tensor(name).clone()
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"cannot read the weights in {file}: {error}") from None
-    return tensors
-
-
 def match_weights(model: Any, tensors: "dict[str, Tensor]") -> "list[tuple[Tensor, Tensor]]":
     """Pair each tensor of `model` with its new value.
 
@@ -225,11 +210,42 @@ def _rename(model: Any, tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 
 def copy_weights(pairs: "Sequence[tuple[Tensor, Tensor]]") -> None:
-    """Write the new values into the model, in its own precision and on its device."""
+    """Write the new values into the model, in its own precision and on its device, and read them back.
+
+    Raises:
+        EngineError: the model does not hold them.
+    """
     import torch
 
     with torch.inference_mode():
         for parameter, value in pairs:
             parameter.copy_(value)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+            if not torch.equal(parameter, value.to(parameter)) and not value.isnan().any():
+                raise EngineError("values were not there when they were read back; restart this worker")
+
+
+def pieces_of(model: Any, infos: Iterable[TensorInfo]) -> "HeldWeights":
+    """Where the tensors of a checkpoint lie in the model.
+
+    Raises:
+        ValueError: they have no parameter of their own name, or one of less precision.
+    """
+    from tidemill.services.rollout.engines.held_weights import HeldWeights, Key, Piece
+
+    state, pieces = model.state_dict(), []
+    for info in infos:
+        if info.name not in state or tuple(state[info.name].shape) != info.shape:
+            raise ValueError(f"{info.name} has no parameter of that name and shape")
+        tensor = state[info.name].detach()
+        strides = tuple(torch_strides(info.shape))
+        pieces.append(Piece(Key(info.name, 0, info.shape, strides), info, tensor))
+    held = HeldWeights(pieces)
+    if reason := held.reason_not_to_patch():
+        raise ValueError(reason)
+    return held
+
+
+def torch_strides(shape: Sequence[int]) -> Iterator[int]:
+    """Of a contiguous tensor."""
+    for axis in range(len(shape)):
+        yield math.prod(shape[axis + 1 :])

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config.run import RunConfig
-from common.errors import EngineError
-from common.wire.segments import VersionSpan
-from services.rollout.engines.engine import (
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError
+from tidemill.common.wire.segments import VersionSpan
+from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
     WeightUpdate,
@@ -62,20 +62,28 @@ class SimulatedEngine:
         try:
             async with self._slots:
                 started = _now()
-                await asyncio.sleep(self._duration_s(key))
+                wanted = self._length(key)
+                num_tokens = min(wanted, request.sampling.max_tokens)
+                await asyncio.sleep(self._duration_s(key, num_tokens))
                 finished = _now()
         finally:
             self._num_running -= 1
-        num_tokens = min(self._options.tokens, request.sampling.max_tokens)
         draws = uniforms(np.full(num_tokens, key, dtype=np.uint64), np.arange(num_tokens, dtype=np.uint64))
         return Generation(
             token_ids=(draws * self._options.vocab_size).astype(np.int64).tolist(),
             logprobs=[-math.log(self._options.vocab_size)] * num_tokens,
             spans=self._spans(started, finished, num_tokens),
-            finish="stop" if num_tokens == self._options.tokens else "length",
+            finish="stop" if num_tokens == wanted else "length",
         )
 
-    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
+    @property
+    def can_patch(self) -> bool:
+        """It holds nothing that could be wrong."""
+        return True
+
+    async def load(
+        self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
+    ) -> WeightUpdate:
         """Take `load_s`, then be `version`. Nothing is read and generation never stands still."""
         started = _now()
         await asyncio.sleep(self._options.load_s)
@@ -104,11 +112,20 @@ class SimulatedEngine:
     async def close(self) -> None:
         """Nothing to free."""
 
-    def _duration_s(self, key: int) -> float:
-        """Uniform between (1 - jitter) and (1 + jitter) times the mean."""
+    def _length(self, key: int) -> int:
+        """Tokens that the completion would have without a limit: log-normal, by Box and Muller."""
+        if not self._options.sigma:
+            return self._options.tokens
+        one, other = (float(uniforms(np.array([key], dtype=np.uint64), 2**63 + i)[0]) for i in (1, 2))
+        normal = math.sqrt(-2.0 * math.log(1.0 - one)) * math.cos(2.0 * math.pi * other)
+        return max(1, round(self._options.tokens * math.exp(self._options.sigma * normal)))
+
+    def _duration_s(self, key: int, num_tokens: int) -> float:
+        """Uniform between (1 - jitter) and (1 + jitter) times the mean; with `sigma`, as the tokens."""
         # Draws of tokens count up from 0; the last possible number of the key is free for this.
         spread = 2.0 * float(uniforms(np.array([key], dtype=np.uint64), 2**63)[0]) - 1.0
-        return self._options.group_s * (1.0 + self._options.jitter * spread)
+        share = num_tokens / self._options.tokens if self._options.sigma else 1.0
+        return self._options.group_s * share * (1.0 + self._options.jitter * spread)
 
     def _spans(self, started: float, finished: float, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Split the tokens, spread evenly over the time they took, at each change of version."""

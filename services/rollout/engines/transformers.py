@@ -13,27 +13,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.config.run import RunConfig
-from common.errors import EngineError
-from services.rollout.engines.engine import (
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError, WeightsMismatchError
+from tidemill.common.weights.digest import Digest, is_additive
+from tidemill.services.rollout.engines.checkpoint import check_given, checkpoint_tensors, prove, read_tensors
+from tidemill.services.rollout.engines.engine import (
     Generation,
     GenerationRequest,
     WeightUpdate,
     check_ids,
     request_key,
 )
-from services.rollout.engines.model import (
+from tidemill.services.rollout.engines.model import (
     ModelFolder,
     copy_weights,
     load_model,
     match_weights,
     open_model,
-    read_weights,
+    pieces_of,
 )
-from services.rollout.engines.vllm_launch import share_cores
+from tidemill.services.rollout.engines.vllm_launch import share_cores
 
 if TYPE_CHECKING:
-    from services.rollout.engines.decoding import DecodingRow
+    from tidemill.services.rollout.engines.decoding import DecodingRow
+    from tidemill.services.rollout.engines.held_weights import HeldWeights
 
 Result = TypeVar("Result")
 
@@ -57,6 +60,8 @@ class TransformersEngine:
         self._folder: ModelFolder | None = None
         self._model: Any = None
         self._version = -1
+        self._held: HeldWeights | None = None
+        self._digest: Digest | None = None
         self._num_running = 0
         self._queue: list[_Waiting] = []
         self._arrived = asyncio.Event()
@@ -94,7 +99,7 @@ class TransformersEngine:
             ValueError: the request cannot be served at all.
             EngineError: the model failed, or the engine was closed.
         """
-        from services.rollout.engines.decoding import DecodingRow
+        from tidemill.services.rollout.engines.decoding import DecodingRow
 
         self._running_model()
         self._running_folder().check(request)
@@ -110,25 +115,37 @@ class TransformersEngine:
         finally:
             self._num_running -= 1
 
-    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
-        """Read `files` beside the running batch, and replace the weights before the next one.
+    @property
+    def can_patch(self) -> bool:
+        """Whether it is known what the model holds, tensor by tensor of a checkpoint."""
+        return self._held is not None
+
+    async def load(
+        self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
+    ) -> WeightUpdate:
+        """Read beside the running batch, and write the weights before the next one; see `Engine.load`.
 
         Raises:
+            WeightsMismatchError: the deltas do not lead from the model's values to `digest`.
             WeightsError: a file cannot be read, or does not fit the model; nothing has changed.
         """
         started = time.perf_counter()
+        model = self._running_model()
+        check_given(files, deltas)
         # On another thread than the model's: the files are read while a batch decodes.
-        pairs = match_weights(self._running_model(), await asyncio.to_thread(read_weights, files))
+        write = await asyncio.to_thread(self._stage if files else self._stage_deltas, files, deltas, digest)
         async with self._model_in_use:
             paused = time.perf_counter()
-            await self._on_thread(lambda: copy_weights(pairs))
+            await self._on_thread(write)
             self._version = version
         finished = time.perf_counter()
+        if files:
+            self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
         return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Logprobs of the completion at temperature 1, from one forward pass without a cache."""
-        from services.rollout.engines.decoding import score_completion
+        from tidemill.services.rollout.engines.decoding import score_completion
 
         model, folder = self._running_model(), self._running_folder()
         check_ids([*prompt_ids, *completion_ids], folder.vocab_size)
@@ -186,7 +203,7 @@ class TransformersEngine:
 
     async def _decode(self, batch: list[_Waiting]) -> None:
         """Decode one batch and hand each caller its completion."""
-        from services.rollout.engines.decoding import decode_batch
+        from tidemill.services.rollout.engines.decoding import decode_batch
 
         model, eos_ids = self._running_model(), frozenset(self._running_folder().eos_ids)
         rows = [waiting.row for waiting in batch if not waiting.done.done()]
@@ -197,6 +214,46 @@ class TransformersEngine:
             if not waiting.done.done() and row.finish is not None:
                 spans = ((self._version, 0),)
                 waiting.done.set_result(Generation(row.token_ids, row.logprobs, spans, row.finish))
+
+    def _stage(
+        self, files: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
+    ) -> Callable[[], None]:
+        """Read a version; returns what writes it."""
+        tensors = dict(checkpoint_tensors(read_tensors(files), deltas))
+        pairs = match_weights(self._running_model(), tensors)
+        return lambda: copy_weights(pairs)
+
+    def _stage_deltas(
+        self, _: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
+    ) -> Callable[[], None]:
+        """Prove that the deltas lead to `digest`; returns what writes them."""
+        held = self._held
+        if held is None:
+            raise WeightsMismatchError("it is not known what the model holds, so no delta can be proven")
+        change, changes = held.stage(deltas)
+        proven = prove(self._digest, change, digest)
+
+        def write() -> None:
+            for change in changes:
+                change.write()
+            if wrong := sum(change.num_wrong() for change in changes):
+                self._held = None
+                raise EngineError(f"{wrong:,} values were not there when they were read back")
+            self._digest = proven
+
+        return write
+
+    def _pieces(
+        self, model: Any, files: Sequence[Path], digest: str
+    ) -> "tuple[HeldWeights | None, Digest | None]":
+        """Where the version that has just been written lies, where that can be told."""
+        if not is_additive(digest):
+            return None, None
+        try:
+            held = pieces_of(model, [info for info, _ in read_tensors(files).values()])
+        except ValueError:  # the model has other names than its files: it gets whole versions
+            return None, None
+        return held, Digest.parse(digest)
 
     def _open_model(self, num_threads: int) -> Any:
         """Load the model onto its device. Runs on the model's thread."""

@@ -11,22 +11,31 @@ Logprobs are those of the processed distribution, so they equal the trainer's at
 
 import asyncio
 import gc
+import json
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config.run import RunConfig
-from common.errors import EngineError, WeightsError
-from services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate, check_ids
-from services.rollout.engines.model import ModelFolder, open_model
-from services.rollout.engines.vllm_launch import start_vllm
+import structlog
+
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import ConfigError, EngineError, WeightsError, WeightsMismatchError
+from tidemill.common.weights.digest import Digest, is_additive
+from tidemill.services.rollout.engines.checkpoint import check_given, prove
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, WeightUpdate, check_ids
+from tidemill.services.rollout.engines.model import ModelFolder, open_model
+from tidemill.services.rollout.engines.vllm_launch import start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
 
 STAGING_POLL_S = 0.005
 
@@ -50,6 +59,13 @@ class VllmEngine:
         # Requests inside vLLM without a token so far, and whether an update has taken them back.
         self._unstarted: dict[str, bool] = {}
         self._updating = asyncio.Lock()
+        self._digest: Digest | None = None
+        self._is_readable = self._is_patchable = False
+
+    @property
+    def can_patch(self) -> bool:
+        """Whether it is known, bit by bit, what the parameters hold."""
+        return self._digest is not None
 
     @property
     def version(self) -> int:
@@ -70,6 +86,11 @@ class VllmEngine:
         """
         self._folder = await asyncio.to_thread(open_model, self._config.model)
         await asyncio.to_thread(self._launch)
+        try:
+            await self._open_weights()
+        except Exception:
+            await self.close()
+            raise
         await self._running_llm().update_weight_version("0")
         self._version = 0
 
@@ -95,21 +116,32 @@ class VllmEngine:
             self._num_running -= 1
         return _as_generation(request, output.outputs[0], output.num_cached_tokens)
 
-    async def load(self, version: int, files: Sequence[Path]) -> WeightUpdate:
-        """Read `files` while generation goes on, then pause it and replace the weights.
+    async def load(
+        self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
+    ) -> WeightUpdate:
+        """Stage while generation goes on, then pause it, write the weights, and read them back.
 
         Raises:
+            WeightsMismatchError: see `Engine.load`. Generation stands still until a full version is loaded,
+                where the engine's own weights are wrong.
             WeightsError: a file cannot be read; nothing has changed.
             EngineError: the weights may be half replaced; the engine is closed.
         """
         started = time.perf_counter()
         async with self._updating:
-            await self._stage(files)
+            change = await self._stage(files, deltas)
+            if not files:
+                self._digest = prove(self._digest, change, digest)
             try:
-                paused_s = await self._swap(version)
+                paused_s = await self._swap(version, is_full=bool(files))
+            except WeightsMismatchError:
+                self._digest = None
+                raise
             except Exception as error:
                 await self.close()
                 raise EngineError(f"version {version} could not be loaded into vLLM: {error!r}") from error
+            if files:
+                self._digest = Digest.parse(digest) if self._is_patchable and is_additive(digest) else None
         return WeightUpdate(version, load_s=time.perf_counter() - started, paused_s=paused_s)
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
@@ -225,34 +257,55 @@ class VllmEngine:
             stream_interval=FIRST_AND_LAST,
         )
 
-    async def _stage(self, files: Sequence[Path]) -> None:
-        """Have every worker read the files into its memory; generation goes on meanwhile."""
+    async def _stage(self, files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> Digest:
+        """Have every worker read what it needs, while generation goes on; how deltas change the digest."""
         llm = self._running_llm()
-        missing = [str(file) for file in files if not file.is_file()]
-        if missing or not files:
-            raise WeightsError(f"weight files missing: {', '.join(missing) or 'none were given'}")
-        try:
-            await llm.collective_rpc("tidemill_stage", args=([str(file) for file in files],))
-            # The files are read in other processes, which have no way to wake this one.
-            while not all(await llm.collective_rpc("tidemill_is_staged")):  # noqa: ASYNC110
+        check_given(files, deltas)
+        with tempfile.TemporaryDirectory(prefix="tidemill-stage-") as report:
+            job = {
+                "files": [str(file) for file in files],
+                "deltas": [[str(file) for file in delta] for delta in deltas],
+                "report": report,
+            }
+            num_ranks = len(await self._call("tidemill_stage", job))
+            # Ranks answer through files. To ask them by calls would hold up the core, which generates.
+            while len(answers := _answered(report)) < num_ranks:
+                if llm.errored:
+                    raise EngineError("vLLM died while it read new weights; restart this worker")
                 await asyncio.sleep(STAGING_POLL_S)
-        except Exception as error:
-            if llm.errored:
-                raise EngineError("vLLM died while it read new weights; restart this worker") from error
-            raise WeightsError(f"cannot read the weights in {files[0].parent}: {error}") from error
+            found = [json.loads(answer.read_bytes()) for answer in answers]
+        if errors := [answer["error"] for answer in found if answer["error"]]:
+            raise WeightsError(f"the weights cannot be staged: {errors[0]}")
+        return sum((Digest(each.get("low", 0), each.get("high", 0)) for each in found), Digest())
 
-    async def _swap(self, version: int) -> float:
-        """Pause, copy, label, resume; returns the seconds that generation stood still.
+    async def _swap(self, version: int, is_full: bool) -> float:
+        """Pause, write, label, resume; returns the seconds that generation stood still.
 
         The order is the point: a label set before the last batch of the old weights has drained would
         stamp its tokens with the new version.
+
+        Raises:
+            WeightsMismatchError: deltas went wrong. Generation stays paused, for the weights may be neither
+                version's.
         """
         llm = self._running_llm()
         # The core's own call returns once the last batch has drained. AsyncLLM.pause_generation is the
         # same, followed by a courtesy sleep of 20 ms.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = time.perf_counter()
-        await llm.collective_rpc("tidemill_apply")
+        try:
+            answers = await self._call("tidemill_apply")
+            if wrong := sum(answer["wrong"] for answer in answers):
+                raise EngineError(f"{wrong:,} values were not there when they were read back")
+        except EngineError as error:
+            if is_full or llm.errored:
+                raise
+            raise WeightsMismatchError(f"version {version} went wrong as a delta: {error}") from error
+        if any(answer["traced"] for answer in answers):
+            await self._divide_digest()
+        if (no_patch := [each["no_patch"] for each in answers if each["no_patch"]]) and self._is_patchable:
+            log.warning("every version is loaded in full", reason=no_patch[0])
+        self._is_patchable = self._is_readable and not no_patch
         await llm.update_weight_version(str(version))
         self._version = version
         # Those that were submitted during the pause are among them: nothing starts before the resume.
@@ -261,6 +314,40 @@ class VllmEngine:
         await llm.abort(taken_back)
         await llm.resume_generation()
         return time.perf_counter() - paused
+
+    async def _open_weights(self) -> None:
+        """Find out where the model has its weights.
+
+        Raises:
+            ConfigError: no update of this model could be right.
+        """
+        answers = await self._call("tidemill_open")
+        if refused := [answer["refuse"] for answer in answers if answer["refuse"]]:
+            raise ConfigError(f"model.path {self._config.model.path}: {refused[0]}")
+        unread = [answer["unread"] for answer in answers if answer["unread"]]
+        self._is_readable = self._is_patchable = not unread
+        if unread:
+            log.warning("weights cannot be read back, so no digest proves an update", reason=unread[0])
+        await self._divide_digest()
+
+    async def _divide_digest(self) -> None:
+        """Have each position counted by one rank, the first that holds it."""
+        if self._config.rollout.vllm.tensor_parallel_size == 1 or not self._is_readable:
+            return
+        owners: set[str] = set()
+        disowned = []
+        for answer in await self._call("tidemill_keys"):
+            keys = [json.dumps(key) for key in answer["keys"]]
+            disowned.append([place for place, key in enumerate(keys) if key in owners])
+            owners.update(keys)
+        await self._call("tidemill_disown", disowned)
+
+    async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call every rank. Raises EngineError: one of them failed."""
+        answers: list[dict[str, Any]] = await self._running_llm().collective_rpc(method, args=args)
+        if errors := [answer["error"] for answer in answers if answer["error"]]:
+            raise EngineError(f"{method}: {errors[0]}")
+        return answers
 
     def _running_llm(self) -> "AsyncLLM":
         if self._llm is None:
@@ -271,6 +358,10 @@ class VllmEngine:
         if self._folder is None:
             raise EngineError("the vLLM engine was never started")
         return self._folder
+
+
+def _answered(report: str) -> list[Path]:
+    return [Path(report, name) for name in os.listdir(report) if name.endswith(".json")]
 
 
 def _as_generation(

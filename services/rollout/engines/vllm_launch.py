@@ -3,13 +3,13 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from common.config.rollout import RolloutConfig
-from common.config.run import RunConfig
-from common.errors import ConfigError, EngineError
-from common.process.programs import VLLM_EXTENSION
-from common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
-from common.run.model_overrides import for_vllm, with_overrides
-from services.rollout.engines.engine import request_key
+from tidemill.common.config.rollout import RolloutConfig
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import ConfigError, EngineError
+from tidemill.common.process.programs import VLLM_EXTENSION
+from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, prepare_process
+from tidemill.common.run.model_overrides import for_vllm, with_overrides
+from tidemill.services.rollout.engines.engine import request_key
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs

@@ -1,102 +1,91 @@
 """Mixed into vLLM's workers: new weights reach the model from here, inside the process that computes.
 
-An update has two halves. `tidemill_stage` reads a version's files into host memory on a thread of its
-own while generation goes on; `tidemill_apply` copies them into the model while it is paused. Staging
-touches nothing the model computes with, so a missing or torn file costs no pause.
+An update has two halves. `tidemill_stage` works on a thread of its own while generation goes on: of a full
+version it maps the files, whose pages all ranks of a machine share; of deltas it reads the changes of this
+rank's part onto the device, and says how they change the digest of what the engine holds. `tidemill_apply`
+writes them while generation is paused, through vLLM's own loader, and reads back what parameters hold now.
 
-Importing this module on a CPU installs a plain matrix product in place of vLLM's packed one. It has to
-happen before the model loads: the packed kernels free every linear layer's parameter and compute from a
-private copy of it, which no later update reaches.
+Nothing is raised: after a call that failed on one rank alone, vLLM's answers would lag behind by one call.
+Every method returns a map instead, with `error` where something went wrong.
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
 import threading
-import time
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
-from services.rollout.engines.vllm_launch import OWNER_VARIABLE
+from tidemill.common.files import write_atomically
+from tidemill.services.rollout.engines.vllm_launch import OWNER_VARIABLE
 
 
-def _install_unpacked_gemm() -> None:
-    """Let CPU linear layers compute from `layer.weight` itself."""
-    import torch
-    import vllm.model_executor.layers.utils as layer_utils
+def answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return what goes wrong as `error`."""
 
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+    @wraps(method)
+    def answer(*args: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return {"error": ""} | method(*args, **named)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
-    # Both callers import the name when they run, so replacing the module's attribute reaches them.
-    layer_utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
+    return answer
 
 
 class WeightLoader:
     """Methods that vLLM adds to its worker class; `collective_rpc` calls them on every rank."""
 
     model_runner: Any
-    _tidemill_staging: "Future[dict[str, Any]] | None" = None
+    vllm_config: Any
+    rank: int
+    _tidemill: Any = None
 
-    def tidemill_stage(self, files: list[str]) -> None:
-        """Start to read `files` into host memory; returns at once."""
-        staging: Future[dict[str, Any]] = Future()
-        self._tidemill_staging = staging
-        pin = not _is_cpu()
-        threading.Thread(target=_read_into, args=(staging, files, pin), daemon=True, name="stage").start()
+    @answers
+    def tidemill_open(self) -> dict[str, Any]:
+        """Follow the model's loader once; `refuse` says why no update could be right, `unread` why what the
+        engine holds cannot be read back."""
+        from tidemill.services.rollout.engines.vllm_weights import RankWeights
 
-    def tidemill_is_staged(self) -> bool:
-        """Whether the files are read; raises what went wrong while reading."""
-        assert self._tidemill_staging is not None, "tidemill_stage comes first"
-        if not self._tidemill_staging.done():
-            return False
-        self._tidemill_staging.result()
-        return True
+        self._tidemill = RankWeights(self.model_runner.get_model(), self.vllm_config)
+        opened: dict[str, Any] = self._tidemill.open()
+        return opened
 
-    def tidemill_apply(self) -> float:
-        """Copy the staged weights into the model and free them. Returns the seconds it took.
+    @answers
+    def tidemill_stage(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Start to stage `files` and `deltas`; returns at once. The result is written as JSON into the folder
+        `report`, because asking for it by a call would hold up the engine's core."""
+        threading.Thread(target=self._tidemill_stage, args=(job,), daemon=True, name="stage").start()
+        return {}
 
-        Raises:
-            ValueError: the files lack a parameter of the model, which would have kept its old values.
-        """
-        import torch
+    @answers
+    def tidemill_apply(self) -> dict[str, Any]:
+        """Write what was staged. `wrong`: how many values are not held afterwards; `traced`: whether
+        `tidemill_keys` has changed; `no_patch`: why deltas over this version could not be proven."""
+        before = self._tidemill.held
+        wrong = self._tidemill.apply()
+        is_traced = before is not self._tidemill.held
+        return {"wrong": wrong, "traced": is_traced, "no_patch": self._tidemill.no_patch}
 
-        assert self._tidemill_staging is not None, "tidemill_stage comes first"
-        started = time.perf_counter()
-        tensors, self._tidemill_staging = self._tidemill_staging.result(), None
-        model = self.model_runner.get_model()
-        with torch.no_grad():
-            loaded = model.load_weights(iter(tensors.items()))
-        if loaded is not None:
-            missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
-            if missing:
-                raise ValueError(f"{len(missing)} parameters got no new weights: {', '.join(missing[:5])}")
-        if not _is_cpu():
-            torch.accelerator.synchronize()
-        return time.perf_counter() - started
+    @answers
+    def tidemill_keys(self) -> dict[str, Any]:
+        """Which positions this rank holds, piece by piece."""
+        return {"keys": [list(piece.key) for piece in self._tidemill.held]}
 
+    @answers
+    def tidemill_disown(self, pieces: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Of each rank the pieces, by place in `tidemill_keys`, that a lower one counts in the digest."""
+        self._tidemill.disown(pieces[self.rank])
+        return {}
 
-def _read_into(staging: "Future[dict[str, Any]]", files: list[str], pin: bool) -> None:
-    """Read every tensor of `files` into memory that no file backs, page-locked where a GPU copies from it."""
-    from safetensors import safe_open
-
-    try:
-        tensors = {}
-        for file in files:
-            with safe_open(file, framework="pt", device="cpu") as reader:
-                for name in reader.keys():  # noqa: SIM118 -- not a dict, it cannot be iterated
-                    tensor = reader.get_tensor(name)
-                    tensors[name] = tensor.pin_memory() if pin else tensor.clone()
-        staging.set_result(tensors)
-    except Exception as error:
-        staging.set_exception(error)
+    def _tidemill_stage(self, job: Mapping[str, Any]) -> None:
+        stage = answers(lambda: self._tidemill.stage(job["files"], job["deltas"]))
+        with contextlib.suppress(OSError):
+            write_atomically(Path(job["report"]) / f"{self.rank}.json", json.dumps(stage()))
 
 
 def _end_with(owner: int) -> None:
@@ -118,5 +107,6 @@ if OWNER_VARIABLE in os.environ:
     threading.Thread(
         target=_end_with, args=(int(os.environ[OWNER_VARIABLE]),), daemon=True, name="owner"
     ).start()
-    if _is_cpu():
-        _install_unpacked_gemm()
+    from tidemill.services.rollout.engines.vllm_layers import keep_parameters
+
+    keep_parameters()

@@ -5,10 +5,10 @@ Nothing heavy is imported here, and no code of a user's: both wait until the pla
 
 from collections.abc import Callable, Sequence
 
-from common.config.environment import AGENT
-from common.config.run import RunConfig
-from services.rollout.environments.single_turn import SingleTurn
-from services.rollout.sessions.player import Player
+from tidemill.common.config.environment import AGENT
+from tidemill.common.config.run import RunConfig
+from tidemill.services.rollout.environments.single_turn import SingleTurn
+from tidemill.services.rollout.sessions.player import Player
 
 
 def build_player(config: RunConfig, decode: Callable[[Sequence[int]], str]) -> Player:
@@ -16,15 +16,15 @@ def build_player(config: RunConfig, decode: Callable[[Sequence[int]], str]) -> P
     section = config.rollout.environment
     if section.is_single_turn:
         return SingleTurn(decode)
-    from services.rollout.sessions.template_chat import open_chat
+    from tidemill.services.rollout.sessions.template_chat import open_chat
 
     if section.use == AGENT:
-        from services.rollout.environments.agent import AgentPlayer
+        from tidemill.services.rollout.environments.agent import AgentPlayer
 
         return AgentPlayer(config, lambda: open_chat(config), decode)
-    from services.rollout.environments.budget import Budget
-    from services.rollout.environments.player import EnvironmentPlayer
-    from services.rollout.environments.stages import build_stage
+    from tidemill.services.rollout.environments.budget import Budget
+    from tidemill.services.rollout.environments.player import EnvironmentPlayer
+    from tidemill.services.rollout.environments.stages import build_stage
 
     return EnvironmentPlayer(
         lambda: build_stage(section), lambda: open_chat(config), decode, Budget.of(config), config.data

@@ -11,24 +11,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.config.run import RunConfig
-from common.errors import EnvironmentFaultError
-from common.wire.messages import Ticket
-from services.rollout.environments.agent_programs import (
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.wire.messages import Ticket
+from tidemill.services.rollout.environments.agent_programs import (
     Assignment,
     Program,
     Result,
     end_leftovers,
     program_of,
 )
-from services.rollout.environments.budget import Budget
-from services.rollout.environments.opening import row_of
-from services.rollout.environments.player import play_again
-from services.rollout.environments.session import observe
-from services.rollout.gateway.server import Gateway
-from services.rollout.gateway.session import GatewaySession, Limits
-from services.rollout.sessions.chat import ChatFormat
-from services.rollout.sessions.player import Ask, Played
+from tidemill.services.rollout.environments.budget import Budget
+from tidemill.services.rollout.environments.opening import row_of
+from tidemill.services.rollout.environments.player import play_again
+from tidemill.services.rollout.environments.session import observe
+from tidemill.services.rollout.gateway.server import Gateway
+from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.player import Ask, Played
 
 SWEEP_S = 5.0
 

@@ -17,11 +17,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from common.errors import ConfigError, EnvironmentFaultError
-from common.process.children import become_child, read_frame, sender
-from common.process.programs import run_main
-from common.process.users_code import load_users
-from services.rollout.environments.users_code import metrics_of, number_of
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.process.children import become_child, read_frame, sender
+from tidemill.common.process.programs import run_main
+from tidemill.common.process.users_code import load_users
+from tidemill.services.rollout.environments.users_code import metrics_of, number_of
 
 FIELD = "rollout.environment.agent"
 OFFERED = ("row", "base_url", "anthropic_base_url", "api_key", "model")

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import psutil
 import structlog
 
-from common.errors import ConfigError, EnvironmentFaultError
-from common.process.children import frame_of, kill_group, receive, spawn
-from common.process.programs import Child, ending_in_words
-from services.rollout.environments.agent_host import result_of
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.process.children import frame_of, kill_group, receive, spawn
+from tidemill.common.process.programs import Child, ending_in_words
+from tidemill.services.rollout.environments.agent_host import result_of
 
 log = structlog.get_logger(__name__)
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from common.config.run import RunConfig
-from common.wire.messages import SamplingParams
+from tidemill.common.config.run import RunConfig
+from tidemill.common.wire.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from common.config.environment import EnvironmentConfig
-from common.errors import ConfigError, EnvironmentFaultError
-from common.process.children import Send, become_child, read_frame, sender
-from services.rollout.environments.environment import Environment
-from services.rollout.environments.loading import Design, load_design
-from services.rollout.environments.users_code import described
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.process.children import Send, become_child, read_frame, sender
+from tidemill.services.rollout.environments.environment import Environment
+from tidemill.services.rollout.environments.loading import Design, load_design
+from tidemill.services.rollout.environments.users_code import described
 
 GRACE_S = 5
 CLOSE = {"op": "close", "id": 0}

@@ -9,13 +9,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from common.config.environment import TOOLS, EnvironmentConfig
-from common.errors import ConfigError
-from common.process.users_code import load_users
-from services.rollout.environments.environment import Environment, Kind, Row
-from services.rollout.environments.steps import StepDesign, skyrl_maker
-from services.rollout.environments.tools import ToolsDesign
-from services.rollout.environments.trl import TrlDesign
+from tidemill.common.config.environment import TOOLS, EnvironmentConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.users_code import load_users
+from tidemill.services.rollout.environments.environment import Environment, Kind, Row
+from tidemill.services.rollout.environments.steps import StepDesign, skyrl_maker
+from tidemill.services.rollout.environments.tools import ToolsDesign
+from tidemill.services.rollout.environments.trl import TrlDesign
 
 FIELD = "rollout.environment.use"
 EXPECTED = (

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from common.errors import EnvironmentFaultError
-from services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
-from services.rollout.environments.loading import Design
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
+from tidemill.services.rollout.environments.loading import Design
 
 log = structlog.get_logger(__name__)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from common.config.environment import OPENENV
-from common.config.section import Section
-from common.errors import ConfigError, EnvironmentFaultError
-from common.run.dataset import PROMPT
-from services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
-from services.rollout.environments.users_code import number_of
+from tidemill.common.config.environment import OPENENV
+from tidemill.common.config.section import Section
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.run.dataset import PROMPT
+from tidemill.services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
+from tidemill.services.rollout.environments.users_code import number_of
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

@@ -7,12 +7,12 @@ then the chat of the row is rendered once more, with the same system prompt and 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.config.data import DataConfig
-from common.run.dataset import PROMPT
-from common.wire.messages import Ticket
-from services.rollout.environments.environment import Opening
-from services.rollout.sessions.chat import ChatFormat, ChatMessage
-from services.rollout.sessions.template_chat import content_text
+from tidemill.common.config.data import DataConfig
+from tidemill.common.run.dataset import PROMPT
+from tidemill.common.wire.messages import Ticket
+from tidemill.services.rollout.environments.environment import Opening
+from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage
+from tidemill.services.rollout.sessions.template_chat import content_text
 
 
 def row_of(ticket: Ticket) -> dict[str, Any]:

@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from common.config.data import DataConfig
-from common.errors import EnvironmentFaultError
-from common.telemetry import metrics
-from common.wire.messages import Ticket
-from services.rollout.environments.budget import Budget
-from services.rollout.environments.environment import Stage
-from services.rollout.environments.opening import row_of
-from services.rollout.environments.session import Playing
-from services.rollout.sessions.chat import ChatFormat
-from services.rollout.sessions.player import Ask, Played
+from tidemill.common.config.data import DataConfig
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Ticket
+from tidemill.services.rollout.environments.budget import Budget
+from tidemill.services.rollout.environments.environment import Stage
+from tidemill.services.rollout.environments.opening import row_of
+from tidemill.services.rollout.environments.session import Playing
+from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.player import Ask, Played
 
 log = structlog.get_logger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import structlog
 
-from common.config.environment import EnvironmentConfig
-from common.errors import EnvironmentFaultError
-from common.process.children import frame_of, kill_group, receive, spawn
-from common.process.programs import Child, ending_in_words
-from services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
-from services.rollout.environments.loading import Design
-from services.rollout.environments.local import late, late_call
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.process.children import frame_of, kill_group, receive, spawn
+from tidemill.common.process.programs import Child, ending_in_words
+from tidemill.services.rollout.environments.environment import Act, Closing, Environment, Kind, Opening, Row
+from tidemill.services.rollout.environments.loading import Design
+from tidemill.services.rollout.environments.local import late, late_call
 
 log = structlog.get_logger(__name__)
 

@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.config.data import DataConfig
-from common.telemetry import metrics
-from common.wire.messages import Ticket
-from common.wire.segments import Segment, Session, SessionEnd
-from services.rollout.engines.engine import Generation
-from services.rollout.environments.budget import Budget, fitted
-from services.rollout.environments.environment import Act, Closing, Environment, Kind, Row
-from services.rollout.environments.opening import prompt_ids
-from services.rollout.sessions.chat import Call, ChatFormat, Parsed
-from services.rollout.sessions.player import Ask, Played
-from services.rollout.sessions.recorder import SegmentRecorder
-from services.rollout.sessions.template_chat import content_text
+from tidemill.common.config.data import DataConfig
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Ticket
+from tidemill.common.wire.segments import Segment, Session, SessionEnd
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.environments.budget import Budget, fitted
+from tidemill.services.rollout.environments.environment import Act, Closing, Environment, Kind, Row
+from tidemill.services.rollout.environments.opening import prompt_ids
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed
+from tidemill.services.rollout.sessions.player import Ask, Played
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder
+from tidemill.services.rollout.sessions.template_chat import content_text
 
 
 class Playing:

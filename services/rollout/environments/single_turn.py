@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.wire.messages import Ticket
-from services.rollout.engines.engine import Generation
-from services.rollout.sessions.player import Ask
+from tidemill.common.wire.messages import Ticket
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.sessions.player import Ask
 
 
 @dataclass(frozen=True, slots=True)

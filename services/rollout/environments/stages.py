@@ -1,11 +1,11 @@
 """Where a run's environments are set up: on the worker's loop, or in processes."""
 
-from common.config.environment import OPENENV, EnvironmentConfig
-from services.rollout.environments.environment import Stage
-from services.rollout.environments.loading import load_design
-from services.rollout.environments.local import LocalStage
-from services.rollout.environments.openenv import OpenEnvStage
-from services.rollout.environments.processes import ProcessStage
+from tidemill.common.config.environment import OPENENV, EnvironmentConfig
+from tidemill.services.rollout.environments.environment import Stage
+from tidemill.services.rollout.environments.loading import load_design
+from tidemill.services.rollout.environments.local import LocalStage
+from tidemill.services.rollout.environments.openenv import OpenEnvStage
+from tidemill.services.rollout.environments.processes import ProcessStage
 
 
 def build_stage(config: EnvironmentConfig) -> Stage:

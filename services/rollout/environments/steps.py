@@ -14,11 +14,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from common.errors import ConfigError
-from common.run.dataset import PROMPT
-from services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
-from services.rollout.environments.tools import bound, is_coroutine
-from services.rollout.environments.users_code import (
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.dataset import PROMPT
+from tidemill.services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
+from tidemill.services.rollout.environments.tools import bound, is_coroutine
+from tidemill.services.rollout.environments.users_code import (
     act_of,
     call_reset,
     contained,

@@ -12,9 +12,9 @@ from functools import cached_property
 from types import MethodType
 from typing import Any
 
-from common.errors import ConfigError
-from services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
-from services.rollout.environments.users_code import complaint, finished, result_text
+from tidemill.common.errors import ConfigError
+from tidemill.services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
+from tidemill.services.rollout.environments.users_code import complaint, finished, result_text
 
 Function = Callable[..., Any]
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from common.errors import ConfigError, EnvironmentFaultError
-from services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
-from services.rollout.environments.tools import ToolBox, bound, is_coroutine, schema_of
-from services.rollout.environments.users_code import (
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.services.rollout.environments.environment import Act, Closing, Kind, Opening, Row
+from tidemill.services.rollout.environments.tools import ToolBox, bound, is_coroutine, schema_of
+from tidemill.services.rollout.environments.users_code import (
     call_reset,
     contained,
     finished,

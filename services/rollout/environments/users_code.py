@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.errors import EnvironmentFaultError
-from common.wire.codec import sendable
-from services.rollout.environments.environment import Act, Opening, Row
-from services.rollout.sessions.template_chat import content_text
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.wire.codec import sendable
+from tidemill.services.rollout.environments.environment import Act, Opening, Row
+from tidemill.services.rollout.sessions.template_chat import content_text
 
 MAX_CHARS = 500
 STEP_EXPECTED = (

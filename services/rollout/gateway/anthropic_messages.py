@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.rollout.gateway.dialogue import (
+from tidemill.services.rollout.gateway.dialogue import (
     Answer,
     Message,
     Question,
@@ -18,7 +18,7 @@ from services.rollout.gateway.dialogue import (
     text_of,
     tool_of,
 )
-from services.rollout.gateway.openai_chat import Event
+from tidemill.services.rollout.gateway.openai_chat import Event
 
 BILLING = "x-anthropic-billing-header"
 """A block of the system prompt that begins so is another one in every request, and nothing for the model."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from common.wire.codec import sendable
+from tidemill.common.wire.codec import sendable
 
 Message = dict[str, Any]
 Tool = dict[str, Any]

@@ -11,10 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from services.rollout.engines.engine import Generation
-from services.rollout.gateway.dialogue import Answer, Identity, Message, Question, RequestError, identity
-from services.rollout.sessions.chat import ChatFormat
-from services.rollout.sessions.recorder import SegmentRecorder
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.gateway.dialogue import (
+    Answer,
+    Identity,
+    Message,
+    Question,
+    RequestError,
+    identity,
+)
+from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 
 MAX_DRIFT_TOKENS = 1024
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.rollout.gateway.dialogue import (
+from tidemill.services.rollout.gateway.dialogue import (
     Answer,
     Message,
     Question,

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.rollout.gateway.dialogue import (
+from tidemill.services.rollout.gateway.dialogue import (
     Answer,
     Message,
     Question,
@@ -16,7 +16,7 @@ from services.rollout.gateway.dialogue import (
     text_of,
     tool_of,
 )
-from services.rollout.gateway.openai_chat import Event, check_choice
+from tidemill.services.rollout.gateway.openai_chat import Event, check_choice
 
 
 def question_of(body: Mapping[str, Any]) -> Question:

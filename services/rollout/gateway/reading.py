@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.rollout.engines.engine import Generation
-from services.rollout.gateway.dialogue import Answer, FinishReason, Message, Question, ToolCall
-from services.rollout.sessions.chat import ChatFormat, Parsed
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.gateway.dialogue import Answer, FinishReason, Message, Question, ToolCall
+from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed
 
 Decode = Callable[[Sequence[int]], str]
 """Text of ids, without special tokens."""

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import ConfigError
-from common.process.listening import listen
-from services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
-from services.rollout.gateway.dialogue import RequestError
-from services.rollout.gateway.session import GatewaySession
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.listening import listen
+from tidemill.services.rollout.gateway import anthropic_messages, openai_chat, openai_responses
+from tidemill.services.rollout.gateway.dialogue import RequestError
+from tidemill.services.rollout.gateway.session import GatewaySession
 
 log = structlog.get_logger(__name__)
 

@@ -13,20 +13,20 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.environment import AGENT
-from common.wire.messages import SamplingParams
-from common.wire.segments import Session, SessionEnd
-from services.rollout.gateway.dialogue import (
+from tidemill.common.config.environment import AGENT
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.common.wire.segments import Session, SessionEnd
+from tidemill.services.rollout.gateway.dialogue import (
     SESSION_LIMIT,
     Answer,
     Message,
     Question,
     RequestError,
 )
-from services.rollout.gateway.histories import Continuation, Histories, History, num_shared
-from services.rollout.gateway.reading import Decode, cut_at, read
-from services.rollout.sessions.chat import ChatFormat
-from services.rollout.sessions.player import Ask, Played
+from tidemill.services.rollout.gateway.histories import Continuation, Histories, History, num_shared
+from tidemill.services.rollout.gateway.reading import Decode, cut_at, read
+from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.player import Ask, Played
 
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; who asks more often wants another answer."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from services.rollout.sessions.chat import Call
+from tidemill.services.rollout.sessions.chat import Call
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)

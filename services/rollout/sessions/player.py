@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.wire.messages import SamplingParams, Ticket
-from common.wire.segments import Finish, Segment, Session
-from services.rollout.engines.engine import Generation
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.segments import Finish, Segment, Session
+from tidemill.services.rollout.engines.engine import Generation
 
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
 """One turn: the engine continues token ids. Cancelling it aborts the request."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.wire.segments import Segment, Turn, VersionSpan
-from services.rollout.engines.engine import Generation
+from tidemill.common.wire.segments import Segment, Turn, VersionSpan
+from tidemill.services.rollout.engines.engine import Generation
 
 
 class SegmentRecorder:

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.rollout.sessions.chat import ChatMessage, Parsed
+from tidemill.services.rollout.sessions.chat import ChatMessage, Parsed
 
 
 class SimulatedChat:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from common.config.run import RunConfig
-from services.rollout.sessions.calls import find_calls, format_of, read_call
-from services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
+from tidemill.common.config.run import RunConfig
+from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
+from tidemill.services.rollout.sessions.chat import Call, ChatFormat, ChatMessage, Parsed
 
 MARK = "MODELSTURN"
 """Stands for what the model said. No template changes a plain word."""
@@ -205,10 +205,10 @@ def open_chat(config: RunConfig) -> ChatFormat:
         ConfigError: the model's folder cannot be used.
     """
     if config.rollout.engine == "simulated":
-        from services.rollout.sessions.simulated_chat import SimulatedChat
+        from tidemill.services.rollout.sessions.simulated_chat import SimulatedChat
 
         return SimulatedChat(config.rollout.simulated.vocab_size)
-    from services.rollout.engines.model import open_model
+    from tidemill.services.rollout.engines.model import open_model
 
     folder = open_model(config.model)
     has_template = config.data.chat_template != "never"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.control import EntropyControlConfig, KlControlConfig
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.control import EntropyControlConfig, KlControlConfig
 
 LARGEST_ERROR = 0.2
 """Relative errors of the KL divergence count as at most this."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.errors import ConfigError
-from common.process.users_code import load_users
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.users_code import load_users
 
 
 @contextmanager

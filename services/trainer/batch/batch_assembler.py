@@ -10,23 +10,23 @@ from typing import Literal
 
 import structlog
 
-from common.config.trainer import TrainerConfig
-from common.process.service import ServiceContext, StoppedError
-from common.streams import bury, dead_letter, has_entry
-from common.telemetry import metrics
-from common.wire import codec
-from services.trainer.batch.reconciler import RunStreams
-from services.trainer.batch.replacement_limit import ReplacementLimit
-from services.trainer.batch.stream_join import PendingGroup
-from services.trainer.groups.group_filter import (
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.streams import bury, dead_letter, has_entry
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.services.trainer.batch.reconciler import RunStreams
+from tidemill.services.trainer.batch.replacement_limit import ReplacementLimit
+from tidemill.services.trainer.batch.stream_join import PendingGroup
+from tidemill.services.trainer.groups.group_filter import (
     STALE,
     CompleteGroup,
     GroupFilter,
     Refusal,
     TrainableGroup,
 )
-from services.trainer.groups.samples import Precomputed, make_sample
-from services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.groups.samples import Precomputed, make_sample
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 
 
 class Precompute:
@@ -208,6 +208,8 @@ class BatchAssembler:
 
     async def _select(self, step: int, places: int) -> list[int]:
         trainer = self.trainer
+        if not self.join.complete:
+            return []
         if trainer.batch_order == "as_ready":
             await self.reconciler.learn_started_versions(self.join.groups.values())
         return select_groups(

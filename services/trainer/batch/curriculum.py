@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from common.config.data import CurriculumConfig
-from common.wire.messages import Commit, Outcome
-from services.trainer.batch.prompts import PromptSource
+from tidemill.common.config.data import CurriculumConfig
+from tidemill.common.wire.messages import Commit, Outcome
+from tidemill.services.trainer.batch.prompts import PromptSource
 
 
 @dataclass(slots=True)

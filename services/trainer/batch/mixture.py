@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 
 class Turn(NamedTuple):

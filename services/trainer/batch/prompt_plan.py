@@ -11,13 +11,13 @@ from typing import Any
 import structlog
 import xxhash
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from common.wire.messages import Commit, Outcome, SamplingParams, Ticket
-from services.trainer.batch.curriculum import Curriculum
-from services.trainer.batch.mixture import Mixture
-from services.trainer.batch.prompts import Prompt, PromptSource
-from services.trainer.groups.group_filter import TrainableGroup
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.messages import Commit, Outcome, SamplingParams, Ticket
+from tidemill.services.trainer.batch.curriculum import Curriculum
+from tidemill.services.trainer.batch.mixture import Mixture
+from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
+from tidemill.services.trainer.groups.group_filter import TrainableGroup
 
 log = structlog.get_logger(__name__)
 

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from common.config.data import DataConfig
-from common.config.run import is_path
-from common.errors import ConfigError
-from common.run.dataset import ChatMessage, Row
-from common.run.training_rows import read_evaluation_rows, read_training_rows
-from common.wire.arrays import Int32
+from tidemill.common.config.data import DataConfig
+from tidemill.common.config.run import is_path
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.dataset import ChatMessage, Row
+from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.common.wire.arrays import Int32
 
 log = structlog.get_logger(__name__)
 

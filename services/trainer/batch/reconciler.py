@@ -17,13 +17,13 @@ import structlog
 import yaml
 from redis.exceptions import ResponseError
 
-from common.config import load_recorded
-from common.errors import BrokerError, ConfigError, OutageError, TidemillError
-from common.files import write_atomically
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.run.state import CONFIG_FILE, RUNNING, update_state
-from common.streams import (
+from tidemill.common.config import load_recorded
+from tidemill.common.errors import BrokerError, ConfigError, OutageError, TidemillError
+from tidemill.common.files import write_atomically
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import CONFIG_FILE, RUNNING, update_state
+from tidemill.common.streams import (
     START,
     Entry,
     Mark,
@@ -37,12 +37,12 @@ from common.streams import (
     read_newest,
     read_range,
 )
-from common.wire.codec import SCHEMA
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RUNS, Keys
-from common.wire.messages import Commit, Lane, WeightManifest
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.strays import move_strays_aside
-from services.trainer.batch.stream_join import PendingGroup, StreamJoin
+from tidemill.common.wire.codec import SCHEMA
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RUNS, Keys
+from tidemill.common.wire.messages import Commit, Lane, WeightManifest
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.batch.strays import move_strays_aside
+from tidemill.services.trainer.batch.stream_join import PendingGroup, StreamJoin
 
 log = structlog.get_logger(__name__)
 
@@ -260,6 +260,10 @@ class Reconciler:
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
         """Ask at which version incomplete groups were started: no token of theirs will be older."""
         unknown = [group for group in groups if group.started_version < 0 and not group.is_complete]
+        if unknown and (rollout := await group_status(self.broker, self.keys.prompts(), ROLLOUT_GROUP)):
+            # Most of them wait in the stream: nobody can have started what was not delivered.
+            delivered = id_order(rollout.last_delivered)
+            unknown = [group for group in unknown if id_order(entry_id_of(group.ticket)) <= delivered]
         if not unknown:
             return
         replies = await self.broker.pipeline(

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError
-from services.trainer.groups.group_filter import ZERO_VARIANCE
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.groups.group_filter import ZERO_VARIANCE
 
 LEAST_GIVE_UP, STEPS_GIVE_UP = 256, 8
 """This many groups, or steps' worth of them, replaced in a row end the run: none will ever be trained."""

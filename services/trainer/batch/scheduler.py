@@ -14,20 +14,19 @@ from typing import Any
 
 import structlog
 
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.streams import START, Entry, append_missing, entry_id_of, id_order, last_id, read_range
-from common.telemetry import metrics
-from common.wire.codec import SCHEMA
-from common.wire.keys import Keys
-from common.wire.messages import Outcome, Ticket
-from services.trainer.batch.prompt_plan import PromptPlan
-from services.trainer.batch.strays import move_strays_aside
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, Entry, append_missing, entry_id_of, id_order, last_id, read_range
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.codec import SCHEMA
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Outcome, Ticket
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.strays import move_strays_aside
 
 log = structlog.get_logger(__name__)
-
-READ_BATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +91,18 @@ class Scheduler:
         self.outstanding.pop(ticket, None)
         self.prompts.forget(ticket)
 
-    async def adopt_issued(self) -> list[Ticket]:
+    async def adopt_issued(self, history: History | None = None) -> list[Ticket]:
         """Take in tickets that an earlier process issued after the state this one was restored from."""
         adopted: list[Ticket] = []
         orphans: list[Entry[Ticket]] = []
-        first = entry_id_of(self.next_ticket)
-        while entries := await read_range(self.broker, self.keys.prompts(), Ticket, first, count=READ_BATCH):
-            for entry in entries:
-                if isinstance(entry, Entry) and entry.message.ticket == self.next_ticket:
-                    self._adopt(entry.message)
-                    adopted.append(entry.message)
-                elif isinstance(entry, Entry):
-                    orphans.append(entry)
-            first = f"({entries[-1].entry_id}"
+        history = history or History(self.keys.run_id, None, self.broker)
+        async for entry in history.scan(StreamName.PROMPTS, Selection(entry_id_of(self.next_ticket))):
+            if isinstance(entry, Entry) and isinstance(ticket := entry.message, Ticket):
+                if ticket.ticket == self.next_ticket:
+                    self._adopt(ticket)
+                    adopted.append(ticket)
+                else:
+                    orphans.append(Entry(entry.entry_id, ticket))
         if orphans:
             await self._withdraw(orphans)
         return adopted

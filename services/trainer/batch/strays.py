@@ -11,8 +11,8 @@ from typing import Any
 
 import structlog
 
-from common.redis.broker import Broker
-from common.streams import (
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import (
     START,
     Entry,
     Garbled,
@@ -24,11 +24,11 @@ from common.streams import (
     last_id,
     read_back,
 )
-from common.telemetry import metrics
-from common.wire import codec
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
-from common.wire.keys import Keys
-from common.wire.messages import Commit, Message, Ticket, WeightManifest
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, Message, Ticket, WeightManifest
 
 log = structlog.get_logger(__name__)
 

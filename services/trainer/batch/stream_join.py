@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from common.redis.broker import Broker
-from common.streams import (
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import (
     START,
     Entry,
     Garbled,
@@ -27,13 +27,15 @@ from common.streams import (
     id_before,
     id_order,
     read_raw,
+    trimmed_below,
 )
-from common.telemetry import metrics
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Message, Score, Trajectory
-from services.trainer.batch.scheduler import Outstanding
-from services.trainer.groups.group_filter import CompleteGroup
-from services.trainer.groups.samples import Precomputed
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Message, Score, Trajectory
+from tidemill.services.trainer.batch.scheduler import Outstanding
+from tidemill.services.trainer.groups.group_filter import CompleteGroup
+from tidemill.services.trainer.groups.samples import Precomputed
 
 log = structlog.get_logger(__name__)
 
@@ -231,6 +233,16 @@ class StreamJoin:
             trail = Trail(trails[stream]) if stream in trails else None  # an older release kept none
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
         self._seen_up_to = dict(high_water)
+
+    async def standing_positions(self) -> dict[StreamName, str]:
+        """Where a replay begins to read: at the positions, or below where Redis has lost its tail since."""
+        found: dict[StreamName, str] = {}
+        for name in (TRAJECTORIES, SCORES):
+            reader = self._readers[name]
+            standing = await Trail(reader.trail.sure).last_standing(self._broker, reader.key)
+            trimmed = id_before(await trimmed_below(self._broker, self._keys.state, reader.key))
+            found[StreamName(name)] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
+        return found
 
     def _low_water(self, groups: Iterable[PendingGroup]) -> dict[str, str]:
         groups = list(groups)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from redis.exceptions import RedisError
 
-from common.errors import BrokerError
-from common.process.programs import JobFunction, Program, run_own
-from common.process.service import ServiceContext
-from common.streams import memory_bytes
-from common.streams.selection import StreamName
+from tidemill.common.errors import BrokerError
+from tidemill.common.process.programs import JobFunction, Program, run_own
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import memory_bytes
+from tidemill.common.streams.selection import StreamName
 
 if TYPE_CHECKING:
     from rq.job import Job
@@ -38,7 +38,7 @@ LOST_S = 30.0
 JOB_TIMEOUT_S = 3600
 NO_WORKER = (
     "no worker archives this run, so the trainer has it done in a process of its own; start one with "
-    "`python -m services.jobs {}` where the folder of runs is, or set streams.archive.enabled: false"
+    "`python -m tidemill.services.jobs {}` where the folder of runs is, or set streams.archive.enabled: false"
 )
 DONE, LOST, WAITING, WORKING = "done", "lost", "waiting", "working"
 _STATES = {
@@ -122,12 +122,14 @@ class ArchiveJobs:
         from rq import Queue
         from rq.serializers import JSONSerializer
 
-        from common.redis.broker import redis_url
-        from common.redis.client import make_blocking_client
+        from tidemill.common.redis.broker import redis_url
+        from tidemill.common.redis.client import make_blocking_client
 
         keys = self.context.keys
         queue = Queue(
-            keys.jobs_queue, connection=make_blocking_client(redis_url()), serializer=JSONSerializer
+            keys.jobs_queue,
+            connection=make_blocking_client(redis_url(), keys.run_id),
+            serializer=JSONSerializer,
         )
         arguments = (keys.run_id, str(self.context.run_dir), _plain(until), is_urgent)
         return queue.enqueue_call(

@@ -23,8 +23,8 @@ import structlog
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from common.errors import TidemillError
-from common.files import (
+from tidemill.common.errors import TidemillError
+from tidemill.common.files import (
     aside_folder,
     clear_aside,
     file_checksum,
@@ -32,7 +32,7 @@ from common.files import (
     retire_folder,
     write_atomically,
 )
-from common.run.weight_files import folder_versions, version_name
+from tidemill.common.run.weight_files import folder_versions, version_name
 
 log = structlog.get_logger(__name__)
 

@@ -1,27 +1,33 @@
-"""Saves checkpoints, and trims the streams below what the oldest kept one needs.
+"""Saves checkpoints, and trims the streams.
 
-An entry goes only when every whole checkpoint on the disk can do without it, and not before there are
-`keep_checkpoints` of them; checkpoints of earlier processes count too.
+Where the run archives, what no outstanding group needs goes as soon as it is archived and its step committed:
+a restart replays it from the archive. Dead letters go below the oldest kept checkpoint. Without
+an archive all does: an entry goes only when every whole checkpoint on the disk can do without it, and not
+before there are `keep_checkpoints` of them; checkpoints of earlier processes count too.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
-from common.archive import stream_folder
-from common.archive.manifest import Manifest, note_trim
-from common.errors import ArchiveError
-from common.files import StorageError
-from common.process.service import ServiceContext, StoppedError
-from common.streams import (
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.manifest import Manifest, note_needed, note_trim
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import StorageError
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.store import ClaimStore
+from tidemill.common.streams import (
     START,
+    Entry,
     Mark,
     MarkLostError,
     Trail,
+    decoded,
     entry_id_of,
     id_after,
     id_before,
@@ -29,18 +35,22 @@ from common.streams import (
     read_raw,
     trim_before,
 )
-from common.streams.selection import StreamName
-from common.telemetry import metrics
-from services.trainer.batch.batch_assembler import Dropped
-from services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
-from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
-from services.trainer.durable.archive_requests import ArchiveJobs
-from services.trainer.durable.checkpoint import CheckpointStore, TrainerState
-from services.trainer.metrics.recorder import Recorder
-from services.trainer.step import StepRunner
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.streams.trimming import KEPT_COMMITS
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.batch.batch_assembler import Dropped
+from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, RunStreams
+from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
+from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
+from tidemill.services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
+from tidemill.services.trainer.metrics.recorder import Recorder
+from tidemill.services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 
+READ_COUNT = 256
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 T = TypeVar("T")
@@ -51,7 +61,13 @@ async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) 
     return await until_stored(context, lambda: asyncio.to_thread(write, *args))
 
 
-async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]]) -> T:
+During = Callable[..., AbstractContextManager[None]]
+"""Says what a process is at, for the length of a block: `Activity.during`, or what stands for it."""
+
+
+async def until_stored(
+    context: ServiceContext, write: Callable[[], Awaitable[T]], during: During | None = None
+) -> T:
     """Call `write` until the disk takes it; writes must leave nothing half-written behind.
 
     Raises:
@@ -66,7 +82,7 @@ async def until_stored(context: ServiceContext, write: Callable[[], Awaitable[T]
             if not error.can_clear:
                 raise
             log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            with context.activity.during("wait:disk", str(error)):
+            with (during or context.activity.during)("wait:disk", str(error)):
                 await context.unless_stopping(asyncio.sleep(pause_s))
             if context.stopping.is_set():
                 raise StoppedError from error
@@ -82,10 +98,11 @@ class Trimmer:
     def __init__(self, context: ServiceContext, reconciler: Reconciler | None = None) -> None:
         self.context, self.reconciler = context, reconciler
         self.archives = context.config.streams.archive.enabled
+        self.archived = ArchivedHistory(context)
         self.jobs = ArchiveJobs(context, self.trim)
         self._below: dict[StreamName, str] = {}
         """Entries below these ids may go, and some are still there."""
-        self._decided_in = 0
+        self._decided_in = self._aligned_in = 0
         self._changing = asyncio.Lock()
 
     @property
@@ -111,6 +128,8 @@ class Trimmer:
         removed = 0
         async with self._changing:
             mark = await self._mark() if self._below else None
+            if self._below and not await self._is_aligned():
+                return 0  # the next step, or the archiver that writes just now, calls again
             for stream, wanted in list(self._below.items()):
                 allowed = await asyncio.to_thread(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
@@ -137,6 +156,17 @@ class Trimmer:
         if self.history != self._decided_in:
             self._below.clear()  # the next checkpoint will tell what may go
         return mark
+
+    async def _is_aligned(self) -> bool:
+        """Whether the archive is a beginning of what this server holds. Another one may have lost entries,
+        and given their ids to others: those would pass for archived."""
+        if self.archives and self._aligned_in != self._decided_in:
+            try:
+                if await self.archived.align():
+                    self._aligned_in = self._decided_in
+            except (ArchiveError, StorageError) as error:
+                log.error("nothing is trimmed: the archive cannot be held against Redis", problem=str(error))
+        return not self.archives or self._aligned_in == self._decided_in
 
     @property
     def is_waiting(self) -> bool:
@@ -204,17 +234,36 @@ class Checkpointer:
             await self._save(state)
 
     async def keep_newest_only(self) -> None:
-        """Give up all checkpoints but the newest whole one, and trim what only they needed."""
+        """Have what may go archived at once; without an archive, give up all checkpoints but the newest whole
+        one, and trim what only they needed."""
         async with self._changing:
             if not self._kept:
-                return
+                return await self.trimmer.let_go({}, self.trimmer.history, is_urgent=True)
             newest = self._kept[-1]
-            if len(self._kept) > 1:
+            if len(self._kept) > 1 and not self.trimmer.archives:
                 if not await asyncio.to_thread(self.store.keep_only, newest.version):
                     return
                 self._kept = deque([newest], self._kept.maxlen)
                 log.warning("gave up older checkpoints to make room in Redis", kept=newest.version)
-            await self._trim(newest, is_urgent=True)
+            await self._trim(self._kept[0], is_urgent=True)
+
+    async def trim_settled(self, version: int) -> None:
+        """Between two steps: trim what no outstanding group needs, as far as it is archived.
+
+        Not while a checkpoint is due for what Redis has lost, and by positions of this history only. As Redis
+        loses the newest first, a server that has this trim has the commits before it.
+        """
+        join, history = self.streams.join, self.trimmer.history
+        is_sure = join.history == history and not self.streams.reconciler.needs_checkpoint
+        if self.context.config.streams.trim and self.trimmer.archives and is_sure:
+            positions, scheduler = join.positions(), self.streams.scheduler
+            below = {
+                StreamName.TRAJECTORIES: positions[TRAJECTORIES],
+                StreamName.SCORES: positions[SCORES],
+                StreamName.PROMPTS: entry_id_of(min(scheduler.outstanding, default=scheduler.next_ticket)),
+                StreamName.COMMITS: entry_id_of(max(0, version - KEPT_COMMITS)),
+            }
+            await self.trimmer.let_go(below, history)
 
     async def _save(self, state: TrainerState) -> None:
         with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
@@ -224,8 +273,31 @@ class Checkpointer:
             await until_stored(self.context, write)
         self._kept.clear()
         self._kept.extend(self.store.kept)
+        if self.trimmer.archives:
+            await self._note_needed(self._kept[0] if len(self._kept) == self._kept.maxlen else None)
         if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
             await self._trim(self._kept[0])
+        if len(self._kept) == self._kept.maxlen:
+            await self._collect_claims(self._kept[0])
+
+    async def _collect_claims(self, oldest: TrainerState) -> None:
+        """Remove payloads that no entry claims, of tickets that were settled at the oldest checkpoint. No
+        state that Redis or a trainer may come back to needs them, and the archive has them in itself."""
+        context = self.context
+        store = ClaimStore(context.run_dir)
+        if not store.folder.is_dir():
+            return
+        claimed: set[str] = set()
+        key, first = context.keys.trajectories(), "-"
+        while entries := await read_raw(context.broker, key, first, count=READ_COUNT):
+            for entry_id, fields in entries:
+                record = decoded(entry_id.encode(), fields, Trajectory)
+                if isinstance(record, Entry) and record.message.claim is not None:
+                    claimed.add(record.message.claim.pointer)
+            first = f"({entries[-1][0]}"
+        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
+        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
+        await asyncio.to_thread(store.collect, first_ticket, claimed)
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""
@@ -240,6 +312,8 @@ class Checkpointer:
             StreamName.PROMPTS: entry_id_of(first_ticket),
             StreamName.WEIGHTS: entry_id_of(keep_from),
         }
+        if self.trimmer.archives:
+            below[StreamName.DEAD] = positions.get(DEAD, START)
         await self.trimmer.let_go(below, history, is_urgent)
 
     async def _positions(self, state: TrainerState, history: int) -> dict[str, str]:
@@ -247,8 +321,29 @@ class Checkpointer:
         if self._histories.get(state.version) == history:
             return state.positions
         positions, trails = dict(state.positions), state.intake.get("trails", {})
-        for stream in (StreamName.TRAJECTORIES, StreamName.SCORES):
+        for stream in (StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.DEAD):
             key, trail = stream.key(self.context.keys), Trail(trails.get(stream))
             standing = await trail.last_standing(self.context.broker, key)
-            positions[stream] = min(positions[stream], standing, key=id_order)
+            positions[stream] = min(positions.get(stream, START), standing, key=id_order)
         return positions
+
+    async def _note_needed(self, oldest: TrainerState | None) -> None:
+        """Retention leaves what a restart from the oldest kept checkpoint would replay, or from the start."""
+        needed = settled_positions(oldest)
+        for stream, last in needed.items():
+            folder = stream_folder(self.context.run_dir, stream)
+            await on_disk(self.context, note_needed, folder, id_after(last))
+
+
+def settled_positions(state: TrainerState | None) -> dict[StreamName, str]:
+    """Up to these ids, a run that continues from a checkpoint (or from its start) replays nothing."""
+    if state is None:
+        return dict.fromkeys(ALIGNED, START)
+    outstanding = [item[0] for item in state.scheduler["outstanding"]]
+    first_ticket = min(outstanding, default=state.scheduler["next_ticket"])
+    return {
+        StreamName.PROMPTS: entry_id_of(first_ticket - 1) if first_ticket else START,
+        StreamName.TRAJECTORIES: state.positions[TRAJECTORIES],
+        StreamName.SCORES: state.positions[SCORES],
+        StreamName.COMMITS: entry_id_of(state.version - 1) if state.version else START,
+    }

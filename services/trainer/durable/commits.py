@@ -16,10 +16,11 @@ from typing import Any
 import structlog
 import xxhash
 
-from common.errors import TidemillError
-from common.files import storage_errors
-from common.redis.broker import Broker
-from common.streams import (
+from tidemill.common.errors import TidemillError
+from tidemill.common.files import storage_errors
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import (
     Entry,
     Garbled,
     Mark,
@@ -30,10 +31,10 @@ from common.streams import (
     last_id,
     read_range,
 )
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.batch.strays import is_stray, move_strays_aside
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.strays import is_stray, move_strays_aside
 
 log = structlog.get_logger(__name__)
 
@@ -213,22 +214,26 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark |
         )
 
 
-async def read_commits(broker: Broker, keys: Keys, first_step: int) -> list[Commit]:
+async def read_commits(
+    broker: Broker, keys: Keys, first_step: int, history: History | None = None
+) -> list[Commit]:
     """Commits from `first_step` on, in order. Raises TidemillError: a commit cannot be decoded, or one is
     missing in between."""
-    entries = await read_range(broker, keys.commits, Commit, entry_id_of(first_step))
     commits: list[Commit] = []
-    for entry in entries:
+    history = history or History(keys.run_id, None, broker)
+    async for entry in history.scan(StreamName.COMMITS, Selection(entry_id_of(first_step))):
         expected = first_step + len(commits)
         if is_stray(entry):  # with commits of ours behind it, so that it can stay
             log.error("a foreign entry among the commits is passed over", entry=entry.entry_id)
             continue
         if isinstance(entry, Garbled):
             raise TidemillError(f"commit {entry.entry_id} of run {keys.run_id} is unreadable: {entry.error}")
-        if entry.message.step != expected:
+        commit = entry.message
+        assert isinstance(commit, Commit), "the stream of commits has no others"
+        if commit.step != expected:
             raise TidemillError(
-                f"run {keys.run_id} has a commit of step {entry.message.step} where step {expected} is due; "
+                f"run {keys.run_id} has a commit of step {commit.step} where step {expected} is due; "
                 "restore a checkpoint of a later version, or the stream from its backup"
             )
-        commits.append(entry.message)
+        commits.append(commit)
     return commits

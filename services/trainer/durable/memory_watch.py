@@ -1,9 +1,10 @@
 """Makes room in Redis before it is full, so that nobody waits for memory that trimming could free.
 
-Between two steps, beyond `CHECKPOINT_SHARE` of maxmemory, a checkpoint is taken and the streams are trimmed
-to it. Beyond `FULL_SHARE`, at any time, older checkpoints are given up and the streams trimmed to the newest
-one. What remains is needed; if that is too much, the log says what to change. It also says within seconds if
-Redis may evict keys.
+Beyond `CHECKPOINT_SHARE` of maxmemory, between two steps, what may go is archived at once, in files of any
+size. Without an archive, a checkpoint is taken and the streams are trimmed to it. Beyond `FULL_SHARE` that
+is done at any time; without an archive, older checkpoints are given up and streams trimmed to the newest one.
+What remains is needed; if that is too much, the log says what to change. It also says within seconds if Redis
+may evict keys.
 """
 
 import asyncio
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.process.service import ServiceContext
-from common.telemetry import metrics
-from services.trainer.durable.checkpointing import Checkpointer
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.telemetry import metrics
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
 
 log = structlog.get_logger(__name__)
 
@@ -69,16 +70,16 @@ class MemoryWatch:
         self._num_evicted: int | None = None
 
     async def after_step(self, save: Callable[[], Awaitable[None]]) -> bool:
-        """Checkpoint with `save` and trim, where memory runs low; returns whether that was needed."""
+        """Trim where memory runs low, without an archive after a `save`; returns whether it was saved."""
         use = await self._use()
         if use.share < CHECKPOINT_SHARE or not self.context.config.streams.trim:
             return False
-        log.warning(
-            "Redis runs low on memory: checkpointing and trimming ahead of time", used=f"{use.share:.0%}"
-        )
-        await save()
+        is_saved = not self.checkpointer.trimmer.archives
+        log.warning("Redis runs low on memory: trimming ahead of time", used=f"{use.share:.0%}")
+        if is_saved:
+            await save()
         await self.checkpointer.keep_newest_only()
-        return True
+        return is_saved
 
     async def watch(self) -> None:
         """Free what can be freed while others wait for memory; for ever."""

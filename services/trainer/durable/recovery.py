@@ -1,11 +1,13 @@
-"""Back to where the run was: the last checkpoint, then the commits after it, replayed from the streams.
+"""Back to where the run was: the last checkpoint, then the commits after it, from archive and streams.
 
 Replaying takes the recorded groups in the recorded micro-batches, so on the same hardware in deterministic
 mode the weights come out bit by bit. The digest in each commit shows it; a difference is logged.
 """
 
+import asyncio
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +15,33 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.config import RunConfig
-from common.errors import TidemillError, WeightsError
-from common.process.service import ServiceContext, StoppedError
-from common.redis.broker import Broker
-from common.run.weight_files import WEIGHTS_FOLDER, read_manifest, version_name
-from common.streams import entry_id_of, read_raw
-from common.telemetry import metrics
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.batch.batch_assembler import QUIET_S, Dropped
-from services.trainer.batch.reconciler import RunStreams
-from services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
-from services.trainer.durable.checkpointing import on_disk
-from services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
-from services.trainer.groups.group_filter import CompleteGroup
-from services.trainer.metrics.recorder import Recorder
-from services.trainer.metrics.step_metrics import step_metrics
-from services.trainer.policy.model_loading import pick_device
-from services.trainer.policy.policy import Policy
-from services.trainer.step import StepRunner
-from services.trainer.weights.store import WEIGHTS_FILE
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ArchiveError, TidemillError, WeightsError
+from tidemill.common.files import StorageError, aside_folder
+from tidemill.common.history import GroupCursor, MissingRecordsError, StreamName
+from tidemill.common.process.service import ServiceContext, StoppedError
+from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
+from tidemill.common.telemetry import metrics
+from tidemill.common.weights.whole import write_whole
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.batch_assembler import Dropped
+from tidemill.services.trainer.batch.reconciler import RunStreams
+from tidemill.services.trainer.durable.archived_history import ArchivedHistory
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
+from tidemill.services.trainer.durable.checkpointing import on_disk, settled_positions, until_stored
+from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
+from tidemill.services.trainer.groups.group_filter import CompleteGroup
+from tidemill.services.trainer.metrics.recorder import Recorder
+from tidemill.services.trainer.metrics.step_metrics import step_metrics
+from tidemill.services.trainer.policy.model_loading import pick_device
+from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 
-GIVE_UP_S = 60.0
-"""Where it cannot be told that all was read: after this long without news a committed group is lost."""
+PAUSE_S = 0.2
 COMPARED_METRICS = ("loss", "grad_norm", "entropy")
-
-
-async def begins_at_start(broker: Broker, keys: Keys) -> bool:
-    """Whether the streams go back to the first ticket and the first commit, so that nothing was trimmed."""
-    firsts = [await read_raw(broker, key, count=1) for key in (keys.prompts(), keys.commits)]
-    return all(found and found[0][0] == entry_id_of(0) for found in firsts)
 
 
 def restore_checkpoint(
@@ -55,10 +50,11 @@ def restore_checkpoint(
     streams: RunStreams,
     journal: CommitJournal,
     can_start_over: bool = False,
-) -> tuple[int, list[Dropped]]:
+) -> tuple[int, list[Dropped], dict[StreamName, str]]:
     """Put every part into the state of the newest whole checkpoint.
 
-    Returns its version (0 where there is none), and the dropped groups that the next commit must tell of.
+    Returns its version (0 where there is none), the dropped groups that the next commit must tell of, and the
+    ids after which a replay begins.
     Where all are damaged and `can_start_over`, that is the starting model: every commit is replayed.
 
     Raises:
@@ -72,7 +68,7 @@ def restore_checkpoint(
         log.error("no checkpoint is whole; replaying the run from its start", problem=str(error))
         checkpoint = None
     if checkpoint is None:
-        return 0, []
+        return 0, [], settled_positions(None)
     state, scheduler, join = checkpoint.state, streams.scheduler, streams.join
     scheduler.prompts.restore(state.data)
     scheduler.restore(state.scheduler)
@@ -85,7 +81,8 @@ def restore_checkpoint(
             journal.append(commit)
     policy.load_state(checkpoint.folder)
     log.info("checkpoint restored", version=state.version)
-    return state.version, [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
+    dropped = [(ticket, index, reason) for ticket, index, reason in state.intake["dropped"]]
+    return state.version, dropped, settled_positions(state)
 
 
 class Replayer:
@@ -95,25 +92,41 @@ class Replayer:
         self, context: ServiceContext, runner: StepRunner, streams: RunStreams, journal: CommitJournal
     ) -> None:
         self.context, self.runner, self.journal = context, runner, journal
+        self.archived = ArchivedHistory(context)
+        self._positions: Mapping[StreamName, str] = {}
+        """Where a replay begins to read: looked up before the readers move on."""
         self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
         self.pending_drops: list[Dropped] = []
         """Replacements that no commit tells of yet: the next one must."""
         self.passed_over: list[int] = []
         """Outstanding tickets that no worker will ever be given: they have to be replaced."""
 
-    async def adopt(self, version: int, dropped: list[Dropped]) -> list[Commit]:
+    async def adopt(
+        self, version: int, dropped: list[Dropped], needed: Mapping[StreamName, str]
+    ) -> list[Commit]:
         """Take in what an earlier process did after `version`: the tickets it issued, and its commits. Before
-        the readers start, which do not keep what belongs to no outstanding ticket."""
+        the readers start, which do not keep what belongs to no outstanding ticket. `needed` are the ids after
+        which a replay begins.
+
+        Raises:
+            TidemillError: there are commits that cannot be replayed. Nothing was trained yet.
+        """
         await self.reconciler.has_restarted()
+        self.join.history = self.reconciler.history
         await self.reconciler.mark()
         await self.reconciler.move_strays_aside()
+        await until_stored(self.context, partial(self._align, needed))
         await self._restore_commits(version)
-        commits = await read_commits(self.context.broker, self.context.keys, version)
+        history = self.archived.read()
+        commits = await read_commits(self.context.broker, self.context.keys, version, history)
+        if commits:
+            await self._check_archive(commits, needed)
+            self._positions = await self.join.standing_positions()
         for commit in commits:
             await on_disk(self.context, self.journal.append, commit)
             # A curriculum has drawn the tickets that are adopted now from what these steps came to.
             self.scheduler.prompts.take_commit(commit)
-        adopted = await self.scheduler.adopt_issued()
+        adopted = await self.scheduler.adopt_issued(history)
         self.join.expect(list(self.scheduler.outstanding.values()))
         told = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
         self.scheduler.prompts.forget_told(told)
@@ -133,7 +146,7 @@ class Replayer:
         await on_disk(self.context, self.journal.cut, version)
         if self.journal.next_step < version:  # of an older release, or damaged: Redis may have them all
             try:
-                known = await read_commits(broker, keys, self.journal.next_step)
+                known = await read_commits(broker, keys, self.journal.next_step, self.archived.read())
             except TidemillError as error:
                 log.error("the run's history has a hole, which the journal cannot fill", problem=str(error))
                 known = []
@@ -142,16 +155,55 @@ class Replayer:
                     await on_disk(self.context, self.journal.append, commit)
         await restore_commits(broker, keys, self.journal, below=version)
 
+    async def repair_archive(self) -> None:
+        """List again what a torn manifest has lost, before anything is read. Raises StoppedError."""
+        await self._when_free(self.archived.repair)
+
+    async def _align(self, needed: Mapping[StreamName, str]) -> None:
+        """Have the archive forget what Redis has lost above the checkpoint."""
+        try:
+            await self._when_free(partial(self.archived.align, needed))
+        except ArchiveError as error:
+            log.error("the archive cannot be held against Redis", problem=str(error))
+
+    async def _when_free(self, work: Callable[[], Awaitable[bool]]) -> None:
+        """Do something with the archive when its writer, which takes seconds, has let go of it."""
+        while not await work():
+            if await self.context.unless_stopping(asyncio.sleep(PAUSE_S, result=True)) is None:
+                raise StoppedError
+
+    async def _check_archive(self, commits: Sequence[Commit], needed: Mapping[StreamName, str]) -> None:
+        """Before anything is trained: say what is missing of what the commits were trained on."""
+        if problems := await self.archived.missing(needed):
+            raise TidemillError(
+                f"steps {commits[0].step} to {commits[-1].step} came after the checkpoint and have to be "
+                "trained again, but what they were trained on is not all there:\n  "
+                + "\n  ".join(problems)
+                + f"\nNothing was changed. Restore {self.archived.folder} from its backup, then start again; "
+                "without one, start a new run from the last version's weights (`tidemill export`)."
+            )
+
     async def replay(self, commits: Sequence[Commit], recorder: Recorder) -> None:
         """Train every commit again. Raises StoppedError: the service must stop; nothing was changed."""
-        for commit in commits:
-            await self._replay_one(commit)
-            await on_disk(self.context, recorder.step, commit.step, commit.metrics)
+        if not commits:
+            return
+        tickets = [ticket for commit in commits for ticket in commit.groups]
+        config = self.context.config
+        most = (2 + config.trainer.max_staleness) * config.trainer.groups_per_step
+        history, is_wanted = self.archived.read(), frozenset(tickets).__contains__
+        async with GroupCursor(
+            history, config.largest_group_size, most, self._positions, is_wanted
+        ) as cursor:
+            for commit in commits:
+                if self.context.stopping.is_set():
+                    raise StoppedError
+                await self._replay_one(commit, cursor)
+                await on_disk(self.context, recorder.step, commit.step, commit.metrics)
 
-    async def _replay_one(self, commit: Commit) -> None:
+    async def _replay_one(self, commit: Commit, cursor: GroupCursor) -> None:
         context, runner = self.context, self.runner
         with context.activity.during("recover", f"replaying step {commit.step}"):
-            groups = await self._gather(commit)
+            groups = await self._groups_of(commit, cursor)
             result = await runner.replay(commit, groups)
             now = step_metrics(commit.step, result, 0, 0.0)
             await runner.thread.call(
@@ -162,21 +214,20 @@ class Replayer:
             self.scheduler.settle(ticket)
             self.join.close(ticket)
 
-    async def _gather(self, commit: Commit) -> dict[int, CompleteGroup]:
-        """Wait until the streams have delivered every group of the commit."""
-        quiet_s = 0.0
-        while missing := [t for t in commit.groups if t not in self.join.complete]:
-            has_news = await self.context.unless_stopping(self.join.wait(QUIET_S))
-            if has_news is None:
-                raise StoppedError
-            quiet_s = 0.0 if has_news else quiet_s + QUIET_S
-            if quiet_s > GIVE_UP_S or (not has_news and await self.join.has_read_all()):
-                raise TidemillError(
-                    f"step {commit.step} was committed, but the streams hold no complete group for "
-                    f"{len(missing)} of its tickets (first: {missing[0]}). Restore Redis from its backup, "
-                    "or continue from a later checkpoint."
-                )
-        return {ticket: self.join.groups[ticket].complete() for ticket in commit.groups}
+    async def _groups_of(self, commit: Commit, cursor: GroupCursor) -> dict[int, CompleteGroup]:
+        """What the step was trained on, from the archive and from Redis behind it."""
+        try:
+            found = await cursor.groups(commit.groups)
+        except MissingRecordsError as error:
+            raise TidemillError(
+                f"step {commit.step} was committed, but {error}. Restore Redis, and the run's archive, from "
+                "their backup, or continue from a later checkpoint."
+            ) from None
+        cursor.close(commit.groups)
+        return {
+            ticket: CompleteGroup(ticket, commit.step, group.trajectories, group.scores)
+            for ticket, group in found.items()
+        }
 
 
 def check_replay(
@@ -184,7 +235,7 @@ def check_replay(
 ) -> bool:
     """Hold the policy's weights against the commit's digest; returns whether they are the same. `metrics` are
     those of the replay. Runs in the policy's thread."""
-    digest = policy.digest()
+    digest = policy.digest(commit.digest)
     if digest == commit.digest:
         log.info("step replayed, same weights", step=commit.step)
         return True
@@ -204,26 +255,33 @@ def check_replay(
 def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str, Any] | None:
     """Greatest and mean absolute difference to the commit's weights on the disk; None without them. In the
     dtype in which they were written, so that a difference too small for it shows as 0."""
-    path = run_dir / WEIGHTS_FOLDER / version_name(commit.version) / WEIGHTS_FILE
-    greatest, total, count = 0.0, 0.0, 0
-    unlike: list[str] = []
     try:
         manifest = read_manifest(run_dir, commit.version)
-        if manifest is None or manifest.digest != commit.digest:
-            return None  # a training that was replayed has written this version since
-        with safe_open(path, framework="pt") as stored:
-            names = set(stored.keys())
-            # To the end in any case: where the policy is sharded, its other ranks take part in every tensor.
-            for name, tensor in policy.named_parameters_for_export():
-                if name not in names or stored.get_slice(name).get_shape() != list(tensor.shape):
-                    unlike.append(name)
-                    continue
-                own, other = tensor.detach().to("cpu", torch.float64), stored.get_tensor(name)
-                apart = (own - other.to(torch.float64)).abs()
-                greatest = max(greatest, float(apart.max())) if apart.numel() else greatest
-                total, count = total + float(apart.sum()), count + apart.numel()
-    except (OSError, SafetensorError, WeightsError):
+        if manifest is None or manifest.digest != commit.digest.partition("+")[0]:
+            return None  # not written yet, or a training that was replayed has written this version since
+        base, *deltas = [verified_files(run_dir, part) for part in read_chain(run_dir, manifest)]
+        if not deltas:
+            return _difference_to(policy, base[0])
+        with aside_folder(run_dir / "replayed", "weights to compare with") as folder:
+            return _difference_to(policy, write_whole(base, deltas, folder)[0])
+    except (OSError, SafetensorError, StorageError, WeightsError):
         return None
+
+
+def _difference_to(policy: Policy, path: Path) -> dict[str, Any]:
+    greatest, total, count = 0.0, 0.0, 0
+    unlike: list[str] = []
+    with safe_open(path, framework="pt") as stored:
+        names = set(stored.keys())
+        # To the end in any case: where the policy is sharded, its other ranks take part in every tensor.
+        for name, tensor in policy.named_parameters_for_export():
+            if name not in names or stored.get_slice(name).get_shape() != list(tensor.shape):
+                unlike.append(name)
+                continue
+            own, other = tensor.detach().to("cpu", torch.float64), stored.get_tensor(name)
+            apart = (own - other.to(torch.float64)).abs()
+            greatest = max(greatest, float(apart.max())) if apart.numel() else greatest
+            total, count = total + float(apart.sum()), count + apart.numel()
     if unlike:
         return {"size": f"not comparable: {path} has no {unlike[0]} of the same shape"}
     return {"max_abs_difference": greatest, "mean_abs_difference": total / max(count, 1)}

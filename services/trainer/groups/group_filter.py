@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from common.config import NamedRewardConfig, RunConfig
-from common.wire.messages import Score, ScoreStatus, Trajectory
-from services.trainer.groups.samples import (
+from tidemill.common.config import NamedRewardConfig, RunConfig
+from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory, fault_of
+from tidemill.services.trainer.groups.samples import (
     Precomputed,
     PrecomputedTokens,
     Sample,
@@ -22,6 +22,7 @@ from services.trainer.groups.samples import (
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
 BAD_NUMBERS, UNTAUGHT = "bad_numbers", "no_teacher_logprobs"
+NO_PAYLOAD = "no_payload"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
 """Why a sample is left out that was not sampled."""
@@ -115,11 +116,14 @@ class GroupFilter:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(group.ticket, STALE, detail)
         teacher = self._teacher(group)
-        rewards, left_out = self._rewards(group.scores, teacher is not None)
+        faults = {index: fault for index, one in group.trajectories.items() if (fault := fault_of(one))}
+        usable = {index: score for index, score in group.scores.items() if index not in faults}
+        rewards, left_out = self._rewards(usable, teacher is not None)
+        left_out += [(index, NO_PAYLOAD) for index in sorted(faults)]
         for index, _ in left_out:
             # A reward of its own policy says so in the score; the others leave it to the run's.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
-                return Refusal(group.ticket, FAILED_SCORE, group.scores[index].error)
+                return Refusal(group.ticket, FAILED_SCORE, faults.get(index, group.scores[index].error))
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
         left_out += [(index, GREEDY) for index in greedy]
@@ -128,7 +132,7 @@ class GroupFilter:
         elif not greedy:
             return Refusal(group.ticket, NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:
-            reasons = {score.error for score in group.scores.values() if score.error}
+            reasons = {score.error for score in group.scores.values() if score.error} | {*faults.values()}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
             return Refusal(group.ticket, FEW_SCORES, detail)
         is_constant = len(set(rewards.values())) == 1

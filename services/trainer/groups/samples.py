@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import TidemillError
-from common.wire.arrays import Bits, Float32, Float64, Int32
-from common.wire.messages import Trajectory, TrajectoryKey
-from common.wire.segments import Segment
+from tidemill.common.errors import TidemillError
+from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
+from tidemill.common.wire.messages import Trajectory, TrajectoryKey
+from tidemill.common.wire.segments import Segment
 
 Kind = TypeVar("Kind", bound=np.generic)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import structlog
 
-from common.config.trainer import DiagnosticsConfig, HealthyRange
-from common.run.state import STEP, Record
-from common.telemetry import metrics
-from services.trainer.metrics.warning_texts import CHECKS, Check, time_advice
+from tidemill.common.config.trainer import DiagnosticsConfig, HealthyRange
+from tidemill.common.run.state import STEP, Record
+from tidemill.common.telemetry import metrics
+from tidemill.services.trainer.metrics.warning_texts import CHECKS, Check, time_advice
 
 log = structlog.get_logger(__name__)
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
-from common.files import storage_errors, write_atomically
-from common.run.state import EVALUATION, METRICS_FILE, STEP, Record, read_records
-from common.wire.messages import Commit
-from services.trainer.metrics.trackers import Sender
+from tidemill.common.files import storage_errors, write_atomically
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, Record, read_records
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.metrics.trackers import Sender
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -5,9 +5,9 @@ from typing import get_args
 
 import numpy as np
 
-from common.wire.messages import Trajectory
-from common.wire.segments import SessionEnd
-from services.trainer.groups.samples import num_sampled
+from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.segments import SessionEnd
+from tidemill.services.trainer.groups.samples import num_sampled
 
 
 def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.groups.group_filter import TrainableGroup
-from services.trainer.groups.samples import num_sampled, sampled_versions
+from tidemill.services.trainer.groups.group_filter import TrainableGroup
+from tidemill.services.trainer.groups.samples import num_sampled, sampled_versions
 
 
 def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from common.telemetry import metrics
-from common.wire.messages import Commit, Score, Trajectory
-from services.trainer.algorithm.advantages.teaching import log_ratios
-from services.trainer.algorithm.losses.totals import loss_metrics
-from services.trainer.groups.group_filter import TrainableGroup
-from services.trainer.groups.samples import Sample, num_sampled, sampled_versions
-from services.trainer.metrics.session_metrics import session_metrics
-from services.trainer.metrics.source_metrics import source_metrics
-from services.trainer.step import StepResult
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Commit, Score, Trajectory
+from tidemill.services.trainer.algorithm.advantages.teaching import log_ratios
+from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
+from tidemill.services.trainer.groups.group_filter import TrainableGroup
+from tidemill.services.trainer.groups.samples import Sample, num_sampled, sampled_versions
+from tidemill.services.trainer.metrics.session_metrics import session_metrics
+from tidemill.services.trainer.metrics.source_metrics import source_metrics
+from tidemill.services.trainer.step import StepResult
 
 BYTES_OF_A_TOKEN = 4
 """Of an id, and of a logprob."""

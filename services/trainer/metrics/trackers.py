@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from common.run.state import STEP, Record
+from tidemill.common.run.state import STEP, Record
 
 Numbers = Mapping[str, float]
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.config.trainer import LoraConfig
-from common.errors import ConfigError
-from services.trainer.policy.forward import TileScores, TokenScorer, output_head
-from services.trainer.policy.packing import Tile
-from services.trainer.weights.store import digest_parameters, model_tensors
+from tidemill.common.config.trainer import LoraConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.forward import TileScores, TokenScorer, output_head
+from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.weights.store import digest_parameters, model_tensors
 
 ADAPTER_FOLDER = "adapter"
 """Beside a version's merged weights: its adapters alone, in PEFT's format."""

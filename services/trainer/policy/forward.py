@@ -1,38 +1,40 @@
 """Logprobs and entropies of tokens under a causal language model, without whole logits in memory.
 
 Guarantees: logprobs are those of softmax(logits / temperature), computed in at least float32, the same
-distribution the engine samples from; at most `LOGITS_ELEMENTS` logits of a forward pass exist at once, also
-in the backward pass (each chunk is recomputed there), as long as the model ends in a plain `base -> lm_head`.
-Models that do more (scaled or soft-capped logits) are found by a probe and go through their own forward, with
-whole logits.
+distribution the engine samples from; logits exist a chunk at a time (`head.py`), as long as the model ends
+in a plain `base -> lm_head`. Models that do more (scaled or soft-capped logits) are found by a probe and go
+through their own forward, with whole logits.
 
-Shape legend: B rows, T columns, N scored tokens, C tokens of a chunk, H hidden, V vocabulary.
+Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from common.wire.arrays import Float32, Int32
-from services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
-from services.trainer.groups.samples import Sample
-from services.trainer.policy.packing import Layout, Tile, TokenRow, choose_layout, make_tiles
+from tidemill.common.wire.arrays import Float32, Int32
+from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.head import score_hidden, score_logits
+from tidemill.services.trainer.policy.packing import (
+    SEQUENCES,
+    Layout,
+    Tile,
+    TokenRow,
+    block_mask,
+    choose_layout,
+    make_tiles,
+)
 
 log = structlog.get_logger(__name__)
-
-LOGITS_ELEMENTS = 1 << 26
-"""Logits in one chunk: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
 
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
@@ -73,59 +75,6 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     return torch.equal(logits.to(marked[0].dtype), marked[0]) and torch.allclose(
         hidden, seen[0], rtol=1e-3, atol=1e-3
     )
-
-
-def score_logits(
-    logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets (with gradient) and entropies (only if asked), of softmax(logits /
-    temperature).
-
-    Shapes [C], float32 (float64 where the logits are). Entropies are at least 0, at most log V.
-    """
-    logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-    if temperature != 1.0:
-        logits_CV = logits_CV / temperature
-    logprobs_CV = F.log_softmax(logits_CV, dim=-1)
-    targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    if entropy_gradient:
-        # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
-        bounded_CV = logprobs_CV.clamp(min=torch.finfo(logprobs_CV.dtype).min)
-        return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1)
-    with torch.no_grad():
-        # `torch.special.entr` would take twice as long: it computes logarithms again. 0 * -inf counts as 0.
-        terms_CV = logprobs_CV.exp().mul_(logprobs_CV).nan_to_num_(nan=0.0)
-        entropies_C = terms_CV.sum(-1).neg()
-    return targets, entropies_C
-
-
-def score_hidden(
-    hidden_NH: Tensor,
-    head: nn.Module,
-    targets_N: Tensor,
-    temperature: float,
-    max_elements: int = LOGITS_ELEMENTS,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once.
-
-    Up to that size there is one chunk and nothing is recomputed. Beyond it the backward pass computes every
-    chunk's logits again, which costs one more product with the head.
-    """
-
-    def score_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        return score_logits(head(hidden_CH), targets_C, temperature, entropy_gradient)
-
-    vocabulary = cast(Tensor, head.weight).shape[0]
-    chunk = max(1, max_elements // vocabulary)
-    if len(targets_N) <= chunk:
-        return score_chunk(hidden_NH, targets_N)
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = score_chunk
-    if torch.is_grad_enabled():
-        score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
-    parts = [score(hidden_CH, targets_C) for hidden_CH, targets_C in chunks]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +156,8 @@ class TokenScorer:
             name: value.to(self._device) if isinstance(value, Tensor) else value
             for name, value in tile.model_kwargs.items()
         }
+        if (numbers_BT := kwargs.pop(SEQUENCES, None)) is not None:
+            kwargs["attention_mask"] = block_mask(numbers_BT)
         # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
         return kwargs | {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
 

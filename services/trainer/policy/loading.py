@@ -1,24 +1,24 @@
 """The policy that a run's config asks for: a model on one rank or several, or delays."""
 
-from common.config import RunConfig
-from services.trainer.policy.fsdp.ranks import lead_ranks
-from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from services.trainer.policy.policy import Policy
+from tidemill.common.config import RunConfig
+from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
+from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.policy import Policy
 
 
 def open_policy(config: RunConfig) -> Policy:
     """The policy as it is at version 0. A `ShardedPolicy` has to be closed; the others need nothing. Raises
     ConfigError: the model or the device cannot be used."""
     if config.trainer.policy == "simulated":
-        from services.trainer.policy.simulated_policy import SimulatedPolicy
+        from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
         return SimulatedPolicy(config)
     ranks = lead_ranks(config.trainer)
     if ranks is not None:
-        from services.trainer.policy.fsdp.rank_policy import load_rank_policy
+        from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
 
         ranks.broadcast(config.model_dump_json().encode())
         return ShardedPolicy(load_rank_policy(config, ranks), ranks)
-    from services.trainer.policy.transformers_policy import load_policy
+    from tidemill.services.trainer.policy.transformers_policy import load_policy
 
     return load_policy(config)

@@ -16,56 +16,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.import_utils import is_flash_attn_2_available
 
-from common.config.run import ModelConfig
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError
-from common.run.chat_template import exact_attention
-from common.run.model_overrides import with_overrides
+from tidemill.common.config.run import ModelConfig
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.model_overrides import with_overrides
+from tidemill.services.trainer.policy.attention import choose_attention
+from tidemill.services.trainer.policy.experts import follow_autocast
 
 log = structlog.get_logger(__name__)
-
-FLASH = "flash_attention_2"
-
-
-def choose_attention(
-    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> str | dict[str, str] | None:
-    """The value of `attn_implementation` for a model of this configuration; None is transformers' choice.
-
-    Flash attention takes half precision on GPUs only, and knows how to cap scores; of a model with several
-    parts it is for the text alone.
-    """
-    if device.type == "cuda" and dtype != torch.float32 and is_flash_attn_2_available():
-        reason = why_no_flash(config)
-        if not reason:
-            return FLASH if config.get_text_config() is config else {"text_config": FLASH}
-        log.warning("training without flash attention", model=config.model_type, reason=reason)
-    return exact_attention(config)
-
-
-def why_no_flash(config: PreTrainedConfig) -> str:
-    """Why a model of this configuration does not run with flash attention 2; empty where it does."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is None:
-        return ""  # loading it says what is wrong
-    name = model_class.__name__
-    if not model_class._supports_flash_attn:
-        return f"transformers has no flash attention for {name}"
-    if getattr(config, "alibi", False):
-        return f"{name} with ALiBi adds distances to its attention scores, which {FLASH} leaves out"
-    own = getattr(model_class, "_compatible_flash_implementations", None)
-    if own and FLASH not in own:
-        return f"{name} has attention sinks or blocks of its own, which {FLASH} leaves out"
-    return ""
 
 
 def compute_dtype(config: ModelConfig) -> torch.dtype:
@@ -91,6 +55,7 @@ def pick_device(name: str) -> torch.device:
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """Load `model.path` in float32 onto the device, with every dropout at 0. Raises ConfigError: no model
     there, weights missing, or a context shorter than `model.max_model_len`."""
+    follow_autocast()
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         _disable_dropout(model_config)
@@ -173,7 +138,7 @@ def wants_liger(choice: str, device: torch.device) -> bool:
 
 
 def _apply_liger(model: PreTrainedModel) -> None:
-    """Fused norms, rotary embeddings and gated units; logprobs stay with `forward.score_hidden`."""
+    """Fused norms, rotary embeddings and gated units; logprobs stay with `head.score_hidden`."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
@@ -181,25 +146,35 @@ def _apply_liger(model: PreTrainedModel) -> None:
 
 
 def compile_model(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> bool:
-    """Compile the model's body for any shape; the head works by chunks and stays as it is.
+    """Compile the model's layers for any shape, or its body where it names none; the head works by chunks and
+    stays as it is. Layers are alike, so that one is compiled for all; and ranks shard them one by one.
 
     A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
     for instance, the model stays as it was, a warning says why, and the result is False.
     """
     body = model.base_model
-    body.compile(backend=backend, dynamic=True)
+    parts = layers_of(model) or [body]
+    for part in parts:
+        part.compile(backend=backend, dynamic=True)
     vocab_size = model.config.get_text_config().vocab_size
     ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % vocab_size
     try:
         body(input_ids=ids_BT, use_cache=False).last_hidden_state.sum().backward()
     except RuntimeError as error:  # what the compiler and its backends raise derives from it
-        body._compiled_call_impl = None
+        for part in parts:
+            part._compiled_call_impl = None
         reason = " ".join(str(error).split())[:300]
         log.warning("torch.compile does not work here, training without it", reason=reason)
         return False
     finally:
         model.zero_grad(set_to_none=True)
     return True
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that transformers keeps in one piece; ranks gather them one after the other."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

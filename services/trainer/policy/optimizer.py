@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from common.config.trainer import OptimizerConfig
-from common.errors import ConfigError
+from tidemill.common.config.trainer import OptimizerConfig
+from tidemill.common.errors import ConfigError
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 

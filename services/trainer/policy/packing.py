@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from common.wire.arrays import Bits, Int32
-from services.trainer.groups.samples import Sample
+from tidemill.common.wire.arrays import Bits, Int32
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.attention import VARLEN
 
 Layout = Literal["padded", "varlen", "block"]
 
@@ -109,16 +110,28 @@ def choose_layout(
     if not packing or device.type == "cpu" or is_recurrent or not kinds <= SOFTMAX_ATTENTION:
         return "padded"
     attention = str(config._attn_implementation)
-    if attention.startswith("flash_attention"):
+    if attention.startswith("flash_attention") or attention == VARLEN:
         return "varlen"
     return "block" if attention == "sdpa" and kinds == {"full_attention"} else "padded"
+
+
+Lines = list[list[TokenRow]]
+"""The rows of each line of a tile, from left to right."""
 
 
 def make_tiles(
     rows: Sequence[TokenRow], layout: Layout, max_tokens: int, keeps_samples: bool = False
 ) -> list[Tile]:
-    """Distribute rows over tiles of at most `max_tokens` positions, padding included. A row longer than that
-    has a tile of its own. Deterministic: longest first, ties in the given order.
+    """Distribute rows over tiles of at most `max_tokens` positions, as `plan_tiles` says."""
+    return [make_tile(lines, layout) for lines in plan_tiles(rows, layout, max_tokens, keeps_samples)]
+
+
+def plan_tiles(
+    rows: Sequence[TokenRow], layout: Layout, max_tokens: int, keeps_samples: bool = False
+) -> list[Lines]:
+    """The lines of each tile of at most `max_tokens` positions, padding included; makes no tensor.
+
+    A row longer than that has a tile of its own. Deterministic: longest first, ties in the given order.
 
     `keeps_samples` puts all rows of a sample into one tile, for losses that look at whole sequences: a sample
     of several rows has a tile of its own then, whatever its size.
@@ -129,17 +142,24 @@ def make_tiles(
             by_sample.setdefault(row.sample, []).append(row)
         several = [own for own in by_sample.values() if len(own) > 1]
         alone = [own[0] for own in by_sample.values() if len(own) == 1]
-        whole = [tile for own in several for tile in make_tiles(own, layout, sum(map(len, own)) * len(own))]
-        return make_tiles(alone, layout, max_tokens) + whole
+        whole = [tile for own in several for tile in plan_tiles(own, layout, sum(map(len, own)) * len(own))]
+        return plan_tiles(alone, layout, max_tokens) + whole
     ordered = sorted(rows, key=len, reverse=True)
     if layout == "padded":
-        return [_rectangle(group) for group in _rectangles([[row] for row in ordered], max_tokens)]
+        return _rectangles([[row] for row in ordered], max_tokens)
     if layout == "varlen":
-        return [_varlen_tile(packed) for packed in _fill(ordered, max_tokens)]
+        return [[packed] for packed in _fill(ordered, max_tokens)]
     width = max([min(BLOCK_WIDTH, max_tokens), *map(len, ordered)])
     lines = _fill(ordered, width)
     lines.sort(key=lambda line: sum(map(len, line)), reverse=True)
-    return [_block_tile(group) for group in _rectangles(lines, max_tokens)]
+    return _rectangles(lines, max_tokens)
+
+
+def make_tile(lines: Lines, layout: Layout) -> Tile:
+    """A planned tile, with its tensors."""
+    if layout == "varlen":
+        return _varlen_tile(lines[0])
+    return _block_tile(lines) if layout == "block" else _rectangle(lines)
 
 
 def _fill(rows: Sequence[TokenRow], width: int) -> list[list[TokenRow]]:
@@ -156,9 +176,9 @@ def _fill(rows: Sequence[TokenRow], width: int) -> list[list[TokenRow]]:
     return lines
 
 
-def _rectangles(lines: Sequence[list[TokenRow]], max_tokens: int) -> list[list[list[TokenRow]]]:
+def _rectangles(lines: Sequence[list[TokenRow]], max_tokens: int) -> list[Lines]:
     """Group lines, longest first, so that count times width stays within `max_tokens`."""
-    groups: list[list[list[TokenRow]]] = []
+    groups: list[Lines] = []
     width = 0
     for line in lines:
         if not groups or (len(groups[-1]) + 1) * width > max_tokens:
@@ -173,7 +193,7 @@ def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
     lengths = [len(row) for row in rows]
     boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     kwargs = {
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "position_ids": torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
         "max_length_q": max(lengths),
@@ -183,20 +203,37 @@ def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
 
 
 def _block_tile(lines: Sequence[list[TokenRow]]) -> Tile:
-    """Several sequences in each line, kept apart by an explicit mask [B, 1, T, T]. Padding is a sequence of
-    its own: a row of the mask without any True gives NaN in some kernels."""
+    """Several sequences in each line, numbered; `block_mask` keeps them apart.
+
+    Padding is sequence 0: a row of the mask without any True gives NaN in some kernels.
+    """
     width = max(sum(map(len, line)) for line in lines)
-    segments_BT = torch.full((len(lines), width), -1)
-    positions_BT = torch.zeros((len(lines), width), dtype=torch.long)
+    numbers_BT = np.zeros((len(lines), width), dtype=np.int32)
+    positions_BT = np.zeros((len(lines), width), dtype=np.int64)
     for b, line in enumerate(lines):
         start = 0
-        for number, row in enumerate(line):
-            segments_BT[b, start : start + len(row)] = number
-            positions_BT[b, start : start + len(row)] = torch.arange(len(row))
+        for number, row in enumerate(line, start=1):
+            numbers_BT[b, start : start + len(row)] = number
+            positions_BT[b, start : start + len(row)] = np.arange(len(row))
             start += len(row)
-    causal_TT = torch.ones(width, width, dtype=torch.bool).tril()
-    mask_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT
-    return _rectangle(lines, {"position_ids": positions_BT, "attention_mask": mask_BTT[:, None]})
+    return _rectangle(
+        lines,
+        {"position_ids": torch.from_numpy(positions_BT), SEQUENCES: torch.from_numpy(numbers_BT)},
+    )
+
+
+SEQUENCES = "sequence_numbers"
+"""Of a block tile's positions; the model gets `block_mask` of them."""
+
+
+def block_mask(numbers_BT: Tensor) -> Tensor:
+    """Who attends to whom: tokens of one number, to the left. Shape [B, 1, T, T], bool.
+
+    Made on the numbers' device: it is the square of what crosses to there.
+    """
+    width = numbers_BT.shape[1]
+    causal_TT = torch.ones(width, width, dtype=torch.bool, device=numbers_BT.device).tril()
+    return ((numbers_BT[:, :, None] == numbers_BT[:, None, :]) & causal_TT)[:, None]
 
 
 def _rectangle(lines: Sequence[list[TokenRow]], model_kwargs: dict[str, Any] | None = None) -> Tile:

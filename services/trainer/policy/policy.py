@@ -11,18 +11,20 @@ were. Calls are blocking and not thread-safe: one at a time, from any thread.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import Coefficients
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from services.trainer.policy.state import PolicyState
+from tidemill.common.wire.arrays import Float32
+from tidemill.common.wire.messages import WeightFile
+from tidemill.services.trainer.algorithm.coefficients import Coefficients
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.weights.store import WeightState
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,19 @@ class Policy(Protocol):
         """Continue from a state, or from the folder it was saved in; accumulated gradients are discarded.
         Raises ConfigError: the state is of another model or policy."""
 
-    def digest(self) -> str:
-        """128-bit hash over all parameter bytes, 32 hexadecimal digits."""
+    def compare_weights(self) -> WeightState:
+        """What the weights are now, and what has changed since the last call; once a step."""
+
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        """Start to write what the last comparison found into a folder: in full, or as a delta to `parent`
+        where that is not -1. The weights may change meanwhile. The result may be a StorageError."""
+
+    def finish_writing(self) -> None:
+        """Wait for what is being written."""
+
+    def digest(self, like: str = "") -> str:
+        """128-bit sum over all weights, as in commits; of the kind of the digest `like`, where one is
+        given."""
 
 
 T = TypeVar("T")

@@ -8,19 +8,23 @@ digest; engines never see it.
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.config.algorithm import ValueConfig
-from common.config.penalties import ReferenceConfig
-from services.trainer.policy.forward import TokenScorer
-from services.trainer.policy.packing import Tile
-from services.trainer.weights.store import model_tensors
+from tidemill.common.config.algorithm import ValueConfig
+from tidemill.common.config.penalties import ReferenceConfig
+from tidemill.services.trainer.policy.forward import TokenScorer
+from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.weights.store import model_tensors
 
 REFERENCE_PREFIX = "reference."
 """Of its weights' names, in a checkpoint."""
+
+MakeScorer = Callable[[PreTrainedModel], TokenScorer]
+"""For a model that may be split over ranks."""
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 """None keeps that of the policy's master weights."""
@@ -29,12 +33,12 @@ _DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 class ReferenceModel:
     """A copy of the policy's model. Make it before the first update and before a checkpoint is loaded."""
 
-    def __init__(self, model: PreTrainedModel, config: ReferenceConfig, compute_dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, config: ReferenceConfig, make_scorer: MakeScorer) -> None:
         self._config = config
         self._model = copy.deepcopy(model).requires_grad_(False).eval()
         if (dtype := _DTYPES[config.dtype]) is not None:
             self._model.to(dtype)
-        self.scorer = TokenScorer(self._model, compute_dtype)
+        self.scorer = make_scorer(self._model)
 
     def is_due(self, num_steps: int) -> bool:
         """Whether the reference is to follow the policy after so many steps."""
@@ -92,14 +96,14 @@ class Critic(ValueHead):
 
     reads_policy = False
 
-    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, make_scorer: MakeScorer) -> None:
         super().__init__(model, detach=False)
         self.model = copy.deepcopy(model)
         if (head := self.model.get_output_embeddings()) is not None:
             embeddings = self.model.get_input_embeddings()
             # Its logits are never asked for; a matrix that is also the embeddings' goes on learning.
             head.requires_grad_(head.weight is embeddings.weight)
-        self._scorer = TokenScorer(self.model, compute_dtype)
+        self._scorer = make_scorer(self.model)
 
     def forward(self, tile: Tile, hidden_NH: Tensor | None) -> Tensor:
         """As of the head; the policy's hidden states are not looked at."""
@@ -111,10 +115,8 @@ class Critic(ValueHead):
         return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]
 
 
-def make_value_head(
-    model: PreTrainedModel, config: ValueConfig, compute_dtype: torch.dtype
-) -> ValueHead | None:
+def make_value_head(model: PreTrainedModel, config: ValueConfig, make_scorer: MakeScorer) -> ValueHead | None:
     """What estimates values, where the config wants any."""
     if not config.head:
         return None
-    return Critic(model, compute_dtype) if config.model == "own" else ValueHead(model, config.detach)
+    return Critic(model, make_scorer) if config.model == "own" else ValueHead(model, config.detach)

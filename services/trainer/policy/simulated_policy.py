@@ -7,7 +7,9 @@ tested without a model.
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +17,22 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.config.run import RunConfig
-from common.errors import ConfigError
-from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import HasCoefficients
-from services.trainer.algorithm.losses.tokens import denominator
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from services.trainer.policy.policy import UpdateResult
-from services.trainer.policy.state import PolicyState
-from services.trainer.weights.store import WEIGHTS_FILE
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.weights.bits import TensorInfo
+from tidemill.common.weights.delta import DeltaWriter, delta_name
+from tidemill.common.wire.arrays import Float32
+from tidemill.common.wire.messages import WeightFile
+from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
+from tidemill.services.trainer.algorithm.losses.tokens import denominator
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
+
+TOLD = TensorInfo("simulated", "I64", (17,))
+UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
 
 
 class SimulatedPolicy(HasCoefficients):
@@ -38,6 +46,9 @@ class SimulatedPolicy(HasCoefficients):
         self._num_updates = 0
         self._chain = xxhash.xxh3_128(b"simulated").digest()
         self._pending: list[bytes] = []
+        self._compared = ("", np.zeros(0, dtype=np.int64))
+        """Digest and exported numbers of the last comparison."""
+        self._changed: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, dtype=np.int64)
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Take `group_s` for each `group_size` samples."""
@@ -97,12 +108,13 @@ class SimulatedPolicy(HasCoefficients):
         """There are none."""
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
-        """One tensor with the digest and the number of updates, to tell versions apart."""
-        values = [self._num_updates, *self._chain]
-        yield "simulated", torch.tensor(values, dtype=torch.int64)
+        """One tensor with the digest and the number of updates, to tell versions apart; one that never
+        changes, so that deltas pay."""
+        yield TOLD.name, torch.tensor([self._num_updates, *self._chain], dtype=torch.int64)
+        yield UNCHANGING.name, torch.zeros(UNCHANGING.shape, dtype=torch.uint8)
 
     def save_weights(self, folder: Path) -> list[Path]:
-        """Write a file of about 200 bytes."""
+        """Write a file of about 4 kB."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / WEIGHTS_FILE
         save_file(dict(self.named_parameters_for_export()), path, metadata={"format": "pt"})
@@ -110,7 +122,7 @@ class SimulatedPolicy(HasCoefficients):
 
     def state(self) -> PolicyState:
         """The chain and the number of updates."""
-        tensors = dict(self.named_parameters_for_export())
+        tensors = {TOLD.name: dict(self.named_parameters_for_export())[TOLD.name]}
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
@@ -131,6 +143,30 @@ class SimulatedPolicy(HasCoefficients):
         self._set_coefficients(self._trainer.algorithm, state.values.get("coefficients"))
         self.zero()
 
-    def digest(self) -> str:
+    def compare_weights(self) -> WeightState:
+        """The end of the chain, which no worker can prove; what changed are numbers of one small tensor."""
+        digest, now = self.digest(), np.array([self._num_updates, *self._chain], dtype=np.int64)
+        before, held = self._compared
+        self._compared, self._changed = (digest, now), np.flatnonzero(now != held) if before else now[:0]
+        num_elements = TOLD.num_elements + UNCHANGING.num_elements
+        share = len(self._changed) / num_elements if before else -1.0
+        return WeightState(digest, digest, before, share, TOLD.num_bytes + UNCHANGING.num_bytes)
+
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        """Written at once."""
+        if parent < 0:
+            self.save_weights(folder)
+        else:
+            writer = DeltaWriter(folder / delta_name(0, 1), version, parent)
+            writer.add(TOLD, self._changed, self._compared[1][self._changed].view(TOLD.bits_dtype))
+            writer.close()
+        written: Future[tuple[WeightFile, ...]] = Future()
+        written.set_result(list_files(folder))
+        return written
+
+    def finish_writing(self) -> None:
+        """Nothing is being written."""
+
+    def digest(self, like: str = "") -> str:
         """The end of the chain, 32 hexadecimal digits."""
         return self._chain.hex()

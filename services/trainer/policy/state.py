@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import ConfigError
+from tidemill.common.errors import ConfigError
 
 PATTERN = "policy*.safetensors"
 

@@ -19,50 +19,61 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config.run import RunConfig
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError
-from common.wire.arrays import Float32
-from services.trainer.algorithm.coefficients import HasCoefficients
-from services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
-from services.trainer.algorithm.losses.registry import find_loss
-from services.trainer.algorithm.losses.tokens import denominator
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
-from services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
-from services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters, BaseReference
-from services.trainer.policy.forward import ScoredSamples, TokenScorer, pick_layout, place, tile_tokens
-from services.trainer.policy.model_loading import (
+from tidemill.common.config.run import RunConfig
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
+from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms, policy_loss
+from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses.tokens import denominator
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, total_metrics
+from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
+from tidemill.services.trainer.policy.adapters import Adapters, BaseReference
+from tidemill.services.trainer.policy.exporting import ExportsWeights
+from tidemill.services.trainer.policy.forward import (
+    ScoredSamples,
+    TokenScorer,
+    pick_layout,
+    place,
+    tile_tokens,
+)
+from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
     load_model,
     pick_device,
     recompute_layers,
 )
-from services.trainer.policy.optimizer import (
+from tidemill.services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
     learning_rate,
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from services.trainer.policy.packing import CPU_TILE_TOKENS, Tile, make_rows, make_tiles
-from services.trainer.policy.policy import UpdateResult
-from services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
-from services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
-from services.trainer.policy.state import PolicyState
-from services.trainer.weights.store import (
-    digest_parameters,
-    export_tensors,
-    model_tensors,
-    save_model,
+from tidemill.services.trainer.policy.packing import (
+    CPU_TILE_TOKENS,
+    Lines,
+    Tile,
+    make_rows,
+    make_tile,
+    plan_tiles,
 )
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
+from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.weights.store import model_tensors
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
     """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
     used."""
     model, options = policy_parts(config, pick_device(config.trainer.device))
-    return TransformersPolicy(model, config.trainer, **options)
+    policy = TransformersPolicy(model, config.trainer, **options)
+    policy.max_share_changed = config.weights.max_share_changed
+    return policy
 
 
 def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -88,7 +99,7 @@ def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedMod
     }
 
 
-class TransformersPolicy(HasCoefficients):
+class TransformersPolicy(ExportsWeights, HasCoefficients):
     """Implements `Policy` for one model on one device."""
 
     def __init__(
@@ -110,8 +121,9 @@ class TransformersPolicy(HasCoefficients):
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
         self._reference = self._make_reference() if algorithm.needs_reference else None
+        self._value_head = self._make_value_head(model)
+        # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         self._scorer = self._make_scorer(model)
-        self._value_head = make_value_head(model, algorithm.value, dtype)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -142,22 +154,26 @@ class TransformersPolicy(HasCoefficients):
     def _make_reference(self) -> ReferenceModel | BaseReference:
         if self._adapters is not None:
             return BaseReference(self._model, self._adapters, self._dtype)
-        return ReferenceModel(self._model, self._config.algorithm.reference, self._dtype)
+        return ReferenceModel(self._model, self._config.algorithm.reference, self._make_scorer)
+
+    def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
+        return make_value_head(model, self._config.algorithm.value, self._make_scorer)
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
-        return self._accumulate(batch, self._tiles_of(batch))
+        return self._accumulate(batch, self._plan(batch.samples))
 
-    def _tiles_of(self, batch: MicroBatch) -> list[Tile]:
-        rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
-        return make_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples)
+    def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
+        """The tiles that train on the samples."""
+        rows = make_rows(samples, [sample.mask for sample in samples])
+        return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples)
 
-    def _scored_tiles(self, samples: Sequence[Sample]) -> list[Tile]:
-        """With every completion token, trained or not."""
+    def _plan_scored(self, samples: Sequence[Sample]) -> list[Lines]:
+        """Tiles with every completion token, trained or not."""
         rows = make_rows(samples, [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples])
-        return make_tiles(rows, self.layout, self._tile_tokens)
+        return plan_tiles(rows, self.layout, self._tile_tokens)
 
-    def _accumulate(self, batch: MicroBatch, tiles: Sequence[Tile]) -> MicroBatchMetrics:
+    def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
         num_sequences, num_trained = len(batch.samples), batch.num_trained
         metrics = MicroBatchMetrics(
@@ -167,7 +183,9 @@ class TransformersPolicy(HasCoefficients):
                 normalisation, num_sequences, num_trained, self._max_completion_tokens, batch.num_groups
             ),
         )
-        sums = metrics + total_metrics([self._train_tile(tile, batch) for tile in tiles])
+        sums = metrics + total_metrics(
+            [self._train_tile(make_tile(lines, self.layout), batch) for lines in plan]
+        )
         if rejection.denominator == "kept" and normalisation == "token":
             return replace(sums, denominator=sums.denominator - sums.rejected)
         return sums
@@ -301,7 +319,8 @@ class TransformersPolicy(HasCoefficients):
         found = ScoredSamples(
             empty(), empty() if has_entropies else nothing, nothing if head is None else empty()
         )
-        for tile in self._scored_tiles(samples):
+        for lines in self._plan_scored(samples):
+            tile = make_tile(lines, self.layout)
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
             place(scores.logprobs_N, tile, found.logprobs)
             if has_entropies:
@@ -309,20 +328,6 @@ class TransformersPolicy(HasCoefficients):
             if head is not None:
                 place(head(tile, scores.hidden_NH), tile, found.values)
         return found
-
-    def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
-        merged."""
-        return export_tensors(self._model, self._dtype, self._merged())
-
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
-        if self._adapters:
-            self._adapters.save(folder / ADAPTER_FOLDER)
-        return save_model(self._model, self._dtype, folder, self._merged())
-
-    def _merged(self) -> dict[str, Tensor] | None:
-        return self._adapters.merged(self._dtype) if self._adapters else None
 
     def state(self) -> PolicyState:
         """Master weights, moments, random state; and the number of updates, which fixes the rate."""
@@ -383,11 +388,6 @@ class TransformersPolicy(HasCoefficients):
         if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
             torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)
         self.zero()
-
-    def digest(self) -> str:
-        """Over the float32 master weights: stricter than over what engines load."""
-        base = [("base", self._adapters.mark)] if self._adapters else []
-        return digest_parameters([*self._parameters, *base])
 
 
 def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

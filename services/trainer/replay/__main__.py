@@ -1,4 +1,4 @@
-"""`python -m services.trainer.replay --run ID --run-dir DIR --steps 3,17`: train committed steps again.
+"""`python -m tidemill.services.trainer.replay --run ID --run-dir DIR --steps 3,17`: trains steps again.
 
 A process of its own for `tidemill replay step`: it reads the run's folder, and its streams where
 TIDEMILL_REDIS_URL is set or the folder has an archive. It prints one JSON value a line on stdout: `start` for
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.config import RunConfig, load_recorded
-from common.config.loading import override_config
-from common.config.recorded import FIXED, changed_fields
-from common.errors import ConfigError, TidemillError
-from common.history import History, StreamName
-from common.process.programs import run_main
-from common.redis.broker import Broker
-from common.redis.client import URL_VARIABLE
-from common.run.state import read_config
-from common.streams import Entry
-from common.telemetry.logs import LEVEL_VARIABLE, configure_logs
-from common.wire.messages import Commit
+from tidemill.common.config import RunConfig, load_recorded
+from tidemill.common.config.loading import override_config
+from tidemill.common.config.recorded import FIXED, changed_fields
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.history import History, StreamName
+from tidemill.common.process.programs import run_main
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.state import read_config
+from tidemill.common.streams import Entry
+from tidemill.common.telemetry.logs import LEVEL_VARIABLE, configure_logs
+from tidemill.common.wire.messages import Commit
 
 OTHER_PARAMETERS = {
     "trainer.lora": "other parameters would be trained than those of the run's checkpoints",
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.replay", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tidemill.services.trainer.replay", description=__doc__)
     parser.add_argument("--run", required=True, metavar="RUN_ID")
     parser.add_argument("--run-dir", required=True, type=Path, help="the run's folder")
     parser.add_argument("--steps", required=True, help="numbers with commas between them")
@@ -116,7 +116,7 @@ async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:
         if options.with_weights and config.trainer.num_ranks > 1:
             raise ConfigError("--with-weights works for runs that train on one rank only.")
         await check_committed(history, steps)
-        from services.trainer.replay.steps import StepReplay
+        from tidemill.services.trainer.replay.steps import StepReplay
 
         work = StepReplay(history, config, changed, options, lambda event: _print(lines, event))
         return await work.run(steps)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.history import (
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import (
     GroupCursor,
     History,
     MissingRecordsError,
@@ -23,15 +23,15 @@ from common.history import (
     Selection,
     StreamName,
 )
-from common.process.activity import Activity
-from common.streams import Entry, entry_id_of
-from common.wire.messages import Commit
-from services.trainer.batch.stream_join import SCORES, TRAJECTORIES
-from services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter
-from services.trainer.metrics.step_metrics import step_metrics
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.step import StepResult, StepRunner
+from tidemill.common.process.activity import Activity
+from tidemill.common.streams import Entry, entry_id_of
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES
+from tidemill.services.trainer.durable.checkpoint import Checkpoint, read_checkpoint
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter
+from tidemill.services.trainer.metrics.step_metrics import step_metrics
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.step import StepResult, StepRunner
 
 Say = Callable[[dict[str, Any]], None]
 """Tells whoever waits how far the replay is."""
@@ -110,7 +110,7 @@ class Session:
         """The step before the checkpoint, where its weights are not those that the step was committed with: a
         trainer that had to replay on other hardware goes on from what it has."""
         commit = await self.history.commit(self.version - 1)
-        is_same = commit is None or await self.thread.call(self.policy.digest) == commit.digest
+        is_same = commit is None or await self.thread.call(self.policy.digest, commit.digest) == commit.digest
         return None if is_same else self.version - 1
 
     def _open_cursor(self, checkpoint: Checkpoint | None) -> GroupCursor:
@@ -154,7 +154,7 @@ class Session:
         started_at = time.monotonic()
         recorded = await self._groups_of(commit)
         result = await self.runner.replay(commit, complete_groups(recorded, commit))
-        digest = await self.thread.call(self.policy.digest)
+        digest = await self.thread.call(self.policy.digest, commit.digest)
         self.version = commit.version
         if digest != commit.digest and self.first_difference is None:
             self.first_difference = commit.step

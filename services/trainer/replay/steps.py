@@ -10,18 +10,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.config import RunConfig
-from common.history import History
-from common.wire.messages import Commit
-from services.trainer.durable.recovery import weight_difference
-from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.policy.state import PolicyState
-from services.trainer.replay.session import ReplayedStep, Say, Session
-from services.trainer.replay.torch_dump import write_dump
-from services.trainer.replay.what_if import WhatIf, copied_state
-from services.trainer.step import StepResult
+from tidemill.common.config import RunConfig
+from tidemill.common.history import History
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.durable.recovery import weight_difference
+from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.replay.session import ReplayedStep, Say, Session
+from tidemill.services.trainer.replay.torch_dump import write_dump
+from tidemill.services.trainer.replay.what_if import WhatIf, copied_state
+from tidemill.services.trainer.step import StepResult
 
 
 def compare_step(replayed: ReplayedStep) -> dict[str, Any]:

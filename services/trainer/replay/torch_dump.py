@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import RunConfig
-from common.files import storage_errors
-from common.wire.arrays import Int32
-from services.trainer.groups.samples import Sample, token_versions
-from services.trainer.policy.state import PolicyState
-from services.trainer.replay.session import ReplayedStep
-from services.trainer.replay.what_if import named_weights
+from tidemill.common.config import RunConfig
+from tidemill.common.files import storage_errors
+from tidemill.common.wire.arrays import Int32
+from tidemill.services.trainer.groups.samples import Sample, token_versions
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.replay.session import ReplayedStep
+from tidemill.services.trainer.replay.what_if import named_weights
 
 SCHEMA = 1
 PER_TOKEN = {

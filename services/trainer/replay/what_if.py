@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.config import RunConfig
-from common.config.recorded import changed_fields
-from common.errors import TidemillError
-from common.history import RecordedGroup
-from common.wire.messages import Commit
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, Refusal, TrainableGroup
-from services.trainer.groups.samples import Composition, form_micro_batches
-from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.policy.state import PolicyState
-from services.trainer.replay.session import ReplayContext, complete_groups, metrics_of
-from services.trainer.step import StepRunner
+from tidemill.common.config import RunConfig
+from tidemill.common.config.recorded import changed_fields
+from tidemill.common.errors import TidemillError
+from tidemill.common.history import RecordedGroup
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, Refusal, TrainableGroup
+from tidemill.services.trainer.groups.samples import Composition, form_micro_batches
+from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.replay.session import ReplayContext, complete_groups, metrics_of
+from tidemill.services.trainer.step import StepRunner
 
 NOT_WEIGHTS = ("optimizer.", "rng.", "reference.")
 """Beginnings of names in a policy's state."""
@@ -125,7 +125,7 @@ class WhatIf:
         return {
             "changes": self.changes,
             "metrics": metrics_of(commit, result, self.config),
-            "digest": await self.thread.call(self.policy.digest),
+            "digest": await self.thread.call(self.policy.digest, commit.digest),
             "refused": [
                 {"ticket": item.ticket, "reason": item.reason, "detail": item.detail} for item in refusals
             ],

@@ -18,9 +18,9 @@ from typing import Any
 
 import structlog
 
-from common.files import write_atomically
-from common.run.state import BEST_FILE, EVALUATION, Record
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
+from tidemill.common.files import write_atomically
+from tidemill.common.run.state import BEST_FILE, EVALUATION, Record
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions, version_name
 
 log = structlog.get_logger(__name__)
 

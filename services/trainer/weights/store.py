@@ -1,11 +1,15 @@
-"""Writes a version's weights, so that a manifest exists only for bytes that are complete and on the disk.
+"""Writes versions, so that a manifest exists only for bytes that are complete and on the disk.
 
-Layout: `weights/v00000012/{model.safetensors, ..., manifest.json}` below the run's folder. A version appears
-there by one rename. Subfolders, such as its adapters, are for people: no manifest names them. `write` returns
-the manifest that the trainer announces; the reading side is `common.run.weight_files`.
+Layout: `weights/v00000012/{model.safetensors or delta-*.tmd, ..., manifest.json}` below the run's folder. A
+version appears there by one rename. Subfolders, such as its adapters, are for people: no manifest names them.
+A version is full, or a delta to the one before it (`begin` decides); what a delta needs is kept as long as it
+is. `write` returns the manifest that the trainer announces; the reading side is `common/run/weight_files.py`.
 """
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,95 +22,229 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from common.files import (
-    aside_folder,
+from tidemill.common.config.weights import WeightsConfig
+from tidemill.common.errors import WeightsError
+from tidemill.common.files import (
+    begin_folder,
     clear_aside,
     file_checksum,
     publish_folder,
+    remove_folder,
     retire_folder,
+    storage_errors,
     write_atomically,
 )
-from common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, folder_versions, version_name
-from common.wire.messages import WeightFile, WeightManifest
+from tidemill.common.run.weight_files import (
+    MANIFEST_FILE,
+    WEIGHTS_FOLDER,
+    folder_versions,
+    needed_versions,
+    read_chain,
+    read_manifest,
+    verified_files,
+    version_name,
+)
+from tidemill.common.weights.delta import ENCODING
+from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.services.trainer.weights.publisher import Publisher
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightState:
+    """What a policy's weights are after a step."""
+
+    digest: str
+    """Of what travels to engines."""
+    committed: str
+    """For the commit: also of what does not travel."""
+    before: str = ""
+    """The digest of the state before, which the policy can write a delta to; empty where it cannot."""
+    share_changed: float = -1.0
+    num_bytes: int = 0
+    """In full."""
 
 
 class WeightSource(Protocol):
     """What the store needs of a policy."""
 
-    def save_weights(self, folder: Path) -> object:
-        """Write safetensors files with Hugging Face names into an existing folder."""
+    def compare_weights(self) -> WeightState:
+        """What the weights are now, and what has changed since the last call."""
 
-    def digest(self) -> str:
-        """128-bit hash over all parameter bytes, 32 hexadecimal digits."""
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        """Start to write the weights of the last comparison into an existing folder, in full or, where
+        `parent` is not -1, as a delta. The weights may change meanwhile."""
+
+
+@dataclass(slots=True)
+class BegunVersion:
+    """A version that is being written into a folder aside."""
+
+    state: WeightState
+    version: int
+    parent: WeightManifest | None
+    folder: Path
+    files: Future[tuple[WeightFile, ...]]
+    begun_at: float
 
 
 class WeightStore:
     """The `weights` folder of one run. One trainer writes it; constructing it clears what a crash left."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / WEIGHTS_FOLDER
+    def __init__(
+        self, run_dir: Path, config: WeightsConfig | None = None, publisher: Publisher | None = None
+    ) -> None:
+        self.run_dir, self.folder = run_dir, run_dir / WEIGHTS_FOLDER
+        self.config = config or WeightsConfig()
+        self._last: WeightManifest | None = None
+        self._publisher = publisher
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished weights of an earlier process", names=leftovers)
 
     def write(self, version: int, policy: WeightSource) -> WeightManifest:
-        """Publish the policy's weights as `version`.
+        """Publish the policy's weights as `version`, here and now: `begin` and `finish`."""
+        state = policy.compare_weights()
+        return self.finish(self.begin(version, policy, state))
 
-        A version that is there already, after a restart, stays untouched where its bytes are the same, so
-        that a worker that reads it now is not disturbed; otherwise the new bytes replace it.
+    def begin(self, version: int, policy: WeightSource, state: WeightState) -> BegunVersion | WeightManifest:
+        """Start to write `state`, which the policy has just compared; in the policy's thread.
+
+        A version that is there already, after a restart, is returned as it is where it is whole and of the
+        same weights, so that a worker that reads it now is not disturbed; otherwise the new bytes replace it.
 
         Raises:
-            StorageError: the disk is full or read-only. No half version is visible; call again.
+            StorageError: the disk is full or read-only. Nothing of it is visible; call again.
         """
         target = self.folder / version_name(version)
-        with aside_folder(target, f"the weights of version {version}") as aside:
-            policy.save_weights(aside)
-            files = _list_files(aside)
-            manifest = WeightManifest(
-                version=version, folder=target.name, files=files, digest=policy.digest()
-            )
-            if not _holds(target, manifest):
-                write_atomically(aside / MANIFEST_FILE, manifest.model_dump_json(indent=1))
-                publish_folder(aside, target)
+        if (standing := self.standing(version, state.digest)) is not None:
+            self.adopt(standing)
+            return standing
+        parent = self._parent(version, state)
+        what = f"the weights of version {version}"
+        aside = begin_folder(target, what)
+        try:
+            with storage_errors(what, target):
+                files = policy.begin_writing(aside, version, parent.version if parent else -1)
+        except BaseException:
+            remove_folder(aside)
+            raise
+        return BegunVersion(state, version, parent, aside, files, time.monotonic())
+
+    def finish(self, begun: BegunVersion | WeightManifest) -> WeightManifest:
+        """Wait for the files of a version and publish it; in any thread.
+
+        Raises:
+            StorageError: the disk is full or read-only. No half version is visible; begin again.
+        """
+        if isinstance(begun, WeightManifest):
+            self._publish(begun)
+            return begun
+        target = self.folder / version_name(begun.version)
+        try:
+            with storage_errors(f"the weights of version {begun.version}", target):
+                manifest = self._manifest(begun, target.name, begun.files.result())
+                write_atomically(begun.folder / MANIFEST_FILE, manifest.model_dump_json(indent=1))
+                publish_folder(begun.folder, target)
+        finally:
+            remove_folder(begun.folder)
+        self._publish(manifest)
+        self.adopt(manifest)
         return manifest
+
+    def _publish(self, manifest: WeightManifest) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(manifest, self.folder / manifest.folder)
+
+    def adopt(self, manifest: WeightManifest) -> None:
+        """Go on from a version that is on the disk."""
+        self._last = manifest
+
+    def standing(self, version: int, digest: str) -> WeightManifest | None:
+        """The version's manifest, where it is of these weights and all that it needs is there and whole."""
+        try:
+            manifest = read_manifest(self.run_dir, version)
+            if manifest is None or manifest.digest != digest:
+                return None
+            present = {path.name for path in (self.folder / manifest.folder).iterdir() if path.is_file()}
+            if present != {MANIFEST_FILE, *(file.name for file in manifest.files)}:
+                return None
+            for part in read_chain(self.run_dir, manifest):
+                verified_files(self.run_dir, part)
+        except (OSError, WeightsError):
+            return None
+        return manifest
+
+    def _parent(self, version: int, state: WeightState) -> WeightManifest | None:
+        """The version that this one is to be a delta to; None where it is to be full."""
+        last, config = self._last, self.config
+        if config.delta == "off" or last is None or last.version != version - 1:
+            return None
+        base = last.base if last.is_delta else last.version
+        is_worth_it = (
+            state.before == last.digest
+            and state.share_changed <= config.max_share_changed
+            and version - base < config.base_every
+            and last.chain_bytes <= config.max_chain_share * state.num_bytes
+        )
+        return last if is_worth_it else None
+
+    def _manifest(self, begun: BegunVersion, folder: str, files: tuple[WeightFile, ...]) -> WeightManifest:
+        if not files:
+            raise ValueError(f"begin_writing wrote no file into {begun.folder}")
+        state, parent = begun.state, begun.parent
+        manifest = WeightManifest(
+            version=begun.version,
+            folder=folder,
+            files=files,
+            digest=state.digest,
+            share_changed=state.share_changed,
+            encode_s=time.monotonic() - begun.begun_at,
+        )
+        if parent is None:
+            return manifest
+        return manifest.model_copy(
+            update={
+                "encoding": ENCODING,
+                "parent": parent.version,
+                "parent_digest": parent.digest,
+                "base": parent.base if parent.is_delta else parent.version,
+                "chain_bytes": parent.chain_bytes + manifest.num_bytes,
+                "full_bytes": state.num_bytes,
+            }
+        )
 
     def versions(self) -> list[int]:
         """The versions on the disk, in ascending order."""
         return folder_versions(self.folder)
 
     def prune(self, keep: int, in_use: Collection[int] = (), newest: int | None = None) -> list[int]:
-        """Remove all but the newest `keep` versions and those `in_use`; returns what was removed. The run
-        stands at `newest`: what is above it belongs to a history that Redis has lost, and goes first."""
+        """Remove all but the newest `keep` versions, those `in_use`, and what they are deltas to; returns
+        what was removed. The run stands at `newest`: what is above it belongs to a history that Redis has
+        lost, and goes first. Children go before their parents, so that a crash leaves no delta without its
+        base."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         versions = self.versions()
         lost = [version for version in versions if newest is not None and version > newest]
         standing = [version for version in versions if version not in lost]
-        old = [*lost, *(version for version in standing[:-keep] if version not in in_use)]
+        wanted = [*standing[-keep:], *(version for version in standing if version in in_use)]
+        needed = needed_versions(self.run_dir, wanted)
+        old = [*lost[::-1], *(version for version in standing[::-1] if version not in needed)]
         for version in old:
             retire_folder(self.folder / version_name(version))
-        return old
+            if self._publisher is not None:
+                self._publisher.remove(version)
+        return sorted(old)
 
 
-def _list_files(folder: Path) -> tuple[WeightFile, ...]:
+def list_files(folder: Path) -> tuple[WeightFile, ...]:
     """Name, size and checksum of every file except the manifest and those in subfolders, sorted by name."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
-    if not paths:
-        raise ValueError(f"save_weights wrote no file into {folder}")
     return tuple(
         WeightFile(name=path.name, num_bytes=path.stat().st_size, checksum=file_checksum(path))
         for path in paths
     )
-
-
-def _holds(folder: Path, manifest: WeightManifest) -> bool:
-    """Whether a published folder has the manifest's digest and exactly its files, byte for byte."""
-    try:
-        stored = WeightManifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
-        return stored.digest == manifest.digest and _list_files(folder) == manifest.files
-    except (OSError, ValueError):
-        return False
 
 
 WEIGHTS_FILE = "model.safetensors"
@@ -152,7 +290,8 @@ PIECE_BYTES = 1 << 26
 
 
 def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hexadecimal digits for `(name, tensor)` pairs given in any order."""
+    """32 hexadecimal digits for whole `(name, tensor)` pairs given in any order: the digest of releases
+    before that over weights, and what adapters know their base by."""
     hasher = xxhash.xxh3_128()
     for _, tensor in sorted(parameters, key=lambda pair: pair[0]):
         flat = whole_tensor(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)

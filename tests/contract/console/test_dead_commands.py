@@ -10,15 +10,15 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
-from common.errors import ConfigError
-from common.redis.broker import URL_VARIABLE, Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import append_numbered, length
-from common.wire.keys import Keys
-from services.console.__main__ import app
 from tests.support.letters import bury_next, make_ticket, tickets_of, write_letter
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.errors import ConfigError
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append_numbered, length
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.__main__ import app
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line"

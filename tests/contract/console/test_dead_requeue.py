@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from common.redis.broker import Broker
-from common.run.state import update_state
-from common.streams import Delivery, append, append_numbered, group_status, length
-from common.wire import codec
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, Lane, Score, Ticket, Trajectory
-from services.console.dead.dead_letters import Letter, read_letters
-from services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
-from services.console.options import LetterFilter
 from tests.support.letters import bury_next, make_ticket, samples_of, tickets_of, write_letter
 from tests.support.recorded_sessions import as_session
 from tests.support.training import make_score, messages, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import update_state
+from tidemill.common.streams import Delivery, append, append_numbered, group_status, length, scan
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory
+from tidemill.services.console.dead.dead_letters import Letter, read_letters
+from tidemill.services.console.dead.requeue import LetterResult, Requeuer, TicketEnds
+from tidemill.services.console.options import LetterFilter
 
 EVERY_LETTER = LetterFilter()
 
@@ -26,7 +26,7 @@ CONFIG = trainer_config(streams__lease_s=1.0)
 
 
 async def letters(broker: Broker, keys: Keys, wanted: LetterFilter = EVERY_LETTER) -> list[Letter]:
-    return await read_letters(broker, keys, wanted, 1 << 20)
+    return await read_letters(scan(broker, keys.dead, DeadLetter), wanted, 1 << 20)
 
 
 async def put_back(broker: Broker, keys: Keys) -> list[LetterResult]:

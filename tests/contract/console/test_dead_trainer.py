@@ -2,14 +2,6 @@
 
 import asyncio
 
-from common.streams import OffsetReader, append, ensure_group, remove_entries
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import DeadLetter, Lane, Ticket
-from services.trainer.batch.batch_assembler import BatchAssembler
-from services.trainer.batch.reconciler import Reconciler, RunStreams
-from services.trainer.durable.checkpointing import Trimmer
-from services.trainer.evaluation import Evaluator
-from services.trainer.groups.group_filter import GroupFilter
 from tests.support.letters import tickets_of
 from tests.support.training import (
     make_context,
@@ -24,6 +16,14 @@ from tests.support.training import (
 )
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.streams import OffsetReader, append, ensure_group, remove_entries
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
+from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
+from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
+from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.evaluation import Evaluator
+from tidemill.services.trainer.groups.group_filter import GroupFilter
 
 GARBAGE = {"v": b"1.0", "p": b"\xc1"}
 NEWER = {"v": b"2.0", "p": b"\x80"}

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from common.history import ALL, History
-from common.redis.broker import Broker
-from common.streams import Entry, append, id_order, read_range
-from common.wire.keys import Keys
-from common.wire.messages import Score, ScoreStatus, Trajectory
-from services.console.rescore.emission import Emission, Flow, Pace
 from tests.support.recorded_sessions import as_session
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.history import ALL, History
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Entry, append, id_order, read_range
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
+from tidemill.services.console.rescore.emission import Emission, Flow, Pace
 
 SPACING_MS = 100
 

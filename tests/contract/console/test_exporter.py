@@ -7,18 +7,18 @@ from dataclasses import asdict
 
 import pytest
 
-from common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat
-from common.redis.broker import Broker
-from common.run.replicas import ReplicaRegistry
-from common.run.state import publish_config, update_state
-from common.streams import Consumer, append, append_numbered
-from common.telemetry import metrics
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, DeadLetter, Ticket, Trajectory
-from services.console.exporter import exporter
-from services.console.exporter.exporter import MetricsReader, Reading, set_gauges
 from tests.support.letters import make_ticket
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.run.state import publish_config, update_state
+from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, DeadLetter, Ticket, Trajectory
+from tidemill.services.console.exporter import exporter
+from tidemill.services.console.exporter.exporter import MetricsReader, Reading, set_gauges
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ async def test_jobs_are_counted_by_queue_and_state(broker, keys, reader, redis_s
     from rq import Queue
     from rq.serializers import JSONSerializer
 
-    from common.redis.client import make_blocking_client
+    from tidemill.common.redis.client import make_blocking_client
 
     queue = Queue(
         keys.sandbox_queue, connection=make_blocking_client(redis_server.url), serializer=JSONSerializer

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from common.archive import mark_whole
-from common.errors import ConfigError
-from common.history import StreamName
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import append
-from common.wire.keys import Keys
-from services.console.run.folder import RunFolder
-from services.console.run.history import open_history
 from tests.support.archives import archive
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.archive import mark_whole
+from tidemill.common.errors import ConfigError
+from tidemill.common.history import StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.history import open_history
 
 
 async def write_run(broker: Broker, folder: RunFolder) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from services.console.exporter.exporter import MetricsReader, _set_workers, as_json
-from services.console.status.render import dashboard
-from services.console.status.snapshot import RunSnapshot
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.exporter.exporter import MetricsReader, _set_workers, as_json
+from tidemill.services.console.status.render import dashboard
+from tidemill.services.console.status.snapshot import RunSnapshot
 
 ODD: dict[str, Any] = {
     "at": [None, "soon", [], 10**400, -1e300, float("nan"), float("inf")],

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import FINISHED, RUNNING, update_state
-from common.wire.keys import Keys
-from services.console.status.report import show_report
 from tests.support.histories import write_small_run
+from tidemill.common.errors import ConfigError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import FINISHED, RUNNING, update_state
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.status.report import show_report
 
 
 @pytest.fixture(autouse=True)

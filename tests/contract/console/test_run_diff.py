@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import RunConfig
-from common.history import GroupCursor, History
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import append, append_numbered, trim_before
-from common.wire.keys import Keys
-from common.wire.messages import Commit, SamplingParams, Score, Ticket, Trajectory
-from services.console.compare.differences import Aspect
-from services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
 from tests.support.recorded_sessions import FORK, as_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.common.history import GroupCursor, History
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import append, append_numbered, trim_before
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, SamplingParams, Score, Ticket, Trajectory
+from tidemill.services.console.compare.differences import Aspect
+from tidemill.services.console.compare.run_diff import DiffedRun, RunDiff, diff_runs
 
 STEPS, GROUPS, SIZE = 5, 2, 2
 

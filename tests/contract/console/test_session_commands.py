@@ -9,14 +9,14 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-from common.redis.broker import URL_VARIABLE, Broker
-from common.redis.embedded import EmbeddedRedis
-from common.wire.keys import Keys
-from services.console.__main__ import app
 from tests.conftest import SERVERS
 from tests.support.histories import BEGIN, trajectories, write_small_run
 from tests.support.recorded_sessions import ANSWER, QUESTION, RESULT, SECOND, as_session
 from tests.support.traces import problems_of
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.__main__ import app
 
 HOSTILE = "[bold red]\x1b[2J\u202e"
 

@@ -10,15 +10,15 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
-from common.errors import ConfigError
-from common.redis.broker import URL_VARIABLE, Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import Consumer, append
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Trajectory
-from services.console.__main__ import app
 from tests.support.histories import letters, write_small_run
 from tests.support.trajectories import make_trajectory
+from tidemill.common.errors import ConfigError
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Consumer, append
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.console.__main__ import app
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line" + "x" * 100_000
@@ -186,7 +186,7 @@ def test_mistakes_are_answered_in_plain_words(streams, line, words):
 
 
 def test_what_comes_is_followed_until_it_is_ended(streams, redis_server, keys, monkeypatch):
-    from services.console.records import streams as commands
+    from tidemill.services.console.records import streams as commands
 
     printed: list[int] = []
     monkeypatch.setattr(

@@ -9,18 +9,18 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
-from common.errors import ConfigError
-from common.history.records import STAGES
-from common.redis.broker import URL_VARIABLE, Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import Score, ScoreStatus
-from services.console.__main__ import app
-from services.console.records.trace_events import Slice
 from tests.support.histories import DIGESTS, commits, write_small_run
 from tests.support.traces import problems_of
 from tests.support.trajectories import make_trajectory
+from tidemill.common.errors import ConfigError
+from tidemill.common.history.records import STAGES
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.console.__main__ import app
+from tidemill.services.console.records.trace_events import Slice
 
 HOSTILE = "[bold red]\x1b[2J\u202e"
 

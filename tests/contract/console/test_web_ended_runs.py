@@ -8,18 +8,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
-from common.history import StreamName
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.wire.keys import Keys
-from services.console.web import watched_run
-from services.console.web.access import Access
-from services.console.web.catalog import Catalog
-from services.console.web.server import create_app
 from tests.support.archives import archive
 from tests.support.waiting import wait_until
 from tests.support.web_runs import write_folder, write_run
+from tidemill.common.history import StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.web import watched_run
+from tidemill.services.console.web.access import Access
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.curves import MAX_POINTS
+from tidemill.services.console.web.server import create_app
 
 KEYS = Keys("ended")
 
@@ -108,6 +110,44 @@ async def test_a_run_whose_config_is_not_understood_says_so_and_is_shown_once_it
     await shows(site, "/steps", "0.125")
 
 
+async def compares_it_with_another(site: httpx.AsyncClient, runs: Path) -> None:
+    other = yaml.safe_load((runs / "ended" / "config.yaml").read_text()) | {"seed": 77}
+    (runs / "other").mkdir()
+    (runs / "other" / "config.yaml").write_text(yaml.safe_dump(other))
+    lines = [{"kind": "step", "step": s, "time": 1.7e9 + s, "reward": -s} for s in range(2000)]
+    (runs / "other" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    address = "http://127.0.0.1/compare{}?run=ended&run=other&metric=reward"
+    (chart,) = (await site.get(address.format(".json") + "&smooth=0.5")).json()["charts"]
+    ended, other_line = chart["lines"]
+    assert ended["raw"][-1] == [3, 0.75] and len(other_line["points"]) <= MAX_POINTS
+    assert other_line["raw"][-1] == [1999, -1999]
+    page = (await site.get(address.format(""))).text
+    assert "1 field<" in page and "seed" in page and "77" in page and "−1\u202f999" in page
+    rows = (await site.get(address.format(".csv"))).text.splitlines()
+    assert rows[:2] == ["run,metric,step,seconds,value", "ended,reward,0,0.0,0.0"] and len(rows) == 2005
+
+
+async def shows_its_logs_and_nothing_else(site: httpx.AsyncClient, folder: Path) -> None:
+    logs = folder / "logs"
+    logs.mkdir()
+    (logs / "trainer.log").write_text("".join(f"line {n} <b>\n" for n in range(20_000)))
+    (logs / "secret.log").symlink_to("/etc/hostname")
+    (logs / '"><img src=x>\n.log').write_text("not a name of ours")
+    newest = (await site.get("/logs/trainer.log")).text
+    assert (
+        "line 19999 &lt;b&gt;" in newest
+        and "line 1 " not in newest
+        and "secret" not in newest
+        and "img" not in newest.partition("<main")[2]
+    )
+    earlier = newest.partition("?end=")[2].partition('"')[0]
+    page = (await site.get(f"/logs/trainer.log?end={earlier}&text=LINE+1")).text
+    assert "earlier</a>" in page and "line 19999" not in page and "line 1" in page
+    assert (await site.get("/logs/trainer.log?file=1")).text.endswith("line 19999 <b>\n")
+    for name in ("secret.log", "..%2fconfig.yaml", "..%2f..%2fetc%2fpasswd", ".hidden"):
+        assert (await site.get(f"/logs/{name}")).status_code == 404, name
+
+
 async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(
     site: httpx.AsyncClient, tmp_path: Path
 ) -> None:
@@ -120,4 +160,10 @@ async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(
     charts = (await site.get("/charts.json")).json()["charts"]
     assert charts[0]["lines"][0]["points"][-1] == [3, 0.75]
     assert "no groups here yet" in (await site.get("/groups")).text
+    assert (await site.get("/metrics.csv")).text.splitlines()[4].startswith("3,")
+    assert len((await site.get("/metrics.json")).json()["steps"]) == 4
+    assert "trainer.optimizer.lr" in (await site.get("/config?text=optimizer")).text
+    assert yaml.safe_load((await site.get("/config.yaml")).text)["run_id"] == "ended"
+    await compares_it_with_another(site, tmp_path)
+    await shows_its_logs_and_nothing_else(site, tmp_path / "ended")
     assert (await site.get("/dead")).status_code == 503

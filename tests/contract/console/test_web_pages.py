@@ -1,18 +1,13 @@
 """`tidemill web`: what its pages say of a run in Redis, and that nothing on them takes effect."""
 
+import csv
+import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from services.console.web.access import CONTENT_POLICY, Access
-from services.console.web.catalog import Catalog
-from services.console.web.server import create_app
 from tests.conftest import SERVERS
 from tests.support.waiting import wait_until
 from tests.support.web_runs import (
@@ -24,6 +19,14 @@ from tests.support.web_runs import (
     write_folder,
     write_run,
 )
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.services.console.web.access import CONTENT_POLICY, Access
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.compare_pages import csv_response
+from tidemill.services.console.web.server import create_app
 
 # What differs between servers is hidden by `History`, and tested there.
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
@@ -62,6 +65,9 @@ async def test_every_page_answers_and_holds_no_markup_of_others(site: httpx.Asyn
         "/eval-groups/0",
         "/steps",
         "/steps/0",
+        "/config",
+        "/logs",
+        "/notes",
     )
     for path in (*paths, "/dead", f"/dead/{letter}", str(site.base_url).rstrip("/")):
         page = await site.get(path)
@@ -170,8 +176,45 @@ async def test_a_step_tells_what_went_in_and_where_the_time_went(site: httpx.Asy
     assert ">1.3</a>" in page and "failed score" in page
 
 
+async def test_groups_go_out_as_csv_and_json_and_no_text_becomes_a_formula(site: httpx.AsyncClient) -> None:
+    answer = await site.get("/groups.csv?reward=2..4&sort=reward&order=up")
+    assert "attachment" in answer.headers["content-disposition"]
+    rows = list(csv.DictReader(io.StringIO(answer.text)))
+    assert [row["ticket"] for row in rows] == ["2", "3"] and rows[0]["reward_mean"] == "2.15"
+    assert rows[0]["prompt"] == f"question 2 {SCRIPT}" and rows[0]["state"] == "trained"
+    trees = (await site.get("/groups.json?state=failed")).json()
+    assert [tree["ticket"] for tree in trees] == [1] and trees[0]["num_failed"] == 1
+    whole = (await site.get("/groups/1.json")).json()
+    assert whole["ticket"] == 1 and len(whole["samples"]) == 4
+    assert whole["samples"][0]["trajectory"]["completion_ids"] == [5, 6, 7, 8, 9, 10]
+    parts = "".join([part async for part in csv_response("x", ("a",), iter([("=1+1", -2)])).body_iterator])
+    assert parts == "a\r\n'=1+1,-2\r\n"
+
+
+async def test_a_run_that_only_redis_has_is_compared_by_its_commits(
+    site: httpx.AsyncClient, keys: Keys
+) -> None:
+    tree = (await site.get(f"http://127.0.0.1/compare.json?run={keys.run_id}&run=gone&metric=reward")).json()
+    assert [line["points"] for line in tree["charts"][0]["lines"]] == [[[0, 0.5], [1, 1.5]]]
+    typed = '"><script>window.hacked = 3</script>'
+    address = f"http://127.0.0.1/compare?run={keys.run_id}&run=gone"
+    page = (
+        await site.get(address, params={"run": [keys.run_id, "gone"], "metric": typed, "text": typed})
+    ).text
+    assert "no run <bdi>gone</bdi> here" in page and "<script>window" not in page
+    assert "&lt;script&gt;" in page and "reward" in page
+
+
 async def test_what_is_not_there_is_said(site: httpx.AsyncClient) -> None:
-    for path in ("/groups/99", "/steps/99", "/dead/9-9", "/groups/0/77/tokens.json", "/nothing"):
+    for path in (
+        "/groups/99",
+        "/steps/99",
+        "/dead/9-9",
+        "/groups/0/77/tokens.json",
+        "/groups/99.json",
+        "/logs/a.log",
+        "/nothing",
+    ):
         answer = await site.get(path)
         assert answer.status_code == 404 and "This cannot be shown" in answer.text, path
     missing = await site.get("http://127.0.0.1/run/..%2f..%2fetc")

@@ -7,21 +7,21 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.errors import ConfigError
-from common.process.activity import Activity
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.run.state import read_config
-from common.streams import Entry, read_range
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Message, Score
-from services.reward.worker import serve
-from services.trainer.batch.stream_join import SCORES, TRAJECTORIES, StreamJoin
 from tests.contract.reward.test_reward_worker import running
 from tests.support.training import make_score, outstanding
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import read_config
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Message, Score
+from tidemill.services.reward.worker import serve
+from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES, StreamJoin
 
 
 async def write_as(release: bytes, broker: Broker, key: str, message: Message) -> None:

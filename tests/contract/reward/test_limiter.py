@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.config.reward_kinds import LimitsConfig
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from common.wire.messages import Lane
-from services.reward.remote.limiter import Limiter
 from tests.support.waiting import wait_until
+from tidemill.common.config.reward_kinds import LimitsConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.remote.limiter import Limiter
 
 MakeLimiter = Callable[..., Limiter]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from common.config import NamedRewardConfig, RewardCacheConfig
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from services.reward.outcome import AttemptError, Part, RewardOutcome
-from services.reward.rewards.cache import RewardCache, version_of
-from services.reward.rewards.named import NamedReward
-from services.reward.sample import RewardSample
 from tests.support.waiting import wait_until
+from tidemill.common.config import NamedRewardConfig, RewardCacheConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.outcome import AttemptError, Part, RewardOutcome
+from tidemill.services.reward.rewards.cache import RewardCache, version_of
+from tidemill.services.reward.rewards.named import NamedReward
+from tidemill.services.reward.sample import RewardSample
 
 
 class Paid:

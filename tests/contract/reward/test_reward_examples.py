@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import NamedRewardConfig, load_config
-from common.redis.broker import Broker
-from common.streams import append
-from common.wire.keys import Keys
-from services.reward.outcome import AttemptError
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.rewards.reward import make_reward
-from services.reward.sample import RewardSample
 from tests.support.reward_worker import scores, worker
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.config import NamedRewardConfig, load_config
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.rewards.reward import make_reward
+from tidemill.services.reward.sample import RewardSample
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "rewards"
 CHAT = {"prompt": [{"role": "user", "content": "1/2 + 1/2?"}], "solution": "$1$"}

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from common.config.reward_kinds import JudgeConfig
-from common.process.heartbeats import FAILURES, Heartbeat
-from common.redis.broker import Broker
-from common.streams import append
-from common.wire.keys import Keys
-from common.wire.messages import ScoreStatus
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.remote.faults import RemoteFault
-from services.reward.remote.judge import JudgeAnswer, JudgeReward
-from services.reward.sample import RewardSample
 from tests.support.reward_worker import num_pending, scores, worker
 from tests.support.scoring import Pool, obedient_functions
 from tests.support.trajectories import make_trajectory
+from tidemill.common.config.reward_kinds import JudgeConfig
+from tidemill.common.process.heartbeats import FAILURES, Heartbeat
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import ScoreStatus
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.remote.faults import RemoteFault
+from tidemill.services.reward.remote.judge import JudgeAnswer, JudgeReward
+from tidemill.services.reward.sample import RewardSample
 
 SOURCE = """
     import asyncio, os

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from common.errors import LeaseLostError
-from common.redis.broker import Broker
-from common.streams import Consumer, Delivery, append, ensure_group, group_status
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Lane, ScoreStatus, Trajectory
-from services.reward.outcome import Part
-from services.reward.rewards.group_scoring import GroupResult
-from services.reward.sample import RewardSample
-from services.trainer.batch.reconciler import delete_results
 from tests.support.reward_worker import group, num_pending, scores, worker
 from tests.support.waiting import wait_until
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Delivery, append, ensure_group, group_status
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
+from tidemill.services.reward.outcome import Part
+from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.sample import RewardSample
+from tidemill.services.trainer.batch.reconciler import delete_results
 
 SIZE = 4
 NUMBER = "def compute_score(data_source, solution_str, ground_truth): return float(solution_str)\n"

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from common.config import RunConfig
-from common.process.activity import Activity
-from common.process.heartbeats import Heartbeat
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.rewards.post_processing import PostProcessing
-from services.reward.sample import RewardSample
-from services.reward.worker import RewardLane, Scorer, serve
-from services.reward.worker_metrics import WorkerMetrics
 from tests.support.rewards import scorer_of
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.rewards.post_processing import PostProcessing
+from tidemill.services.reward.sample import RewardSample
+from tidemill.services.reward.worker import RewardLane, Scorer, serve
+from tidemill.services.reward.worker_metrics import WorkerMetrics
 
 
 class GatedReward:

@@ -9,17 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config.reward_kinds import HedgeConfig, LimitsConfig, RoutingConfig
-from common.redis.broker import Broker
-from common.run.replicas import ReplicaRegistry
-from common.wire.keys import Keys
-from common.wire.messages import Lane
-from services.reward.remote.calls import RemoteCalls
-from services.reward.remote.faults import FaultKind, RemoteFault
-from services.reward.remote.limiter import Limiter, Permit
-from services.reward.remote.router import Replica, Router
 from tests.support.misbehaving import MisbehavingServer, answers, hangs, says
 from tests.support.waiting import wait_until
+from tidemill.common.config.reward_kinds import HedgeConfig, LimitsConfig, RoutingConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.remote.calls import RemoteCalls
+from tidemill.services.reward.remote.faults import FaultKind, RemoteFault
+from tidemill.services.reward.remote.limiter import Limiter, Permit
+from tidemill.services.reward.remote.router import Replica, Router
 
 FAST: dict[str, Any] = {"health_interval_s": 0.05, "breaker_cooldown_s": 0.05, "patience_s": 20.0}
 

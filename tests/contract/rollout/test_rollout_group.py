@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 
-from common.errors import EnvironmentFaultError, LeaseLostError
-from common.redis.broker import Broker
-from common.streams import group_status
-from common.wire.keys import ROLLOUT_GROUP, Keys
-from common.wire.messages import DeadLetter, Lane, Trajectory
-from services.rollout.worker import RolloutWorker
 from tests.support.rollout_worker import (
     SIZE,
     Worker,
@@ -26,6 +20,12 @@ from tests.support.rollout_worker import (
 )
 from tests.support.training import messages
 from tests.support.waiting import wait_until
+from tidemill.common.errors import EnvironmentFaultError, LeaseLostError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import group_status
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory
+from tidemill.services.rollout.worker import RolloutWorker
 
 
 @pytest.fixture

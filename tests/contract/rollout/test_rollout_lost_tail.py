@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 
-from common.errors import LeaseLostError
-from common.redis.broker import Broker
-from common.streams import START, entry_id_of, group_status, read_range
-from common.wire.keys import ROLLOUT_GROUP, Keys
-from common.wire.messages import Trajectory
 from tests.support.rollout_worker import (
     SIZE,
     announce_version,
@@ -22,6 +17,11 @@ from tests.support.rollout_worker import (
 )
 from tests.support.training import lose_tail
 from tests.support.waiting import wait_until
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, entry_id_of, group_status, read_range
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Trajectory
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ class TestLostTail:
             await broker.execute("XGROUP", "SETID", keys.prompts(), ROLLOUT_GROUP, "0")
             second = await worker.fetch()
             assert second.entry_id == first.entry_id
-            assert first.lost.is_set()
+            assert first.is_lost
             again = asyncio.ensure_future(worker.generator.generate(second))
             await wait_until(lambda: len(worker.engine.asked) == 2 * SIZE)
             assert len(set(worker.engine.request_ids)) == 2 * SIZE

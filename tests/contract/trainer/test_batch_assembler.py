@@ -6,14 +6,6 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from common.process.service import StoppedError
-from common.redis.broker import Broker
-from common.streams import append
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Ticket
-from services.trainer.batch.batch_assembler import BatchAssembler
-from services.trainer.batch.reconciler import Reconciler, RunStreams
-from services.trainer.groups.group_filter import GroupFilter
 from tests.support.training import (
     make_context,
     make_parts,
@@ -23,6 +15,14 @@ from tests.support.training import (
     trainer_config,
 )
 from tests.support.waiting import wait_until
+from tidemill.common.process.service import StoppedError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import append
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Ticket
+from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
+from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
+from tidemill.services.trainer.groups.group_filter import GroupFilter
 
 
 @pytest.fixture

@@ -4,22 +4,22 @@ import math
 
 import pytest
 
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.streams import Mark, MarkLostError, append_numbered, entry_id_of, last_id
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.durable.commits import (
+from tests.support.models import make_samples
+from tests.support.training import commits_of
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Mark, MarkLostError, append_numbered, entry_id_of, last_id
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.durable.commits import (
     LostTailError,
     SecondTrainerError,
     append_commit,
     read_commits,
 )
-from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
-from services.trainer.groups.samples import form_micro_batches
-from services.trainer.step import MiniBatch, StepResult, make_commit
-from tests.support.models import make_samples
-from tests.support.training import commits_of
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
+from tidemill.services.trainer.groups.samples import form_micro_batches
+from tidemill.services.trainer.step import MiniBatch, StepResult, make_commit
 
 
 def commit_of(step: int = 0, **fields: object) -> Commit:

@@ -4,17 +4,6 @@ import asyncio
 import shutil
 from typing import Any
 
-from common.config import RunConfig
-from common.files import StorageError
-from common.redis.broker import Broker
-from common.run.weight_files import verified_files
-from common.streams import id_order, last_id
-from common.wire.keys import Keys
-from common.wire.messages import WeightManifest
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.durable.checkpointing import Checkpointer
-from services.trainer.policy.simulated_policy import SimulatedPolicy
-from services.trainer.weights.store import WeightStore
 from tests.support.training import answering, messages, num_commits, replayed_digests
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
@@ -24,25 +13,38 @@ from tests.support.whole_trainer import (
     has_commits,
     run,
 )
+from tidemill.common.config import RunConfig
+from tidemill.common.files import StorageError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.weight_files import verified_files
+from tidemill.common.streams import id_order, last_id
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.weights.store import WeightStore
 
 
 async def test_a_full_disk_is_waited_out_and_can_be_stopped(make, broker, keys, monkeypatch):
-    """A step whose weights cannot be written is not committed; no checkpoint calls it an older version."""
+    """A step whose weights cannot be written is not announced; no step is committed after it."""
     context = make()
-    write = WeightStore.write
+    begin = WeightStore.begin
 
-    def full(store: WeightStore, version: int, policy: Any) -> WeightManifest:
+    def full(store: WeightStore, version: int, *rest: Any) -> Any:
         if version == 2:
             context_loop.call_soon_threadsafe(context.stopping.set)
             raise StorageError("the weights", store.folder, 28, "No space left on device")
-        return write(store, version, policy)
+        return begin(store, version, *rest)
 
     context_loop = asyncio.get_running_loop()
     async with answering(broker, keys):
         with monkeypatch.context() as patch:
-            patch.setattr(WeightStore, "write", full)
+            patch.setattr(WeightStore, "begin", full)
             await run(context)
-        assert await num_commits(broker, keys) == 1
+        assert await num_commits(broker, keys) == 2
+        announced = await messages(broker, keys.weights, WeightManifest)
+        assert [manifest.version for manifest in announced] == [0, 1]
         await run(make())
     commits = await assert_trained_once(broker, keys, 6)
     digests = await replayed_digests(broker, keys, context.config, SimulatedPolicy(context.config))

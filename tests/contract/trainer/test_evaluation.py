@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.redis.broker import Broker
-from common.streams import START, OffsetReader, append, ensure_group, entry_id_of
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import DeadLetter, Lane, Ticket
-from services.trainer.batch.prompts import Prompt
-from services.trainer.durable.checkpointing import Trimmer
-from services.trainer.evaluation import EvaluationResult, Evaluator
 from tests.support.training import lose_tail, make_context, make_score, messages, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, OffsetReader, append, ensure_group, entry_id_of
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
+from tidemill.services.trainer.batch.prompts import Prompt
+from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator
 
 EVAL = Lane.EVAL
 

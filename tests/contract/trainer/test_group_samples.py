@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from common import streams
-from common.errors import LeaseLostError
-from common.redis.broker import Broker
-from common.wire.keys import ROLLOUT_GROUP, Keys
 from tests.support.consumers import make_ticket, samples_of, take_ticket
 from tests.support.trajectories import make_trajectory
+from tidemill.common import streams
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 
 
 @pytest.mark.parametrize("seed", range(5))

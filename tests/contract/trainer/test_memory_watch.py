@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.telemetry import metrics
-from common.wire.keys import Keys
-from services.trainer.durable import memory_watch
-from services.trainer.durable.memory_watch import (
+from tests.support.training import make_context, trainer_config
+from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire.keys import Keys
+from tidemill.services.trainer.durable import memory_watch
+from tidemill.services.trainer.durable.memory_watch import (
     EVICTS,
     HAS_EVICTED,
     HOLDS_WHAT_IS_NEEDED,
     WAITS_FOR_ARCHIVE,
     MemoryWatch,
 )
-from tests.support.training import make_context, trainer_config
-from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -5,21 +5,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from common.redis.broker import Broker
-from common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
-from common.streams.selection import StreamName
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import StreamJoin
-from services.trainer.durable.checkpointing import Trimmer
-from services.trainer.durable.commits import (
-    CommitJournal,
-    append_commit,
-    read_commits,
-    restore_commits,
-)
 from tests.support.training import (
     commits_of,
     lose_tail,
@@ -33,6 +18,21 @@ from tests.support.training import (
 )
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
+from tidemill.common.streams.selection import StreamName
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Ticket, Trajectory, WeightManifest
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.durable.commits import (
+    CommitJournal,
+    append_commit,
+    read_commits,
+    restore_commits,
+)
 
 DIGEST = "0" * 32
 
@@ -211,8 +211,12 @@ async def test_started_versions_are_learnt_for_incomplete_groups_only(parts, bro
     scheduler, join, reconciler = parts
     await scheduler.admit(0)
     await ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
-    for ticket, version in ((1, 4), (2, 5)):
+    for ticket, version in ((1, 4), (2, 5), (5, 6)):
         await broker.execute("HSET", keys.progress(ticket), "version", version)
+    # Five of six are delivered: nobody can have started the last one, and nobody asks for it.
+    await broker.execute(
+        "XREADGROUP", "GROUP", ROLLOUT_GROUP, "w", "COUNT", 5, "STREAMS", keys.prompts(), ">"
+    )
     await publish_group(broker, keys, 2)
     async with reading(join):
         await wait_until(lambda: join.complete == [2])

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError, TidemillError
-from common.history import History
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import append, entry_id_of, trim_before
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import Score, ScoreStatus
-from services.trainer.policy.loading import open_policy
-from services.trainer.policy.policy import PolicyThread
-from services.trainer.replay.__main__ import changed_config, check_committed
-from services.trainer.replay.session import ReplayedStep, Session
-from services.trainer.replay.steps import compare_step
-from services.trainer.replay.what_if import WhatIf
 from tests.support.training import answering, commits_of, make_score
 from tests.support.whole_trainer import run
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.history import History
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import append, entry_id_of, trim_before
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.policy import PolicyThread
+from tidemill.services.trainer.replay.__main__ import changed_config, check_committed
+from tidemill.services.trainer.replay.session import ReplayedStep, Session
+from tidemill.services.trainer.replay.steps import compare_step
+from tidemill.services.trainer.replay.what_if import WhatIf
 
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.01}}
 TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "math", "weight": 0.5}}}
@@ -280,7 +280,7 @@ async def test_a_change_of_what_was_collected_is_refused(make, override, reason)
 
 def test_paths_of_a_run_are_only_read(tmp_path: Path) -> None:
     """A folder without checkpoints is left without a folder of checkpoints."""
-    from services.trainer.durable.checkpoint import read_checkpoint
+    from tidemill.services.trainer.durable.checkpoint import read_checkpoint
 
     assert read_checkpoint(tmp_path, 7) is None
     assert list(tmp_path.iterdir()) == []

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.streams import append, append_missing, append_numbered, entry_id_of, last_id, read_range
-from common.wire.keys import Keys
-from common.wire.messages import Ticket
-from services.trainer.batch.scheduler import Outstanding, Scheduler
 from tests.support.training import lose_tail, make_plan, make_prompts, messages, trainer_config
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import append, append_missing, append_numbered, entry_id_of, last_id, read_range
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Ticket
+from tidemill.services.trainer.batch.scheduler import Outstanding, Scheduler
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ class TestGate:
             order.append(("appended", appended))
             return appended
 
-        monkeypatch.setattr("services.trainer.batch.scheduler.append_missing", spy)
+        monkeypatch.setattr("tidemill.services.trainer.batch.scheduler.append_missing", spy)
         await scheduler.admit(0)
         await scheduler.replace(1, 0)
         regular = [0, 1, 2, 3]
@@ -264,6 +264,6 @@ class TestWritersBesideTheTrainer:
             assert await append_missing(*args) == [0, 1, 2, 3]
             return await append_missing(*args)
 
-        monkeypatch.setattr("services.trainer.batch.scheduler.append_missing", twice)
+        monkeypatch.setattr("tidemill.services.trainer.batch.scheduler.append_missing", twice)
         assert len(await make().admit(0)) == 4
         assert await last_id(broker, keys.prompts()) == entry_id_of(3)

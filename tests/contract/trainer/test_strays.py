@@ -6,20 +6,20 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.streams import START, ensure_group, entry_id_of, group_status, last_id
-from common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
-from common.wire.keys import ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, DeadLetter, Lane, Ticket, WeightManifest
-from services.rollout.engines.simulated import SimulatedEngine
-from services.rollout.weight_follower import WeightFollower
-from services.trainer.batch.strays import move_strays_aside
-from services.trainer.durable.commits import append_commit
 from tests.support.letters import make_ticket
 from tests.support.training import answering, messages
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import assert_trained_once, crash_after_commit, run
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, ensure_group, entry_id_of, group_status, last_id
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, encode_payload
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Ticket, WeightManifest
+from tidemill.services.rollout.engines.simulated import SimulatedEngine
+from tidemill.services.rollout.weight_follower import WeightFollower
+from tidemill.services.trainer.batch.strays import move_strays_aside
+from tidemill.services.trainer.durable.commits import append_commit
 
 NUMBERED: list[Callable[[Keys], str]] = [
     lambda keys: keys.prompts(),

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from common.redis.broker import Broker
-from common.streams import START, append, id_order, last_id
-from common.telemetry import metrics
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter
-from services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES, StreamJoin
 from tests.support.training import lose_tail, make_score, outstanding, publish_group, reading
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, append, id_order, last_id
+from tidemill.common.telemetry import metrics
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter
+from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES, StreamJoin
 
 
 @pytest.fixture

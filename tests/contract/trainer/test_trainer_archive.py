@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from common.archive import stream_folder
-from common.archive.manifest import Manifest
-from common.history import History, StreamName
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import length, memory_bytes, read_range
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.durable import archive_requests
-from services.trainer.durable.checkpointing import Trimmer
-from services.trainer.service import serve
 from tests.conftest import SERVERS
 from tests.support.archives import STREAM, fill, raw, scanned
 from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.training import answering, make_context, trainer_config
 from tests.support.waiting import wait_until
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.manifest import Manifest
+from tidemill.common.history import History, StreamName
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import length, memory_bytes, read_range
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.durable import archive_requests
+from tidemill.services.trainer.durable.checkpointing import Trimmer
+from tidemill.services.trainer.service import serve
 
 ONE_SERVER = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
@@ -47,7 +47,9 @@ async def context(
 
 @contextmanager
 def jobs_worker(keys: Keys) -> Iterator[subprocess.Popen[bytes]]:
-    worker = subprocess.Popen([sys.executable, "-m", "services.jobs", keys.run_id], cwd=REPO, env=os.environ)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tidemill.services.jobs", keys.run_id], cwd=REPO, env=os.environ
+    )
     try:
         yield worker
     finally:
@@ -95,7 +97,7 @@ async def test_where_nobody_archives_the_trainer_has_it_done_and_says_so(
     await trimmer.let_go({STREAM: entries[40][0]}, 0, is_urgent=True)
     await wait_until(lambda: not trimmer.is_waiting)
     assert (await raw(broker, keys.trajectories()))[0][0] == entries[40][0]
-    assert f"python -m services.jobs {keys.run_id}" in capfd.readouterr().out
+    assert f"python -m tidemill.services.jobs {keys.run_id}" in capfd.readouterr().out
     assert await broker.execute("LLEN", f"rq:queue:{keys.jobs_queue}") == 0, "the request was taken back"
     await trimmer.close()
 

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import TidemillError
-from common.run.state import EVALUATION, METRICS_FILE, STEP, read_records
-from services.trainer.durable import recovery
-from services.trainer.durable.checkpoint import CheckpointError, CheckpointStore
-from services.trainer.service import serve
 from tests.support.training import answering, commits_of
 from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, run
+from tidemill.common.errors import TidemillError
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_records
+from tidemill.services.trainer.durable.checkpoint import CheckpointError, CheckpointStore
+from tidemill.services.trainer.service import serve
 
 
 def tear_newest(run_dir: Path) -> int:
@@ -90,4 +89,4 @@ async def test_a_commit_whose_records_are_gone_is_said_without_waiting(make, bro
     entries = await broker.execute("XRANGE", keys.trajectories(), "-", "+")
     await broker.execute("XDEL", keys.trajectories(), *(entry_id for entry_id, _ in entries))
     with pytest.raises(TidemillError, match=r"step 0 was committed, but the streams hold no complete group"):
-        await asyncio.wait_for(serve(make()), recovery.GIVE_UP_S / 2)
+        await asyncio.wait_for(serve(make()), 30.0)

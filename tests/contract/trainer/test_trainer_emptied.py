@@ -6,14 +6,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from common.process import service
-from common.redis.broker import Broker
-from common.run.state import RUNNING, publish_config, read_config, read_state
-from common.wire.keys import Keys
-from common.wire.messages import Commit, Ticket
-from services.trainer import trainer as trainer_module
-from services.trainer.step import StepRunner
-from services.trainer.trainer import Trainer
 from tests.support.training import answering, commits_of, messages
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
@@ -24,6 +16,14 @@ from tests.support.whole_trainer import (
     has_tickets,
     run,
 )
+from tidemill.common.process import service
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import RUNNING, publish_config, read_config, read_state
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.services.trainer import trainer as trainer_module
+from tidemill.services.trainer.step import StepRunner
+from tidemill.services.trainer.trainer import Trainer
 
 
 async def empty(broker: Broker, keys: Keys) -> None:

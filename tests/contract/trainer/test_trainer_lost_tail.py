@@ -5,16 +5,6 @@ from typing import Any
 
 import pytest
 
-from common.errors import TidemillError
-from common.redis.broker import Broker
-from common.run.state import FINISHED, read_state
-from common.streams import Entry, entry_id_of, read_range
-from common.wire.keys import Keys
-from common.wire.messages import Commit, Lane, Score, Trajectory, WeightManifest
-from services.trainer import trainer as trainer_module
-from services.trainer.durable.checkpointing import Checkpointer
-from services.trainer.step import StepRunner
-from services.trainer.trainer import Trainer
 from tests.support.training import (
     answering,
     commits_of,
@@ -33,6 +23,16 @@ from tests.support.whole_trainer import (
     has_tickets,
     run,
 )
+from tidemill.common.errors import TidemillError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import FINISHED, read_state
+from tidemill.common.streams import Entry, entry_id_of, read_range
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, Lane, Score, Trajectory, WeightManifest
+from tidemill.services.trainer import trainer as trainer_module
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
+from tidemill.services.trainer.step import StepRunner
+from tidemill.services.trainer.trainer import Trainer
 
 
 async def test_a_lost_commit_comes_back_before_the_next_one(make, broker, keys, monkeypatch):

@@ -5,11 +5,11 @@ import gc
 import psutil
 import pytest
 
-from services.trainer.service import serve
-from services.trainer.trainer import Trainer
 from tests.conftest import SERVERS
 from tests.support.training import answering
 from tests.support.whole_trainer import GROUPS, SIZE
+from tidemill.services.trainer.service import serve
+from tidemill.services.trainer.trainer import Trainer
 
 WARM_UP, STEPS = 300, 1000
 MOST_OBJECTS_PER_STEP = 0.5

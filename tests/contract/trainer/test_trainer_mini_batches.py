@@ -5,12 +5,6 @@ from typing import Any
 
 import pytest
 
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.policy.policy import UpdateResult
-from services.trainer.policy.simulated_policy import SimulatedPolicy
-from services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 from tests.support.training import answering, commits_of, publish_group, replayed_digests
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
@@ -21,6 +15,12 @@ from tests.support.whole_trainer import (
     has_tickets,
     run,
 )
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 
 
 def dying_at(policy: type[Any], number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,6 @@ from typing import Any
 
 import pytest
 
-from common.files import LockedError, locked
-from common.run.state import FINISHED, METRICS_FILE, read_records, read_state
-from common.streams import append
-from common.wire.messages import DeadLetter, WeightManifest
-from services.trainer import trainer as trainer_module
-from services.trainer.batch.reconciler import Reconciler
-from services.trainer.batch.scheduler import Scheduler
-from services.trainer.batch.stream_join import StreamJoin
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.trainer import Trainer
-from services.trainer.weights.store import WeightStore
 from tests.support.training import answering, commits_of, messages
 from tests.support.waiting import wait_until
 from tests.support.whole_trainer import (
@@ -28,6 +17,17 @@ from tests.support.whole_trainer import (
     is_answered,
     run,
 )
+from tidemill.common.files import LockedError, locked
+from tidemill.common.run.state import FINISHED, METRICS_FILE, read_records, read_state
+from tidemill.common.streams import append
+from tidemill.common.wire.messages import DeadLetter, WeightManifest
+from tidemill.services.trainer import trainer as trainer_module
+from tidemill.services.trainer.batch.reconciler import Reconciler
+from tidemill.services.trainer.batch.scheduler import Scheduler
+from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.trainer import Trainer
+from tidemill.services.trainer.weights.store import WeightStore
 
 
 async def test_a_run_ends_with_every_ticket_trained_once(make, broker, keys):
@@ -52,8 +52,8 @@ async def test_readers_that_are_faster_than_the_adoption_of_tickets_lose_nothing
 ):
     adopt = Scheduler.adopt_issued
 
-    async def slowly(scheduler: Scheduler) -> Any:
-        adopted = await adopt(scheduler)
+    async def slowly(scheduler: Scheduler, *history: Any) -> Any:
+        adopted = await adopt(scheduler, *history)
         for _ in range(200):
             await asyncio.sleep(0)
         await broker.execute("PING")
@@ -157,12 +157,12 @@ async def test_a_reader_that_fails_ends_the_trainer_with_its_error(make, broker,
             await run(make())
 
 
-async def test_a_version_is_on_the_disk_before_its_commit_and_committed_before_it_is_announced(
+async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_before_it_is_announced(
     make, broker, keys, monkeypatch
 ):
     """A crash between any two of these must leave something to go on from."""
     order: list[tuple[str, int]] = []
-    write, announce = WeightStore.write, Reconciler.announce
+    finish, announce = WeightStore.finish, Reconciler.announce
 
     async def note_commit(*arguments: Any) -> None:
         order.append(("commit", arguments[2].version))
@@ -174,18 +174,18 @@ async def test_a_version_is_on_the_disk_before_its_commit_and_committed_before_i
             order.append(("announce", reconciler.manifest.version))
         return is_new
 
-    def note_write(store: WeightStore, version: int, policy: Any) -> Any:
-        manifest = write(store, version, policy)
-        order.append(("write", version))
+    def note_write(store: WeightStore, begun: Any) -> Any:
+        manifest = finish(store, begun)
+        order.append(("write", manifest.version))
         return manifest
 
     append_commit = trainer_module.append_commit
     monkeypatch.setattr(trainer_module, "append_commit", note_commit)
     monkeypatch.setattr(Reconciler, "announce", note_announcement)
-    monkeypatch.setattr(WeightStore, "write", note_write)
+    monkeypatch.setattr(WeightStore, "finish", note_write)
     async with answering(broker, keys):
         await run(make(steps=3))
-    expected = [(what, version) for version in range(4) for what in ("write", "commit", "announce")]
+    expected = [(what, version) for version in range(4) for what in ("commit", "write", "announce")]
     assert order == [item for item in expected if item != ("commit", 0)]
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from common.config import RunConfig
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.run.state import METRICS_FILE, read_records
-from common.wire.keys import Keys
-from common.wire.messages import Ticket, Trajectory
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.service import serve
 from tests.support.training import answering, assert_nothing_lost, make_context, messages, num_commits
+from tidemill.common.config import RunConfig
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import METRICS_FILE, read_records
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Ticket, Trajectory
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.service import serve
 
 STEPS, GROUPS = 12, 4
 SIZES = {"sums": 2, "words": 3, "code": 4}

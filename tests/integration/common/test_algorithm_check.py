@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config import AlgorithmConfig
-from common.errors import ConfigError
-from common.process import checks
-from common.process.checks import check_algorithm
+from tidemill.common.config import AlgorithmConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process import checks
+from tidemill.common.process.checks import check_algorithm
 
 
 def test_what_is_built_in_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tests.support.preloaded import REPO
 def test_bfloat16_is_refused_where_the_cpu_lists_tiles_that_may_not_be_used() -> None:
     """On a CPU without tiles vLLM computes it without them."""
     program = (
-        "from common.process import vllm_machine as m\n"
+        "from tidemill.common.process import vllm_machine as m\n"
         "m.is_cpu_build = lambda: True\n"
         "try: print(m.machine_arguments(['--dtype', 'bfloat16'], 'reward grader'))\n"
         "except Exception as error: print(error)\n"

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.telemetry.batched import ChildMetrics
 from tests.support.preloaded import REPO
+from tidemill.common.telemetry.batched import ChildMetrics
 
 CHILD = """
 import os
-from common.telemetry import metrics
+from tidemill.common.telemetry import metrics
 metrics.DEAD_LETTERS.labels("prompts").inc(2)
 metrics.REQUESTS_RUNNING.set(7)
 pid = os.fork()

@@ -19,13 +19,13 @@ STUCK = "import sys; print('begun', file=sys.stderr, flush=True); import time; t
 @pytest.mark.parametrize("environment", [ENVIRONMENT, PLAIN], ids=["forked", "plain"])
 def test_exit_codes_and_output_are_those_of_a_process(environment: dict[str, str], tmp_path: Path) -> None:
     log = tmp_path / "log"
-    mistaken = start_module("services.rollout", ["--run", "a"], log, environment)
+    mistaken = start_module("tidemill.services.rollout", ["--run", "a"], log, environment)
     assert isinstance(mistaken, subprocess.Popen) is (environment is PLAIN)
     assert mistaken.wait(120) == mistaken.returncode == mistaken.poll() == 2
     assert "tidemill rollout: " in log.read_text() and "Traceback" not in log.read_text()
-    assert start_module("services.no_such_service", [], log, environment).wait(120) == 1
-    assert start_module("services.trainer", ["--help"], log, environment).wait(120) == 0
-    assert "usage: python -m services.trainer" in log.read_text()
+    assert start_module("tidemill.services.no_such_service", [], log, environment).wait(120) == 1
+    assert start_module("tidemill.services.trainer", ["--help"], log, environment).wait(120) == 0
+    assert "usage: python -m tidemill.services.trainer" in log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.console.check import preflight
-from services.console.plan.explain import describe
 from tests.support.checked_runs import make_folder, write_run
+from tidemill.services.console.check import preflight
+from tidemill.services.console.plan.explain import describe
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ class TestReward:
         return check
 
     def test_without_being_called_nothing_more_is_claimed(self, check: Any) -> None:
-        assert "it was not called (--call-reward does)" in check("raise SystemExit('called')", False)
+        assert "it was not called (--no-call-reward)" in check("raise SystemExit('called')", False)
 
     def test_a_call_is_told_with_its_value(self, check: Any) -> None:
         said = check("print('noise'); return float(ground_truth) / 4", True)

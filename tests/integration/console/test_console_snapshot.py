@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ConfigError
-from common.process.heartbeats import Heartbeat, publish_heartbeat
-from common.redis.broker import Broker
-from common.run.state import publish_config, update_state
-from common.streams import Consumer, append, append_numbered
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, SamplingParams, Ticket, Trajectory
-from services.console.status.snapshot import MAX_POINTS, SnapshotReader
-from services.console.status.summary import failures, summarise
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import publish_config, update_state
+from tidemill.common.streams import Consumer, append, append_numbered
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, SamplingParams, Ticket, Trajectory
+from tidemill.services.console.status.snapshot import MAX_POINTS, SnapshotReader
+from tidemill.services.console.status.summary import failures, summarise
 
 CONFIG = make_config(trainer={"steps": 3, "groups_per_step": 1, "group_size": 2, "max_staleness": 1})
 

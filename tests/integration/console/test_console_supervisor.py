@@ -11,18 +11,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.redis.broker import Broker
-from services.console.launch.local_redis import LocalRedis
-from services.console.processes.guard import Guard
-from services.console.processes.service import ServiceProcess, ServiceSpec
-from services.console.processes.supervisor import (
+from tests.support.waiting import wait_until
+from tidemill.common.redis.broker import Broker
+from tidemill.services.console.launch.local_redis import LocalRedis
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.processes.service import ServiceProcess, ServiceSpec
+from tidemill.services.console.processes.supervisor import (
     MAX_YOUNG_DEATHS,
     Ending,
     ServiceStatus,
     Supervisor,
 )
-from services.console.run.folder import RunFolder
-from tests.support.waiting import wait_until
+from tidemill.services.console.run.folder import RunFolder
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
 POLITE = "import time; print('up'); time.sleep(600)"
@@ -114,7 +114,7 @@ async def test_a_process_that_cannot_run_on_this_cpu_stops_the_run(tmp_path: Pat
 async def test_a_process_that_keeps_dying_is_given_up(
     tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("tidemill.services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": "raise SystemExit('no such judge')"})
     outcome = await stage.supervisor.run()
     assert (outcome.ending, outcome.exit_code) == (Ending.FAILED, 1)
@@ -126,7 +126,7 @@ async def test_a_process_that_keeps_dying_is_given_up(
 async def test_a_run_goes_on_without_a_process_that_it_can_do_without(
     tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.console.processes.supervisor.MAX_YOUNG_DEATHS", 2)
+    monkeypatch.setattr("tidemill.services.console.processes.supervisor.MAX_YOUNG_DEATHS", 2)
     stage = Stage(tmp_path, guard, {"trainer": POLITE})
     failing = (sys.executable, "-c", "import sys; sys.exit(2)")
     stage.supervisor.specs = [*stage.supervisor.specs, ServiceSpec("jobs", "jobs", failing, is_optional=True)]
@@ -207,7 +207,7 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
     console.write_text(
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from services.console.processes.guard import Guard\n"
+        "from tidemill.services.console.processes.guard import Guard\n"
         "with Guard() as guard:\n"
         "    for kind in ('service', 'redis'):\n"
         "        child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"

@@ -14,26 +14,26 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, models
 
-from common.config import RunConfig
-from common.errors import ConfigError, TidemillError
-from common.history import History, StreamName
-from common.streams import Entry
-from common.wire.messages import Commit
-from services.console.exports.archive import archive
-from services.console.launch.up import run_up
-from services.console.options import UpOptions
-from services.console.processes.service import ServiceSpec
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.history import History, StreamName
+from tidemill.common.streams import Entry
+from tidemill.common.wire.messages import Commit
+from tidemill.services.console.exports.archive import archive
+from tidemill.services.console.launch.up import run_up
+from tidemill.services.console.options import UpOptions
+from tidemill.services.console.processes.service import ServiceSpec
 
 ROOT = Path(__file__).parents[3]
 
 TRAINER = """
 import asyncio, sys
-from common.redis.broker import Broker
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from common.run.state import read_config, update_state
-from common.streams import append_numbered
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.common.run.state import read_config, update_state
+from tidemill.common.streams import append_numbered
 
 async def main(run_id, stop_after):
     broker, keys = await Broker.connect(), Keys(run_id)
@@ -175,7 +175,8 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
         "import sys\n"
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from services.console.launch.up import run_up\nfrom services.console.options import UpOptions\n"
+        "from tidemill.services.console.launch.up import run_up\n"
+        "from tidemill.services.console.options import UpOptions\n"
         "from tests.integration.console.test_console_up import specs_with\n"
         "options = UpOptions(Path(sys.argv[1]), run_id='held', resume=len(sys.argv) > 3)\n"
         "sys.exit(run_up(options, specs_with(stop_after=1000 if options.resume else 2)))\n"
@@ -201,7 +202,7 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
 
 def _tidemill(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.console", *arguments],
+        [sys.executable, "-m", "tidemill.services.console", *arguments],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=120,
     )  # fmt: skip
 
@@ -223,14 +224,14 @@ def _imported(code: str) -> set[str]:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["check", "-h"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    modules = _imported(f"from services.console.__main__ import app; app({arguments!r})")
+    modules = _imported(f"from tidemill.services.console.__main__ import app; app({arguments!r})")
     heavy = {"torch", "transformers", "vllm", "numpy", "redis", "matplotlib", "structlog", "yaml"}
     assert "typer" in modules and not heavy & modules
 
 
 def test_every_mistake_is_found_without_model_libraries(config: Path) -> None:
     code = (
-        "from pathlib import Path; from services.console.check.preflight import examine; "
+        "from pathlib import Path; from tidemill.services.console.check.preflight import examine; "
         f"examine(Path({str(config)!r}))"
     )
     assert not {"torch", "transformers", "vllm", "matplotlib"} & _imported(code)

@@ -9,16 +9,16 @@ import msgpack
 import numpy as np
 from redis.exceptions import ResponseError
 
-from common.run.state import read_state
-from common.streams import id_order, last_id
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import DeadLetter, Lane, Ticket
 from tests.support.letters import make_ticket
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import assert_nothing_lost, make_score, messages, num_commits
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.run.state import read_state
+from tidemill.common.streams import id_order, last_id
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
 
 STEPS, GROUPS, SIZE = 6, 2, 2
 GARBAGE = {"v": codec.SCHEMA, "p": b"\xc1 this is not msgpack"}

@@ -52,7 +52,9 @@ def exporter(tmp_path: Path) -> Iterator[Any]:
         port = free_port()
         words = [run.keys.run_id, "--port", str(port), "--every", "0.5"]
         env = os.environ | {"TIDEMILL_REDIS_URL": run.url} | variables
-        processes.append(start_module("services.console.exporter", words, tmp_path / "exporter.log", env))
+        processes.append(
+            start_module("tidemill.services.console.exporter", words, tmp_path / "exporter.log", env)
+        )
         return f"http://127.0.0.1:{port}"
 
     yield start

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.wire.messages import SamplingParams, Score, ScoreStatus, Ticket
 from tests.support.recorded import record, tidemill
 from tests.support.recorded_sessions import MESSAGES, as_session
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.wire.messages import SamplingParams, Score, ScoreStatus, Ticket
 
 NUM_TICKETS, GROUP_SIZE = 12, 4
 REWARD = """
@@ -125,7 +125,7 @@ def test_recorded_trajectories_go_through_the_reward_service_once_more(runs: Pat
     summary = json.loads(done.stdout)
     assert summary["emitted"] == summary["scored"] == NUM_TICKETS * GROUP_SIZE
     assert (summary["failed"], summary["sandbox"]) == (0, "third")
-    assert "python -m services.reward --run third" in done.stderr
+    assert "python -m tidemill.services.reward --run third" in done.stderr
 
 
 def test_sessions_are_rescored_from_their_conversation_and_from_what_their_environment_gave(

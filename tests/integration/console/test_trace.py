@@ -10,13 +10,13 @@ import structlog
 import yaml
 from typer.testing import CliRunner
 
-from common.archive.writer import archive_stream, writing
-from common.history import StreamName
-from common.wire.messages import Commit
-from services.console.__main__ import app
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.traces import problems_of
 from tests.support.training import commits_of
+from tidemill.common.archive.writer import archive_stream, writing
+from tidemill.common.history import StreamName
+from tidemill.common.wire.messages import Commit
+from tidemill.services.console.__main__ import app
 
 STEPS = 4
 REWARD = """

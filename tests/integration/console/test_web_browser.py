@@ -1,17 +1,12 @@
 """`tidemill web` in a real browser: a live run, texts that attack, 50,000 groups, keys, small screens."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from playwright.async_api import Page
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import Score, ScoreStatus
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
 from tests.support.preloaded import REPO
@@ -25,12 +20,27 @@ from tests.support.web_runs import (
     write_folder,
     write_run,
 )
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score, ScoreStatus
 
 NUM_GROUPS, NUM_SCORED = 50_000, 970
 MOST_ELEMENTS = 8_000
 """Of a page: a browser lays out so many in a fraction of a second."""
 
 MODEL = REPO / "examples" / "arith" / "model"
+
+CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((element) => {
+  const style = getComputedStyle(element), right = element.getBoundingClientRect().right;
+  const hides = style.overflowX !== "visible" && element.scrollWidth > element.clientWidth + 1;
+  const isTold = element.matches(".more-left, .more-right, .unseen") || style.textOverflow === "ellipsis";
+  const sticksOut = right > innerWidth + 1 && !element.closest(".more-left, .more-right, .prompt");
+  return element.checkVisibility() && (sticksOut || (hides && !isTold));
+}).map((element) => element.outerHTML.slice(0, 120))"""
+"""Whatever is wider than the screen, or than its box, where no fading side says so."""
 
 pytestmark = [
     pytest.mark.usefixtures("browser_is_there"),
@@ -159,7 +169,7 @@ async def test_a_group_is_read_with_keys_alone(
         await page.keyboard.press("t")
         assert await page.evaluate("document.documentElement.dataset.theme") == "light"
         await page.keyboard.press("n")
-        await page.wait_for_url("**/groups/3")
+        await page.wait_for_url("**/groups/3*")
         await page.keyboard.press("u")
         await page.wait_for_url("**/groups")
         await page.set_viewport_size({"width": 390, "height": 800})
@@ -188,3 +198,94 @@ async def test_a_session_is_unfolded_turn_by_turn_and_its_tokens_say_whose_they_
             await sample.locator("summary", has_text=summary).click()
         assert await page.get_by_text("391 exactly").is_visible()
         assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
+) -> None:
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL))
+    await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
+    await append(broker, keys.trajectories(), as_session(completion(6, 0, "")))
+    (tmp_path / keys.run_id / "logs").mkdir()
+    (tmp_path / keys.run_id / "logs" / "a-log-with-quite-a-long-name-of-a-worker.log").write_text(
+        "word " * 400
+    )
+    paths = (
+        "",
+        "/groups",
+        "/groups/0",
+        "/groups/6?shape=chat",
+        "/steps",
+        "/steps/0",
+        "/dead",
+        "/config",
+        "/notes",
+    )
+    async with serving(tmp_path, redis_server.url) as base, browsing(width=390, height=800) as page:
+        run = f"http://{base}run/{keys.run_id}"
+        await settled(page, f"{run}/groups")
+        addresses = [run + path for path in (*paths, "/logs/a-log-with-quite-a-long-name-of-a-worker.log")]
+        for address in (
+            *addresses,
+            f"http://{base}",
+            f"http://{base}compare?run={keys.run_id}&metric=reward",
+        ):
+            await page.goto(address)
+            await page.wait_for_timeout(50)  # one frame, in which the hints are drawn
+            assert await page.evaluate(CUT_OFF) == [], address
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 390, address
+        await page.goto(f"{run}/groups")
+        assert "more-right" in str(await page.locator(".scroll").get_attribute("class"))
+        await page.locator(".scroll").evaluate("box => { box.scrollLeft = box.scrollWidth; }")
+        await page.locator(".scroll.more-left:not(.more-right)").wait_for()
+
+
+async def test_runs_are_compared_and_the_address_keeps_the_choice(
+    tmp_path: Path, redis_server: EmbeddedRedis
+) -> None:
+    for run in ("one", "two"):
+        write_folder(tmp_path, Keys(run))
+        steps = [{"kind": "step", "step": s, "time": 1.7e9 + s, "reward": s / 9, "kl": 0.5} for s in range(9)]
+        lines = "".join(json.dumps(step) + "\n" for step in steps)
+        (tmp_path / run / "metrics.jsonl").write_text(lines)
+    async with serving(tmp_path, redis_server.url) as base, browsing() as page:
+        await page.goto(f"http://{base}compare?run=two&metric=reward")
+        await page.locator(".chart path.line").wait_for(state="attached")
+        await page.locator("summary", has_text="Runs").click()
+        await page.get_by_label("one").check()
+        await page.locator(".chart path.line").nth(1).wait_for(state="attached")
+        await page.locator(".series li").nth(1).wait_for()
+        assert (await text_of(page, ".series")).split() == ["two", "one"], "who was there keeps his colour"
+        await page.get_by_label("Search").fill("k")
+        assert await page.locator("#metrics label:visible").all_inner_texts() == ["reward", "kl"]
+        await page.get_by_label("kl").check()
+        await page.locator("input[name=smooth]").fill("0.5")
+        await page.locator(".chart").nth(1).locator("path.raw").nth(1).wait_for(state="attached")
+        await page.locator("#tables th", has_text="kl").wait_for()
+        address = page.url
+        assert address.endswith("/compare?text=k&smooth=0.5&run=two&run=one&metric=reward&metric=kl")
+        await page.reload()
+        await page.locator(".chart").nth(1).locator("path.raw").nth(1).wait_for(state="attached")
+        assert page.url == address
+        assert await page.get_by_label("kl").is_checked() and await text_of(page, "#smoothing") == "0.50"
+
+
+async def test_a_note_is_kept_with_what_was_selected_and_leads_back_to_it(
+    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_WEB_TOKEN", "a-token-of-the-browser-test")
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["short"])
+    async with serving(tmp_path, redis_server.url) as base, browsing() as page:
+        await settled(page, f"http://{base}run/{keys.run_id}/groups/2?token=a-token-of-the-browser-test")
+        await page.locator("#c1 .tokens .t").nth(4).click()
+        await page.get_by_text("advantage", exact=True).click()
+        await page.locator("summary", has_text="Notes").click()
+        await page.get_by_label("A note on completion 1").fill("<b>look</b> here")
+        await page.get_by_role("button", name="Keep").click()
+        await page.locator(".notes").get_by_text("<b>look</b> here").wait_for()
+        assert page.url.endswith("/groups/2?at=4&colour=advantage#c1")
+        await page.goto(f"http://{base}run/{keys.run_id}/notes")
+        await page.get_by_role("link", name="Group 2, completion 1").click()
+        await page.locator("#c1 .t.here").wait_for()
+        assert "token 4" in await text_of(page, "#tip")
+        assert await page.evaluate("document.body.dataset.colour") == "advantage"

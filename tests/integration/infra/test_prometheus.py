@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RunConfig
 from tests.support.misbehaving import MisbehavingServer, answers, says
 from tests.support.prometheus import (
     ALERTS,
@@ -30,6 +29,7 @@ from tests.support.prometheus import (
 from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
 
 EMPTY = {
     r"vllm:": "the engine is simulated; test_vllm_engine.py sees to vLLM's own metrics",

@@ -14,16 +14,16 @@ from redis import Redis
 from rq import Queue, Worker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.errors import ConfigError, WeightsError
-from common.redis.embedded import EmbeddedRedis
-from common.run.weight_files import version_name
-from common.wire.keys import Keys
-from services.jobs.export import export, find_version
-from services.trainer.weights.store import WeightStore
 from tests.support import preloaded
 from tests.support.models import make_policy, tiny_llama, tiny_model
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.weight_files import version_name
+from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs.export import export, find_version
+from tidemill.services.trainer.weights.store import WeightStore
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ async def test_a_worker_of_the_run_does_it_where_there_is_one(
     url = redis_server.url
     environment = {**os.environ, "TIDEMILL_REDIS_URL": url}
     worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.jobs", "one", env=environment
+        sys.executable, "-m", "tidemill.services.jobs", "one", env=environment
     )
     queue = Queue(Keys("one").jobs_queue, connection=Redis.from_url(url))
     try:

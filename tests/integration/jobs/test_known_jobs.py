@@ -18,14 +18,14 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
-from common.process.programs import JobFunction
-from common.redis.broker import URL_VARIABLE
-from common.redis.client import make_blocking_client
-from common.redis.embedded import EmbeddedRedis
-from common.wire.keys import Keys
-from services.jobs import known_jobs
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S, wait_until
+from tidemill.common.process.programs import JobFunction
+from tidemill.common.redis.broker import URL_VARIABLE
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs import known_jobs
 
 KEYS = Keys("jobs.1")
 
@@ -57,7 +57,7 @@ def loud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def work(server: EmbeddedRedis) -> str:
     """Let a worker of the run do all jobs; what it said."""
     done = subprocess.run(
-        [sys.executable, "-m", "services.jobs", KEYS.run_id, "--burst"],
+        [sys.executable, "-m", "tidemill.services.jobs", KEYS.run_id, "--burst"],
         cwd=REPO,
         env=os.environ | {URL_VARIABLE: server.url},
         capture_output=True,
@@ -80,7 +80,7 @@ def test_no_other_function_is_called_and_nothing_imported_to_find_it(
     calls = [
         ("subprocess.getoutput", f"touch {mark}"),
         ("os.system", f"touch {mark}"),
-        ("services.jobs.export.subprocess.getoutput", f"touch {mark}"),
+        ("tidemill.services.jobs.export.subprocess.getoutput", f"touch {mark}"),
         ("pathlib.Path.touch", str(mark)),
         ("loud.f", ""),
     ]
@@ -171,8 +171,8 @@ def test_a_job_is_not_unpacked_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch
 
 WAITING = """
 import sys, time
-from common.redis.client import make_blocking_client
-from services.jobs.known_jobs import KnownWorker, work
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.services.jobs.known_jobs import KnownWorker, work
 
 def wait(seconds):
     time.sleep(seconds)

@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-from common.config.reward_kinds import SandboxConfig
-from services.jobs.sandbox.job import run_tests
-from services.jobs.sandbox.programs import make_cases
-from services.jobs.sandbox.runner import SandboxError, probe, run_cases
 from tests.support.waiting import wait_until
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.services.jobs.sandbox.job import run_tests
+from tidemill.services.jobs.sandbox.programs import make_cases
+from tidemill.services.jobs.sandbox.runner import SandboxError, probe, run_cases
 
 LIMITS = SandboxConfig(
     time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, output_kb=64, isolation="prefer"
@@ -211,7 +211,7 @@ def test_it_cannot_kill_who_watches_it_nor_become_anybody_else(isolation: dict[s
 
 
 def test_requiring_isolation_refuses_to_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.jobs.sandbox import runner
+    from tidemill.services.jobs.sandbox import runner
 
     run = runner.run_cases
     monkeypatch.setattr(runner, "run_cases", lambda cases, config: run(cases, config, namespaces=False))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from common.config.reward_kinds import SandboxConfig
-from services.jobs.sandbox.programs import make_cases
-from services.jobs.sandbox.runner import SandboxError, probe, run_cases
 from tests.support.preloaded import REPO
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.services.jobs.sandbox.programs import make_cases
+from tidemill.services.jobs.sandbox.runner import SandboxError, probe, run_cases
 
 LIMITS = SandboxConfig(time_s=20.0, cpu_s=10.0, total_s=60.0, memory_mb=256, file_mb=4, isolation="require")
 ALONE = LIMITS.model_copy(update={"isolation": "prefer"})
@@ -165,9 +165,9 @@ for _ in range(3000):
 
 MOUNTED = """
 import ctypes, sys
-from common.config.reward_kinds import SandboxConfig
-from services.jobs.sandbox.programs import Case
-from services.jobs.sandbox.runner import run_cases
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.services.jobs.sandbox.programs import Case
+from tidemill.services.jobs.sandbox.runner import run_cases
 libc, folder = ctypes.CDLL(None), sys.argv[1]
 libc.unshare(0x20000)  # this process's mounts are its own from here on
 libc.mount(b"none", b"/", None, 16384 | 1 << 18, None)

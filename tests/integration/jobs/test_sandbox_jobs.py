@@ -18,20 +18,20 @@ import pytest
 from rq import Queue, Worker
 from rq.serializers import JSONSerializer
 
-from common.config.reward_kinds import SandboxConfig
-from common.process.heartbeats import read_heartbeats
-from common.redis.broker import URL_VARIABLE, Broker
-from common.redis.client import make_blocking_client
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.wire.keys import Keys
-from services.reward.outcome import AttemptError
-from services.reward.rewards import sandbox
-from services.reward.rewards.sandbox import SandboxJobs, SandboxReward, extract_code
-from services.reward.sample import RewardSample
 from tests.support.preloaded import REPO
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.heartbeats import read_heartbeats
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.rewards import sandbox
+from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward, extract_code
+from tidemill.services.reward.sample import RewardSample
 
 KEYS = Keys("coded")
 CONFIG = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")  # jobs work on any kernel
@@ -69,7 +69,9 @@ def start(redis: str, tmp_path: Path) -> Any:
     """Start a sandbox worker; what still runs at the end is killed."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(name: str = "sandbox-0", module: str = "services.jobs.sandbox") -> "subprocess.Popen[bytes]":
+    def start(
+        name: str = "sandbox-0", module: str = "tidemill.services.jobs.sandbox"
+    ) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", module, "--run", KEYS.run_id, "--name", name]
         with open(tmp_path / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
@@ -203,7 +205,7 @@ async def test_a_result_is_there_for_whoever_asks_again(
 async def test_two_runs_on_one_redis_do_not_take_each_others_jobs(redis: str) -> None:
     connection = make_blocking_client(redis)
     queues = [Queue(Keys(run).sandbox_queue, connection=connection) for run in ("a", "b")]
-    queues[0].enqueue_call("services.jobs.sandbox.job.run_code", args=("a", "1", "", {}, {}))
+    queues[0].enqueue_call("tidemill.services.jobs.sandbox.job.run_code", args=("a", "1", "", {}, {}))
     other = Worker([queues[1].name], connection=connection, serializer=JSONSerializer)
     assert (queues[0].count, queues[1].count) == (1, 0)
     assert other.queue_names() == ["tidemill:b:sandbox"]

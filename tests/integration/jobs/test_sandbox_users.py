@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import redis
 
-from common.config.reward_kinds import SandboxConfig
-from common.redis.broker import URL_VARIABLE, Broker
-from common.run.state import publish_config
-from common.wire.keys import Keys
-from services.reward.rewards.sandbox import SandboxJobs, SandboxReward
-from services.reward.sample import RewardSample
 from tests.support.preloaded import REPO
 from tests.support.servers import RedisServer, newest_server, server_version, users_file
 from tests.support.trajectories import make_config
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.run.state import publish_config
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.rewards.sandbox import SandboxJobs, SandboxReward
+from tidemill.services.reward.sample import RewardSample
 
 KEYS = Keys("secured")
 CONFIG = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")  # jobs work on any kernel
@@ -81,7 +81,15 @@ def _as(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
 
 def _start(url: str, folder: Path) -> "subprocess.Popen[Any]":
     user = {"TIDEMILL_REDIS_USERNAME": "sandbox", "TIDEMILL_REDIS_PASSWORD": PASSWORDS["sandbox"]}
-    command = [sys.executable, "-m", "services.jobs.sandbox", "--run", KEYS.run_id, "--name", "sandbox-0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill.services.jobs.sandbox",
+        "--run",
+        KEYS.run_id,
+        "--name",
+        "sandbox-0",
+    ]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
             command, cwd=REPO, env=os.environ | {URL_VARIABLE: url} | user, stdout=log, stderr=log

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.redis.embedded import EmbeddedRedis
+from tidemill.common.redis.embedded import EmbeddedRedis
 
 
 @pytest.fixture(scope="module")

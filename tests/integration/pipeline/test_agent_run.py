@@ -5,11 +5,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.config import load_config
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of
 from tests.support.waiting import wait_until
+from tidemill.common.config import load_config
 
 
 @pytest.mark.timeout(600)

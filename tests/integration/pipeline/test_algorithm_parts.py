@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.redis.embedded import EmbeddedRedis
 from tests.support.algorithms import STEPS, trains_above_its_start
+from tidemill.common.redis.embedded import EmbeddedRedis
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "critic": {"preset": "ppo", "value": {"lr": 1e-3, "model": "own"}},

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from common.redis.embedded import EmbeddedRedis
 from tests.support.algorithms import trains_above_its_start
+from tidemill.common.redis.embedded import EmbeddedRedis
 
 KL = {"reference": {"model": "frozen"}, "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.001}}
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from common.run.weight_files import WEIGHTS_FOLDER, version_name
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import RedisServer, newest_server, server_version
 from tests.support.training import assert_trained_once, commits_of, num_commits
 from tests.support.waiting import wait_until
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, version_name
 
 pytestmark = pytest.mark.skipif(
     not newest_server() or server_version(newest_server()) < (7, 0),

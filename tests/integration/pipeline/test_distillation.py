@@ -14,13 +14,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from common.config import RunConfig, load_config
-from common.streams import Entry, read_range
-from common.wire.messages import Commit, Score, ScoreStatus, Trajectory
 from tests.support import preloaded
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of
+from tidemill.common.config import RunConfig, load_config
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire.messages import Commit, Score, ScoreStatus, Trajectory
 
 STEPS = 8
 CLIP = 5.0

@@ -12,20 +12,20 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config import RunConfig
-from common.process.gpu_sharing import LOCKS_DIR_VARIABLE, GpuGate, GpuLock, lock_files
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.gpu_sharing import GpuSharingEngine
 from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier
 from tests.support.waiting import wait_until
+from tidemill.common.config import RunConfig
+from tidemill.common.process.gpu_sharing import LOCKS_DIR_VARIABLE, GpuGate, GpuLock, lock_files
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import GenerationRequest
+from tidemill.services.rollout.engines.gpu_sharing import GpuSharingEngine
 
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from common.process.gpu_sharing import GpuLock
+from tidemill.common.process.gpu_sharing import GpuLock
 async def main():
     await GpuLock([Path(sys.argv[1])]).acquire()
     print("held", flush=True)

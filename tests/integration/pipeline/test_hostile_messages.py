@@ -5,13 +5,13 @@ from pathlib import Path
 
 import msgpack
 
-from common.wire import codec
-from common.wire.keys import Keys
-from common.wire.messages import Lane, Message, WeightFile, WeightManifest
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import commits_of, make_score
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane, Message, WeightFile, WeightManifest
 
 GROUPS, STEPS, SEED, MUTATIONS = 4, 10, 7, 60
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from common.config import load_config
-from common.run.state import read_state
-from common.run.weight_files import version_name
-from services.trainer.durable.checkpoint import CheckpointStore
-from services.trainer.policy.state import PolicyState
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of, num_commits
 from tests.support.waiting import wait_until
+from tidemill.common.config import load_config
+from tidemill.common.run.state import read_state
+from tidemill.common.run.weight_files import version_name
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.policy.state import PolicyState
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 

@@ -3,15 +3,15 @@
 import json
 from pathlib import Path
 
-from common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
-from common.run.weight_files import folder_versions, verified_files
-from common.streams import group_status
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
-from common.wire.messages import Lane, Ticket, Trajectory, WeightManifest
-from services.trainer.durable.checkpoint import CheckpointStore
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import assert_nothing_lost, messages, num_commits
 from tests.support.waiting import wait_until
+from tidemill.common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
+from tidemill.common.run.weight_files import folder_versions, verified_files
+from tidemill.common.streams import group_status
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
+from tidemill.common.wire.messages import Lane, Ticket, Trajectory, WeightManifest
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 
 STEPS, GROUPS, SIZE = 4, 2, 4
 

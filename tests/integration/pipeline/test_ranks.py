@@ -4,10 +4,10 @@ from pathlib import Path
 
 import psutil
 
-from common.run.state import FINISHED, read_state
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import assert_nothing_lost, num_commits
 from tests.support.waiting import wait_until
+from tidemill.common.run.state import FINISHED, read_state
 
 STEPS, GROUPS = 5, 2
 

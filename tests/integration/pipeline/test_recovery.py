@@ -9,11 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.run.state import FINISHED, read_state
-from common.streams import group_status
-from common.wire.keys import Keys
-from common.wire.messages import Trajectory
-from services.trainer.policy.transformers_policy import load_policy
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import (
     assert_nothing_lost,
@@ -23,6 +18,11 @@ from tests.support.training import (
     replayed_digests,
 )
 from tests.support.waiting import wait_until
+from tidemill.common.run.state import FINISHED, read_state
+from tidemill.common.streams import group_status
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 STEPS, GROUPS, SIZE = 6, 2, 4
 
@@ -125,7 +125,7 @@ async def test_a_run_survives_the_death_of_redis(tmp_path: Path) -> None:
 
 
 async def _issue_tickets(run: ServiceRun) -> None:
-    from services.trainer.batch.scheduler import Scheduler
+    from tidemill.services.trainer.batch.scheduler import Scheduler
 
     scheduler = Scheduler(run.broker, run.keys, run.config, make_plan(run.config), lambda _: None)
     await scheduler.admit(0)

@@ -9,11 +9,11 @@ from statistics import median
 import pytest
 import redis
 
-from common.wire.keys import RUNS
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import RedisServer, SentinelPair, newest_server
 from tests.support.training import assert_nothing_lost, assert_trained_once, commits_of, num_commits
 from tests.support.waiting import wait_until
+from tidemill.common.wire.keys import RUNS
 
 GROUPS = 4
 SERVICES = ("rollout", "reward", "trainer")

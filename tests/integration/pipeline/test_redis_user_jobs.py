@@ -13,16 +13,16 @@ import redis
 from rq import Queue, Retry
 from rq.serializers import JSONSerializer
 
-from common.config.reward_kinds import SandboxConfig
-from common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
-from common.redis.broker import URL_VARIABLE, Broker
-from common.redis.client import make_blocking_client
-from common.run.state import publish_config
-from common.wire.keys import Keys
-from services.reward.rewards.sandbox import SandboxJobs
 from tests.support.preloaded import REPO
 from tests.support.servers import INFRA, RedisServer, newest_server, server_version
 from tests.support.trajectories import make_config
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.redis.client import make_blocking_client
+from tidemill.common.run.state import publish_config
+from tidemill.common.wire.keys import Keys
+from tidemill.services.reward.rewards.sandbox import SandboxJobs
 
 KEYS, OTHER = Keys("first.1"), Keys("second")
 LIMITS = SandboxConfig(time_s=30.0, total_s=60.0, isolation="prefer")
@@ -76,7 +76,15 @@ def become(monkeypatch: pytest.MonkeyPatch, users: Users, user: str) -> None:
 
 
 def start_worker(environment: dict[str, str], folder: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "services.jobs.sandbox", "--run", KEYS.run_id, "--name", "sandbox-0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill.services.jobs.sandbox",
+        "--run",
+        KEYS.run_id,
+        "--name",
+        "sandbox-0",
+    ]
     with open(folder / "worker.log", "wb") as log:
         return subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=log)
 
@@ -128,7 +136,7 @@ def test_a_reward_worker_cannot_give_the_head_a_job(
                     "subprocess.getoutput", args=(f"touch {mark}",), job_id=job_id, retry=Retry(2)
                 )
     subprocess.run(
-        [sys.executable, "-m", "services.jobs", KEYS.run_id, "--burst"],
+        [sys.executable, "-m", "tidemill.services.jobs", KEYS.run_id, "--burst"],
         cwd=REPO,
         env=os.environ | users.variables("jobs"),
         check=True,

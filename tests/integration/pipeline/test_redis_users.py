@@ -17,15 +17,6 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from common.archive import ARCHIVE_FOLDER
-from common.config import RewardConfig, RunConfig
-from common.errors import BrokerError
-from common.redis.broker import Broker
-from common.run.state import publish_config
-from common.streams import append, append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import Lane
-from services.console.exporter.exporter import MetricsReader
 from tests.support.letters import make_ticket
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
@@ -42,6 +33,15 @@ from tests.support.servers import (
 )
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.archive import ARCHIVE_FOLDER
+from tidemill.common.config import RewardConfig, RunConfig
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane
+from tidemill.services.console.exporter.exporter import MetricsReader
 
 USERS = ("trainer", "rollout", "reward", "sandbox", "jobs", "operator", "exporter")
 SERVICES = ("trainer", "rollout", "reward")
@@ -124,7 +124,7 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(
         assert refusals(admin) == [], "a service has used a command or key that its user lacks"
         assert admin.xlen(run.keys.commits) == config.trainer.steps
         assert admin.xlen(run.keys.dead) > 0
-        assert "services.trainer" in shown
+        assert "tidemill.services.trainer" in shown
         assert list((run.run_dir / ARCHIVE_FOLDER).rglob("*.parquet"))
         assert secrets_in(shown) == secrets_in(everything_in(admin)) == set()
     assert leaky_files(tmp_path) == []
@@ -134,7 +134,7 @@ def start_worker_of_jobs(run: ServiceRun) -> None:
     """Under its own user."""
     with open(run.folder / "jobs.log", "ab") as log:
         run.processes["jobs"] = subprocess.Popen(
-            [sys.executable, "-m", "services.jobs", run.keys.run_id],
+            [sys.executable, "-m", "tidemill.services.jobs", run.keys.run_id],
             cwd=REPO,
             env=as_jobs(run),
             stdout=log,
@@ -144,7 +144,14 @@ def start_worker_of_jobs(run: ServiceRun) -> None:
 
 def archive_the_rest(run: ServiceRun) -> "subprocess.CompletedProcess[str]":
     """What such a worker does for the trainer."""
-    command = [sys.executable, "-m", "services.jobs.archive", run.keys.run_id, str(run.run_dir), "--rest"]
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill.services.jobs.archive",
+        run.keys.run_id,
+        str(run.run_dir),
+        "--rest",
+    ]
     return subprocess.run(command, cwd=REPO, env=as_jobs(run), capture_output=True, text=True, timeout=120)
 
 

@@ -4,11 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from common.redis.broker import Broker
-from common.streams import START, last_id
-from common.wire.keys import ROLLOUT_GROUP, Keys
-from common.wire.messages import Commit, Message, Ticket, WeightManifest
-from services.trainer.batch.strays import move_strays_aside
 from tests.integration.pipeline.test_redis_users import (
     PASSWORDS,
     client_of,
@@ -17,6 +12,11 @@ from tests.integration.pipeline.test_redis_users import (
     with_user,
 )
 from tests.support.servers import RedisServer, users_file
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import START, last_id
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Message, Ticket, WeightManifest
+from tidemill.services.trainer.batch.strays import move_strays_aside
 
 __all__ = ["pytestmark"]
 

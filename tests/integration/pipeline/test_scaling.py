@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from common.wire.messages import Score, Trajectory
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import assert_nothing_lost, messages, num_commits
 from tests.support.waiting import wait_until
+from tidemill.common.wire.messages import Score, Trajectory
 
 STEPS, GROUPS, SIZE = 40, 3, 4
 UPDATE_S = 0.5

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from common.config import load_config
-from common.wire.messages import DeadLetter, Score, Trajectory
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import assert_nothing_lost, messages
 from tests.support.waiting import wait_until
+from tidemill.common.config import load_config
+from tidemill.common.wire.messages import DeadLetter, Score, Trajectory
 
 STEPS, GROUPS, SIZE = 3, 4, 4
 ENVIRONMENT = '''

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common.streams import Entry, read_range
-from common.wire.messages import Commit, Ticket, Trajectory
 from tests.support.runs import ServiceRun, simulated_config
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire.messages import Commit, Ticket, Trajectory
 
 STEPS, GROUPS, SIZE = 8, 4, 4
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common.config import RunConfig, load_config
-from common.streams import Entry, read_range
-from common.wire.messages import Commit, Lane, Trajectory
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.vllm_machine import need_vllm
+from tidemill.common.config import RunConfig, load_config
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire.messages import Commit, Lane, Trajectory
 
 need_vllm()
 

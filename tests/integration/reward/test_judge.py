@@ -12,19 +12,6 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from common.errors import ConfigError
-from common.process.activity import Activity
-from common.process.heartbeats import Heartbeat
-from common.process.service import ServiceContext
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.replicas import ReplicaRegistry
-from common.streams import Entry, append, read_range
-from common.wire.keys import Keys
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.remote.dependencies import RewardDependencies
-from services.reward.rewards.reward import check_reward, make_reward
-from services.reward.worker import serve
 from tests.support.misbehaving import (
     Behaviour,
     MisbehavingServer,
@@ -36,6 +23,19 @@ from tests.support.misbehaving import (
 )
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.remote.dependencies import RewardDependencies
+from tidemill.services.reward.rewards.reward import check_reward, make_reward
+from tidemill.services.reward.worker import serve
 
 FAST = {"health_interval_s": 0.1, "breaker_cooldown_s": 0.05, "patience_s": 20.0}
 TEMPLATE = "{{ prompt }} {{ completion }} {{ ground_truth }}"

@@ -8,15 +8,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.config import RewardConfig
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.functions.loading import load_function
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.rewards.reward import FunctionReward
 from tests.support.rewards import scorer_of
 from tests.support.scoring import Pool, obedient_functions, peak
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.config import RewardConfig
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.rewards.reward import FunctionReward
 
 
 @contextlib.asynccontextmanager

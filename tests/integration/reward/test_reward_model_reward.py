@@ -10,20 +10,20 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from common.config.reward_kinds import RewardModelConfig
-from common.streams import Entry, append, read_range
-from common.wire.messages import Score, ScoreStatus
-from services.reward.outcome import AttemptError
-from services.reward.remote.calls import RemoteCalls
-from services.reward.remote.limiter import Limiter
-from services.reward.remote.reward_model import ModelReward
-from services.reward.remote.router import Router
-from services.reward.sample import RewardSample
 from tests.support.misbehaving import MisbehavingServer, cuts, says
 from tests.support.reward_models import tiny_classifier
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.calls import RemoteCalls
+from tidemill.services.reward.remote.limiter import Limiter
+from tidemill.services.reward.remote.reward_model import ModelReward
+from tidemill.services.reward.remote.router import Router
+from tidemill.services.reward.sample import RewardSample
 
 COUNT = 60
 SAMPLE = RewardSample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from common.errors import ConfigError
-from services.reward.model_server.scoring_model import ScoringModel
 from tests.support.models import tiny_model
 from tests.support.reward_models import tiny_classifier, tiny_encoder, tiny_token_scorer
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 TOLERANCE = 1e-5
 ROWS = [[5, 6, 7], [9] * 40, [3], [4, 8, 15, 16, 23], [11, 12] * 30]

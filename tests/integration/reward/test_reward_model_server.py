@@ -17,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from torch import Tensor
 
-from services.reward.model_server.app import ScoringApp
-from services.reward.model_server.batcher import Batcher, BatchLimits
-from services.reward.model_server.requests import Inputs
-from services.reward.model_server.scoring_model import ScoringModel
 from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
 from tests.support.waiting import wait_until
+from tidemill.services.reward.model_server.app import ScoringApp
+from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
+from tidemill.services.reward.model_server.requests import Inputs
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 ROWS = [[5, 6, 7], [9] * 20, [3]]
 LIMITS = BatchLimits(max_tokens=4096, max_rows=64, max_padding=0.3)
@@ -311,7 +311,7 @@ async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(
     ],
 )
 def test_mistakes_are_answered_with_2_and_no_traceback(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "services.reward.model_server", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "tidemill.services.reward.model_server", "--port", "0", *arguments]
     ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (2, True, False), (
         ended.stderr

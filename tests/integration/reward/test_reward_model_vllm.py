@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config.reward_kinds import RewardModelConfig
-from common.process.vllm_machine import machine_environment
-from services.reward.model_server.requests import Inputs, ScoringRequest
-from services.reward.model_server.scoring_model import ScoringModel
-from services.reward.remote.reward_model import make_body
 from tests.integration.reward.test_reward_model_reward import SAMPLE, reward_of
 from tests.support.reward_models import tiny_classifier
 from tests.support.vllm_machine import need_vllm
 from tests.support.waiting import wait_until
+from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.process.vllm_machine import machine_environment
+from tidemill.services.reward.model_server.requests import Inputs, ScoringRequest
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
+from tidemill.services.reward.remote.reward_model import make_body
 
 need_vllm()
 

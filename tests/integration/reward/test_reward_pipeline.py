@@ -3,9 +3,9 @@
 from pathlib import Path
 from textwrap import dedent
 
-from common.streams import Entry, read_range
-from common.wire.messages import Commit
 from tests.support.runs import ServiceRun, simulated_config
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire.messages import Commit
 
 SOURCE = """
     def flaky(data_source, solution_str, ground_truth, extra_info):

@@ -9,12 +9,12 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from services.reward.functions.loading import load_function
-from services.reward.functions.processes.pool import ProcessExecution, ProcessPool
-from services.reward.functions.request import Request
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.sample import RewardSample
 from tests.support.waiting import wait_until
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.processes.pool import ProcessExecution, ProcessPool
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 SOURCE = """
     import os, signal, subprocess, sys, time

@@ -11,14 +11,14 @@ import httpx
 import psutil
 import pytest
 
-from common.process.heartbeats import read_heartbeats
-from common.run.replicas import ReplicaRegistry
-from common.streams import Entry, append, read_range
-from common.wire.messages import Score, ScoreStatus
-from services.console.processes.service import service_specs
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.process.heartbeats import read_heartbeats
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.console.processes.service import service_specs
 
 # Through a shell that stays, as servers have children of their own.
 SERVER = ("sh", "-c", f"{sys.executable} -m tests.support.misbehaving {{host}} {{port}}; exit 3")
@@ -137,7 +137,7 @@ async def test_killing_one_of_two_replicas_in_the_middle_costs_no_sample(run: Se
 def test_the_console_starts_the_replicas_that_the_config_wants(tmp_path: Path) -> None:
     specs = [spec for spec in service_specs(make_run(tmp_path).config) if spec.role == "replica"]
     assert [spec.name for spec in specs] == ["replica-grader-0", "replica-grader-1"]
-    assert "services.reward.replica" in specs[1].command
+    assert "tidemill.services.reward.replica" in specs[1].command
     assert specs[1].command[-4:] == ("--reward", "grader", "--index", "1")
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import psutil
 
-from common.run.replicas import ReplicaRegistry
-from common.streams import Entry, append, read_range
-from common.wire.messages import Score, ScoreStatus
 from tests.support.models import tiny_model
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.vllm_machine import need_vllm
 from tests.support.waiting import wait_until
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.wire.messages import Score, ScoreStatus
 
 need_vllm()
 

@@ -14,25 +14,25 @@ from typing import Any
 import psutil
 import pytest
 
-from common.errors import ConfigError
-from common.process.checks import check_reward
-from common.process.heartbeats import read_heartbeats
-from common.redis.broker import URL_VARIABLE, Broker
-from common.redis.embedded import EmbeddedRedis
-from common.run.state import publish_config
-from common.streams import Entry, append, group_status, read_range
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import DeadLetter, Lane, Score, ScoreStatus
 from tests.support.scoring import peak
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.checks import check_reward
+from tidemill.common.process.heartbeats import read_heartbeats
+from tidemill.common.redis.broker import URL_VARIABLE, Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import publish_config
+from tidemill.common.streams import Entry, append, group_status, read_range
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus
 
 ROOT = Path(__file__).parents[3]
 KEYS = Keys("rewarded")
 
 
 class Service:
-    """One `python -m services.reward`."""
+    """One `python -m tidemill.services.reward`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process, self.stderr = process, ""
@@ -63,7 +63,7 @@ async def start(broker: Broker) -> AsyncIterator[Callable[..., Any]]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(name: str = "w1") -> Service:
-            command = [sys.executable, "-m", "services.reward", "--run", KEYS.run_id, "--name", name]
+            command = [sys.executable, "-m", "tidemill.services.reward", "--run", KEYS.run_id, "--name", name]
             environment = {**os.environ, URL_VARIABLE: broker.url}  # type: ignore[attr-defined]
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE

@@ -13,15 +13,6 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.config import TeacherConfig
-from common.streams import Entry, append, read_range
-from common.wire.messages import Lane, Score, ScoreStatus, Trajectory
-from services.reward.outcome import AttemptError
-from services.reward.remote.calls import RemoteCalls
-from services.reward.remote.limiter import Limiter
-from services.reward.remote.router import Router
-from services.reward.remote.teacher import TeacherReward
-from services.reward.sample import RewardSample
 from tests.support.misbehaving import MisbehavingServer, cuts, hangs, says
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server
@@ -29,6 +20,15 @@ from tests.support.runs import ServiceRun
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.config import TeacherConfig
+from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.calls import RemoteCalls
+from tidemill.services.reward.remote.limiter import Limiter
+from tidemill.services.reward.remote.router import Router
+from tidemill.services.reward.remote.teacher import TeacherReward
+from tidemill.services.reward.sample import RewardSample
 
 COUNT = 24
 TRAJECTORY = make_trajectory(completion_ids=np.array([5, 6, 7], np.int32))

@@ -5,9 +5,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from common.run.replicas import ReplicaRegistry
-from common.streams import append
-from common.wire.messages import ScoreStatus
 from tests.integration.reward.test_teacher import by_hand, logprobs_of, num_scores, scores_of, teacher_of
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.reward_models import CHAT_TEMPLATE
@@ -16,6 +13,9 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.vllm_machine import need_vllm
 from tests.support.waiting import wait_until
+from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.streams import append
+from tidemill.common.wire.messages import ScoreStatus
 
 need_vllm()
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config.run import RunConfig
-from common.wire.messages import SamplingParams, Ticket
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import Generation, GenerationRequest
-from services.rollout.environments import build_player
 from tests.support.models import tiny_model, write_tokenizer
+from tidemill.common.config.run import RunConfig
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.environments import build_player
 
 TEMPLATE = (
     "{% for m in messages %}w1 {{ m.content }} <eos> {% endfor %}{% if add_generation_prompt %}w2{% endif %}"

@@ -11,13 +11,13 @@ import numpy as np
 import psutil
 import pytest
 
-from common.errors import ConfigError, EnvironmentFaultError
-from common.wire.messages import SamplingParams, Ticket
-from services.rollout.environments.agent import AgentPlayer
-from services.rollout.environments.agent_programs import SESSION, WORKER, end_leftovers
 from tests.support.models import run_config
 from tests.support.scripted_model import ByteChat, ScriptedModel
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.services.rollout.environments.agent import AgentPlayer
+from tidemill.services.rollout.environments.agent_programs import SESSION, WORKER, end_leftovers
 
 CHAT = ByteChat()
 TICKET = Ticket(
@@ -191,7 +191,7 @@ async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_n
 async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_long(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("services.rollout.environments.agent.SWEEP_S", 0.1)
+    monkeypatch.setattr("tidemill.services.rollout.environments.agent.SWEEP_S", 0.1)
     started = tmp_path / "pid"
     command = f"$ setsid sh -c 'echo $$ > {started}; exec sleep 3600' >/dev/null 2>&1 & exec sleep 3600"
     async with player(command) as agent:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from common.config import RunConfig, load_config
-from common.errors import ConfigError
-from common.process.checks import check_environment
-from common.run.dataset import Row
 from tests.support.environments import THIS
 from tests.support.preloaded import REPO
+from tidemill.common.config import RunConfig, load_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.checks import check_environment
+from tidemill.common.run.dataset import Row
 
 ROW = Row("guess", "guess", "4", {}, 0, "train.jsonl line 1")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.config.environment import EnvironmentConfig
-from common.errors import EnvironmentFaultError
-from services.rollout.environments.loading import load_design
-from services.rollout.environments.processes import ProcessStage
-from services.rollout.environments.stages import build_stage
 from tests.support.environments import THIS
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.services.rollout.environments.loading import load_design
+from tidemill.services.rollout.environments.processes import ProcessStage
+from tidemill.services.rollout.environments.stages import build_stage
 
 ROW = {"prompt": "Play.", "ground_truth": 7}
 

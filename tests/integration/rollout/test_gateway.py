@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from common.wire.messages import SamplingParams
-from common.wire.segments import Segment
-from services.rollout.gateway.server import RETRY_COUNT, Gateway
-from services.rollout.gateway.session import GatewaySession, Limits
 from tests.support.scripted_model import END, ByteChat, ScriptedModel, call_line
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.common.wire.segments import Segment
+from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
+from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 
 CHAT = ByteChat()
 ADD = {

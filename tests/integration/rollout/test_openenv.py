@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.environment import EnvironmentConfig
-from common.config.run import RunConfig
-from common.errors import ConfigError, EnvironmentFaultError
-from common.wire.messages import SamplingParams, Ticket
-from services.rollout.environments.budget import Budget
-from services.rollout.environments.openenv import OpenEnvStage
-from services.rollout.environments.player import EnvironmentPlayer
-from services.rollout.environments.stages import build_stage
 from tests.support.models import run_config
 from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
 from tests.support.waiting import wait_until
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.services.rollout.environments.budget import Budget
+from tidemill.services.rollout.environments.openenv import OpenEnvStage
+from tidemill.services.rollout.environments.player import EnvironmentPlayer
+from tidemill.services.rollout.environments.stages import build_stage
 
 ROOT = Path(__file__).parents[3]
 VENV = ROOT / "build" / "openenv"

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import EnvironmentFaultError
-from common.wire.messages import SamplingParams, Ticket
-from services.rollout.environments.agent import AgentPlayer
-from services.rollout.gateway.session import GatewaySession
 from tests.support.models import run_config
 from tests.support.scripted_model import ByteChat, ScriptedModel, call_line
 from tests.support.waiting import wait_until
+from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.services.rollout.environments.agent import AgentPlayer
+from tidemill.services.rollout.gateway.session import GatewaySession
 
 ROOT = Path(__file__).parents[3]
 VENV = ROOT / "build" / "verifiers"

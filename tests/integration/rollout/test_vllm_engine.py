@@ -19,15 +19,15 @@ import torch
 from prometheus_client import REGISTRY
 from transformers import LlamaForCausalLM
 
-from common.config.run import RunConfig
-from common.errors import EngineError, WeightsError
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import Generation, GenerationRequest
-from services.rollout.engines.vllm import VllmEngine
 from tests.support.models import tiny_llama, tiny_model
 from tests.support.vllm_machine import need_vllm
 from tests.support.vllm_parity import expected_logprobs
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError, WeightsError
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines.vllm import VllmEngine
 
 need_vllm()
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.config import ModelConfig, RunConfig
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.model import load_model
 from tests.support.models import tiny_model
 from tests.support.vllm_machine import need_vllm
+from tidemill.common.config import ModelConfig, RunConfig
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import GenerationRequest
+from tidemill.services.rollout.engines.model import load_model
 
 need_vllm()
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config.run import RunConfig
-from common.wire.messages import SamplingParams, Ticket
-from common.wire.segments import Segment
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import Engine, Generation, GenerationRequest
-from services.rollout.environments import build_player
-from services.rollout.sessions.player import Played
 from tests.support.models import tiny_llama, tiny_model
 from tests.support.vllm_machine import need_vllm
 from tests.support.vllm_parity import expected_logprobs
+from tidemill.common.config.run import RunConfig
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.segments import Segment
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from tidemill.services.rollout.environments import build_player
+from tidemill.services.rollout.sessions.player import Played
 
 need_vllm()
 

@@ -8,46 +8,54 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from common.errors import ConfigError, WeightsError
-from common.run.state import read_state
-from common.run.weight_files import WEIGHTS_FOLDER, folder_versions
-from common.wire.messages import WeightManifest
-from services.rollout.weight_follower import WeightDownload, weight_download
-from services.trainer.weights.store import WeightStore
+from tests.support.full_versions import WritesFull
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.training import assert_nothing_lost
+from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.run.state import read_state
+from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions
+from tidemill.common.weights.remote import WeightServer, open_remote
+from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.services.rollout.weights import download
+from tidemill.services.rollout.weights.download import WeightDownload
+from tidemill.services.trainer.weights.store import WeightState, WeightStore, list_files
 
 RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
 START_TIMEOUT_S = 60.0
 
 
-class Policy:
+class Policy(WritesFull):
     """One file with one value; its digest is that value."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def save_weights(self, folder: Path) -> None:
-        save_file({"w": np.full(1 << 20, self.value, np.float32)}, folder / "model.safetensors")
+    def compare_weights(self) -> WeightState:
+        digest = f"{int(self.value):032x}"
+        return WeightState(digest, digest)
 
-    def digest(self) -> str:
-        return f"{int(self.value):032x}"
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        save_file({"w": np.full(1 << 20, self.value, np.float32)}, folder / "model.safetensors")
+        written: Future[tuple[WeightFile, ...]] = Future()
+        written.set_result(list_files(folder))
+        return written
 
 
 class Server:
-    """`python -m services.trainer.weight_server` as a process, on the runs of one folder."""
+    """`python -m tidemill.services.trainer.weight_server` as a process, on the runs of one folder."""
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.port = runs, free_port()
-        command = [sys.executable, "-m", "services.trainer.weight_server", "--port", str(self.port)]
+        command = [sys.executable, "-m", "tidemill.services.trainer.weight_server", "--port", str(self.port)]
         env = os.environ | {"TIDEMILL_RUNS_DIR": str(runs), "TIDEMILL_WEIGHTS_TOKEN": TOKEN}
         self.process = subprocess.Popen(command, cwd=REPO, env=env)
 
@@ -106,7 +114,7 @@ def written(server: Server, version: int, value: float) -> WeightManifest:
 
 
 def download_to(server: Server, cache: Path, token: str = TOKEN) -> WeightDownload:
-    return WeightDownload(server.url, token, RUN, cache)
+    return WeightDownload(WeightServer(server.url, token, RUN), RUN, cache)
 
 
 def value_of(paths: list[Path]) -> float:
@@ -115,9 +123,9 @@ def value_of(paths: list[Path]) -> float:
 
 def test_a_version_arrives_with_its_bytes_and_old_ones_go(server: Server, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    download = download_to(server, cache)
+    worker = download_to(server, cache)
     for version in range(4):
-        assert value_of(download.files(written(server, version, version + 0.5))) == version + 0.5
+        assert value_of(worker.files(written(server, version, version + 0.5))) == version + 0.5
     assert folder_versions(cache / RUN / WEIGHTS_FOLDER) == [2, 3]
 
 
@@ -140,16 +148,40 @@ def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path:
     with pytest.raises(WeightsError, match="damaged"):
         download_to(server, tmp_path / "cache").files(manifest)
     path.write_bytes(path.read_bytes() + b"and more")
-    with pytest.raises(WeightsError, match="more than the"):
+    with pytest.raises(WeightsError, match="damaged"):
         download_to(server, tmp_path / "other").files(manifest)
     assert folder_versions(tmp_path / "other" / RUN / WEIGHTS_FOLDER) == []
 
 
+def test_a_broken_download_goes_on_where_it_was(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "PIECE_BYTES", 1 << 18)
+    manifest, asked = written(server, 1, 7.0), list[int]()
+    read, num_answers = WeightServer.read, 9
+
+    def read_some(self: WeightServer, path: str, start: int, length: int) -> bytes:
+        asked.append(start)
+        if len(asked) > num_answers:
+            raise WeightsError("the connection broke")
+        return read(self, path, start, length)
+
+    monkeypatch.setattr(WeightServer, "read", read_some)
+    with pytest.raises(WeightsError, match="broke"):
+        download_to(server, tmp_path / "cache").files(manifest)
+    assert folder_versions(tmp_path / "cache" / RUN / WEIGHTS_FOLDER) == []
+    first = set(asked[:num_answers])
+    asked.clear()
+    num_answers = 1 << 10
+    assert value_of(download_to(server, tmp_path / "cache").files(manifest)) == 7.0
+    assert len(asked) == 17 - len(first) and not first & set(asked)
+
+
 def test_damaged_files_of_the_cache_are_downloaded_again(server: Server, tmp_path: Path) -> None:
     manifest = written(server, 1, 7.0)
-    download = download_to(server, tmp_path / "cache")
-    download.files(manifest)[0].write_bytes(b"gone")
-    assert value_of(download.files(manifest)) == 7.0
+    worker = download_to(server, tmp_path / "cache")
+    worker.files(manifest)[0].write_bytes(b"gone")
+    assert value_of(worker.files(manifest)) == 7.0
 
 
 def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Server) -> None:
@@ -158,11 +190,11 @@ def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Serv
     (server.runs / RUN / WEIGHTS_FOLDER / "v00000001" / "notes.txt").write_text("not of the manifest")
     known = f"/runs/{RUN}/weights/v00000001/model.safetensors"
     assert server.status_of(known) == 200
+    assert server.status_of(f"/runs/{RUN}/weights/v00000001/manifest.json") == 200
     assert server.status_of(known, token="a guess") == 401
     assert server.status_of(known, token="") == 401
     for path in (
         f"/runs/{RUN}/weights/v00000001/notes.txt",
-        f"/runs/{RUN}/weights/v00000001/manifest.json",
         f"/runs/{RUN}/weights/v00000002/model.safetensors",
         f"/runs/{RUN}/weights/v00000001/..%2f..%2fconfig.yaml",
         f"/runs/{RUN}/config.yaml",
@@ -181,15 +213,15 @@ def test_a_wrong_token_is_said(server: Server, tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "head:8200")
     with pytest.raises(ConfigError, match="such as http://head:8200"):
-        weight_download(RUN)
+        open_remote("", RUN)
     monkeypatch.setenv("TIDEMILL_WEIGHTS_URL", "")
-    assert weight_download(RUN) is None
+    assert open_remote("", RUN) is None
 
 
 def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
     env = os.environ | {"TIDEMILL_WEIGHTS_TOKEN": "short", "TIDEMILL_RUNS_DIR": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-m", "services.trainer.weight_server", "--port", "0"],
+        [sys.executable, "-m", "tidemill.services.trainer.weight_server", "--port", "0"],
         cwd=REPO,
         env=env,
         capture_output=True,

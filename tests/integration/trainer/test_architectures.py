@@ -13,15 +13,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.errors import ConfigError
-from common.run.chat_template import exact_attention
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.transformers import TransformersEngine
-from services.trainer.groups.samples import Sample
-from services.trainer.policy.forward import TokenScorer, pick_layout
-from services.trainer.policy.transformers_policy import load_policy
 from tests.support.architectures import FAMILIES, make_config, make_model
 from tests.support.models import (
     accumulate_all,
@@ -33,6 +24,15 @@ from tests.support.models import (
     train,
     write_tokenizer,
 )
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import exact_attention
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import GenerationRequest
+from tidemill.services.rollout.engines.transformers import TransformersEngine
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 FLOAT32_ONLY = ("Mixtral", "Phimoe", "GptOss")
 """Kernels of experts know no float64."""

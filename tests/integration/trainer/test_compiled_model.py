@@ -2,7 +2,6 @@
 
 import torch
 
-from services.trainer.policy.model_loading import compile_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,
@@ -11,12 +10,13 @@ from tests.support.models import (
     one_batch,
     tiny_llama,
 )
+from tidemill.services.trainer.policy.model_loading import compile_model
 
 
 def test_a_compiled_model_has_the_same_gradients_for_every_shape():
     compiled = tiny_llama(num_hidden_layers=1)
     assert compile_model(compiled, backend="aot_eager")
-    assert compiled.base_model._compiled_call_impl is not None
+    assert all(layer._compiled_call_impl is not None for layer in compiled.base_model.layers)
     plain_policy, policy = make_policy(model=tiny_llama(num_hidden_layers=1)), make_policy(model=compiled)
     assert all(parameter.grad is None for parameter in compiled.parameters()), "the trial left a gradient"
     for each in (policy, plain_policy):
@@ -33,6 +33,6 @@ def test_where_the_compiler_fails_training_goes_on_without_it(capsys):
     printed = capsys.readouterr().out
     assert "training without it" in printed
     assert "no C++ compiler found" in printed
-    assert model.base_model._compiled_call_impl is None
+    assert all(layer._compiled_call_impl is None for layer in model.base_model.layers)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert make_policy(model=model).logprobs(make_samples(2))

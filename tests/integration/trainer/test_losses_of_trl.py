@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.mini_batch import top_entropy
 from tests.support.losses import MAX_COMPLETION, our_loss, rectangle
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.mini_batch import top_entropy
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
 REFERENCE: dict[str, Any] = {"reference": {"model": "frozen"}}

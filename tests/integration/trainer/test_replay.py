@@ -13,16 +13,16 @@ import pytest
 import torch
 import yaml
 
-from common.archive.writer import archive_stream, writing
-from common.config import RunConfig, load_config
-from common.history import History, StreamName
-from common.history.records import read_group
-from common.redis.embedded import EmbeddedRedis
-from common.wire.messages import Commit, Ticket
 from tests.support import preloaded
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import commits_of
+from tidemill.common.archive.writer import archive_stream, writing
+from tidemill.common.config import RunConfig, load_config
+from tidemill.common.history import History, StreamName
+from tidemill.common.history.records import read_group
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.wire.messages import Commit, Ticket
 
 STEPS, BUGGY_STEP = 24, 2
 FIELDS = ("loss", "grad_norm")

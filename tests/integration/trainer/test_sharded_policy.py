@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.config import RunConfig
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import Sample, form_micro_batches
-from services.trainer.policy.fsdp.rank_policy import load_rank_policy
-from services.trainer.policy.fsdp.ranks import lead_ranks
-from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from services.trainer.policy.policy import Policy, UpdateResult
-from services.trainer.policy.transformers_policy import load_policy
-from tests.support.losses import with_statistics
-from tests.support.models import emptied, make_samples, masked, run_config, tiny_model
-from tests.support.sessions import session_samples
-
-STEPS = 3
+from tests.support import rank_runs
+from tests.support.models import make_samples, masked, run_config, tiny_model
+from tests.support.rank_runs import STEPS, Numbers, update
+from tidemill.common.config import RunConfig
+from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
+from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
+from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 
 def config_of(folder: Path, num_ranks: int) -> RunConfig:
@@ -64,48 +60,8 @@ def two_ranks(folder: Path) -> Iterator[ShardedPolicy]:
         policy.close()
 
 
-def batches_of(step: int) -> tuple[list[Sample], list[Sample]]:
-    """Two mini-batches of unequal lengths, one with samples that carry no loss, both with sessions."""
-    samples, sessions = make_samples(18, seed=step), session_samples(6, seed=step)
-    return [*samples[:9], *sessions[:3]], [
-        *samples[9:],
-        *sessions[3:],
-        masked(samples[0]),
-        emptied(samples[1]),
-    ]
-
-
-def train(policy: Policy, steps: range) -> list[Any]:
-    """Steps of two updates, the second with logprobs of the weights at the start; every number it gave."""
-    numbers: list[Any] = []
-    for step in steps:
-        first, second = batches_of(step)
-        numbers.append(update(policy, prepared(policy, first, proximal=False)))
-        policy.hold_weights()
-        numbers.append(update(policy, prepared(policy, second)))
-        policy.release_weights()
-        policy.adapt(0.5, 3.0, 20.0)
-    return numbers
-
-
-def prepared(policy: Policy, samples: list[Sample], proximal: bool = True) -> list[Sample]:
-    tokens = policy.precompute(samples)
-    done = [
-        replace(
-            sample,
-            reference_logprobs=item.reference_logprobs,
-            proximal_logprobs=item.proximal_logprobs if proximal else None,
-            start_logprobs=item.start_logprobs,
-            entropies=item.entropies,
-        )
-        for sample, item in zip(samples, tokens, strict=True)
-    ]
-    return with_statistics(done, config_of(Path("model"), 1).trainer.algorithm)
-
-
-def update(policy: Policy, samples: list[Sample]) -> tuple[MicroBatchMetrics, UpdateResult]:
-    sums = sum((policy.accumulate(b) for b in form_micro_batches(samples, 80)), MicroBatchMetrics())
-    return sums, policy.update(sums.denominator)
+def train(policy: Policy, steps: range) -> Numbers:
+    return rank_runs.train(policy, config_of(Path("model"), 1).trainer, steps)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A client of `MemoryServer` with the part of redis-py's asynchronous client that `common.redis.broker` uses.
+"""A client of `MemoryServer` with what `common/redis/broker.py` uses of `Client` in `common/redis/lines.py`.
 
 Each command is a message to the server and one back. What may happen on the way (it takes long, it is never
 applied, its answer never arrives) is for the `Network` to say.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tests.simulation.redis.server import Blocked, Fields, MemoryServer, stream_keys, without_block
+from tidemill.common.redis import lines
 
 Answer = Callable[[Any], None]
 
@@ -70,42 +71,26 @@ class MemoryClient:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self.connection_pool = self
 
-    async def disconnect(self, inuse_connections: bool = True) -> None:
+    async def exchange(
+        self, unit: Sequence[Sequence[Any]], is_atomic: bool = False, is_blocking: bool = False
+    ) -> list[Any]:
+        if not unit:
+            return []
+        async with asyncio.timeout(lines.ANSWER_TIMEOUT_S):
+            return await self._network.request([packed(command) for command in unit], is_atomic)
+
+    def disconnect(self) -> None:
         """The next command connects anew."""
 
-    async def execute_command(self, *command: Any) -> Any:
-        (reply,) = await self._network.request([packed(command)], False)
+    async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
+        (reply,) = await self.exchange([command])
         if isinstance(reply, Exception):
             raise reply
         return reply
 
-    def pipeline(self, transaction: bool = True) -> "MemoryPipeline":
-        return MemoryPipeline(self._network, transaction)
-
     async def aclose(self) -> None:
         """Nothing to close."""
-
-
-class MemoryPipeline:
-    """Commands that are sent together."""
-
-    def __init__(self, network: Network, is_atomic: bool) -> None:
-        self._network, self._is_atomic = network, is_atomic
-        self._commands: list[Fields] = []
-
-    def execute_command(self, *command: Any) -> None:
-        self._commands.append(packed(command))
-
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        if not self._commands:
-            return []
-        replies = await self._network.request(self._commands, self._is_atomic)
-        for reply in replies:
-            if raise_on_error and isinstance(reply, Exception):
-                raise reply
-        return replies
 
 
 def packed(command: Sequence[Any]) -> Fields:

@@ -8,8 +8,8 @@ import pytest
 import xxhash
 from safetensors import SafetensorError
 
-from common import files
-from common.files import (
+from tidemill.common import files
+from tidemill.common.files import (
     StorageError,
     aside_folder,
     clear_aside,

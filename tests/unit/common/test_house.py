@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from common.process.programs import ROOT
+from tidemill.common.process.programs import ROOT
 
 MAX_FILES, MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 20, 400, 60, 10
-ROOMS = ("common", "services")
+ROOMS = ("common", "services", "tidemill")
 NO_CODE = {"__pycache__", "static", "templates"}
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from common.wire.messages import Score, ScoreStatus, TrajectoryKey
-from services.console.rescore.agreement import compare, correlation, rank_correlation, ranks
+from tidemill.common.wire.messages import Score, ScoreStatus, TrajectoryKey
+from tidemill.services.console.rescore.agreement import compare, correlation, rank_correlation, ranks
 
 
 def scores(values: dict[TrajectoryKey, float | None]) -> dict[TrajectoryKey, Score]:

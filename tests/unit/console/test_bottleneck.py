@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from common.process.heartbeats import Heartbeat
-from services.console.status.bottleneck import Evidence, find_bottleneck, gather_evidence
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.services.console.status.bottleneck import Evidence, find_bottleneck, gather_evidence
 
 WORKERS = {"trainer": 1, "rollout": 1, "reward": 1}
 
@@ -86,7 +86,7 @@ def test_a_trainer_that_waits_for_another_stage_is_not_what_the_run_waits_for() 
 def test_a_role_without_a_living_worker_is_said() -> None:
     found = verdict({"wait:scores": 1.0}, num_workers={"trainer": 1, "rollout": 1, "reward": 0})
     assert "no reward worker is alive" in found.text
-    assert found.advice == "Start one: python -m services.reward --run RUN_ID."
+    assert found.advice == "Start one: python -m tidemill.services.reward --run RUN_ID."
 
 
 def test_shares_without_a_large_one_are_not_called_a_bottleneck() -> None:

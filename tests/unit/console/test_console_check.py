@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.config import DataConfig, ModelConfig
-from common.errors import ConfigError
-from common.process.checks import RewardFindings
-from common.run.dataset import Row
-from services.console.check import preflight
-from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
-from services.console.check.preflight import Findings, PreflightError, examine
-from services.console.plan.explain import describe, explain, preset_lines
 from tests.support.checked_runs import make_folder, write_run
 from tests.support.trajectories import make_config
+from tidemill.common.config import DataConfig, ModelConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.checks import RewardFindings
+from tidemill.common.run.dataset import Row
+from tidemill.services.console.check import preflight
+from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
+from tidemill.services.console.check.preflight import Findings, PreflightError, examine
+from tidemill.services.console.plan.explain import describe, explain, preset_lines
 
 
 def rows(*prompts: Any) -> list[Row]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from common.errors import ConfigError
-from services.console.reference.fields import as_markdown, print_fields, read_sections
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.reference.fields import as_markdown, print_fields, read_sections
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "config.md"
 
@@ -20,7 +20,7 @@ def printed(wanted: str) -> str:
 
 def test_the_reference_in_docs_is_current() -> None:
     assert DOCS.read_text(encoding="utf-8") == as_markdown(), (
-        "the config has changed: python -m services.console.reference.fields > docs/config.md"
+        "the config has changed: python -m tidemill.services.console.reference.fields > docs/config.md"
     )
 
 

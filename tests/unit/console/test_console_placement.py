@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from common.config import RunConfig, parse_config
-from common.errors import ConfigError
-from services.console.processes.service import (
+from tidemill.common.config import RunConfig, parse_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.processes.service import (
     replica_gpus,
     rollout_gpus,
     service_specs,

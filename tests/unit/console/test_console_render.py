@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.process.heartbeats import Heartbeat
-from services.console.launch.views import PlainView
-from services.console.processes.supervisor import ServiceStatus
-from services.console.status.render import dashboard, evaluation_line, sparkline, step_line
-from services.console.status.report import spell_line
-from services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint
-from services.console.text.formats import duration
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.services.console.launch.views import PlainView
+from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.status.render import dashboard, evaluation_line, sparkline, step_line
+from tidemill.services.console.status.report import spell_lines
+from tidemill.services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint
+from tidemill.services.console.text.formats import duration
 
 
 def snapshot(num_steps: int = 3, **fields: Any) -> RunSnapshot:
@@ -184,10 +184,15 @@ def test_the_plain_view_says_a_warning_when_it_begins_and_when_it_ends() -> None
 
 
 def test_the_summary_says_when_a_warning_held() -> None:
-    assert spell_line(WARNING) == (
+    assert spell_lines([WARNING])[0] == (
         "the policy has nearly stopped exploring (steps 2 to the end, at worst 0.001). Raise clip_high."
     )
-    assert "(steps 2 to 3, at worst not a number)" in spell_line({**WARNING, "until_step": 3, "worst": None})
+    assert (
+        "(steps 2 to 3, at worst not a number)"
+        in spell_lines([{**WARNING, "until_step": 3, "worst": None}])[0]
+    )
+    (line,) = spell_lines([WARNING, {**WARNING, "since_step": 7, "until_step": 9}])
+    assert "; steps 8 to 9, at worst" in line, "the same warning is told once"
 
 
 def test_the_dashboard_names_the_slowest_stage_and_what_to_do() -> None:

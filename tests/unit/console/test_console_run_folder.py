@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.errors import ConfigError
-from services.console.options import UpOptions
-from services.console.processes.service import exporter_spec, metrics_ports, service_specs
-from services.console.run.folder import RunFolder, find_run
 from tests.support.trajectories import make_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.options import UpOptions
+from tidemill.services.console.processes.service import exporter_spec, metrics_ports, service_specs
+from tidemill.services.console.run.folder import RunFolder, find_run
 
 
 def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_workers_of_one_machine_take_ports_in_a_row() -> None:
 
 def test_the_exporter_of_a_run_is_a_process_with_a_port_that_must_be_free() -> None:
     spec = exporter_spec(make_config(run_id="r"), 9109)
-    assert spec.command[1:] == ("-m", "services.console.exporter", "r", "--port", "9109")
+    assert spec.command[1:] == ("-m", "tidemill.services.console.exporter", "r", "--port", "9109")
     assert metrics_ports([spec]) == {"exporter": 9109}
     assert metrics_ports([exporter_spec(make_config(run_id="r"), 0)]) == {}
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.wire.messages import Commit
-from services.console.status.report import summary_table
-from services.console.status.summary import (
+from tests.support.trajectories import make_config
+from tidemill.common.wire.messages import Commit
+from tidemill.services.console.status.report import summary_table
+from tidemill.services.console.status.summary import (
     CommitTotals,
     RunSummary,
     failures,
@@ -16,7 +17,6 @@ from services.console.status.summary import (
     merge_evaluations,
     summary_tree,
 )
-from tests.support.trajectories import make_config
 
 
 def commit(step: int, groups: dict[int, list[int]], **fields: Any) -> Commit:

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import RunConfig
-from common.errors import ConfigError
-from services.console.check.teachers import check_teachers
-from services.console.processes.service import replica_gpus
-from services.console.records.trace import teacher_gaps
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.check.teachers import check_teachers
+from tidemill.services.console.processes.service import replica_gpus
+from tidemill.services.console.records.trace import teacher_gaps
 
 OWN = {"a": 0, "b": 1}
 

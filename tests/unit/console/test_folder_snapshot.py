@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.errors import ConfigError
-from services.console.__main__ import app
-from services.console.run.folder import RunFolder
 from tests.support.trajectories import make_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.__main__ import app
+from tidemill.services.console.run.folder import RunFolder
 
 
 @pytest.fixture

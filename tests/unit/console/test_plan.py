@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from common.errors import ConfigError
-from services.console.options import PlanOptions
-from services.console.plan.plan import latest_like, make_plan, plan
-from services.console.run.folder import RunFolder
 from tests.support.trajectories import make_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.options import PlanOptions
+from tidemill.services.console.plan.plan import latest_like, make_plan, plan
+from tidemill.services.console.run.folder import RunFolder
 
 
 def add_run(runs: Path, name: str, **sections: Any) -> RunFolder:
@@ -78,7 +78,7 @@ def test_assumed_times_are_planned_with(
 
 
 def test_a_plan_for_programs_has_the_same_numbers(config_file: Path) -> None:
-    from common.config import load_config
+    from tidemill.common.config import load_config
 
     options = PlanOptions(config_file, assume="reward=4s,rollout=1e6tok/s,trainer=20s,tokens=100")
     found = make_plan(load_config(config_file), options).as_dict()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.errors import ConfigError
-from services.console.compare import replay
-from services.console.compare.replay import parse_steps, print_result
-from services.console.options import ReplayOptions
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.compare import replay
+from tidemill.services.console.compare.replay import parse_steps, print_result
+from tidemill.services.console.options import ReplayOptions
 
 
 def result(step: int = 12, **changes: Any) -> dict[str, Any]:

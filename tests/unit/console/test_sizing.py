@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from common.process.heartbeats import Heartbeat
-from services.console.plan.plan import what_times_rest_on
-from services.console.plan.sizing import (
+from tests.support.trajectories import make_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.services.console.plan.plan import what_times_rest_on
+from tidemill.services.console.plan.sizing import (
     Plan,
     Workers,
     disk_bytes,
@@ -20,9 +21,8 @@ from services.console.plan.sizing import (
     redis_bytes,
     step_time,
 )
-from services.console.plan.stage_times import StageTimes, assumed_times, measured_times
-from services.console.status.bottleneck import find_bottleneck, gather_evidence
-from tests.support.trajectories import make_config
+from tidemill.services.console.plan.stage_times import StageTimes, assumed_times, measured_times
+from tidemill.services.console.status.bottleneck import find_bottleneck, gather_evidence
 
 
 def config_of(staleness: int = 1, **sections: Any) -> Any:
@@ -93,24 +93,28 @@ def test_limits_of_a_judge_say_when_workers_cannot_help() -> None:
 
 
 def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs() -> None:
-    def held(**trainer: Any) -> int:
-        return records_held(config_of(trainer={"checkpoint_every": 3, "keep_checkpoints": 2} | trainer))
+    no_archive = {"archive": {"enabled": False}}
 
+    def held(streams: Any = no_archive, **trainer: Any) -> int:
+        trainer = {"checkpoint_every": 3, "keep_checkpoints": 2} | trainer
+        return records_held(config_of(trainer=trainer, streams=streams))
+
+    assert held({}) == (1 + 1) * 20, "the archive has the rest"
     assert held() == (1 + 1 + 3 * 2) * 20
     assert held(max_staleness=0) == (1 + 6) * 20
     assert held(steps=4) == (2 + 4) * 20
     assert records_held(config_of(streams={"trim": False})) == 102 * 20
-    assert records_held(config_of(trainer={"checkpoint_every": 0})) == 102 * 20
-    plain = config_of(streams={"archive": {"enabled": False}})
+    assert held(checkpoint_every=0) == 102 * 20
+    plain = config_of(streams=no_archive)
     assert redis_bytes(plain, 1000) == records_held(plain) * 1000 + 100 * (2000 + 16 * 20)
 
 
 def test_redis_holds_what_waits_for_the_archive_as_far_as_there_is_so_much() -> None:
-    plain = redis_bytes(config_of(streams={"archive": {"enabled": False}}), 1000)
-    # 102 steps in all, 2 + 20 of them are held anyway
-    assert redis_bytes(config_of(), 1000) - plain == 80 * 20 * 1000
+    # Two steps of 20 samples are under way, and of the commits 32 stay.
+    least = 2 * 20 * 1000 + 32 * (2000 + 16 * 20)
+    assert redis_bytes(config_of(), 1000) - least == 100 * 20 * 1000, "102 steps in all"
     small = config_of(streams={"archive": {"segment_mb": 0.25}})
-    assert redis_bytes(small, 1000) - plain == 1.5 * 2**18
+    assert redis_bytes(small, 1000) - least == 1.5 * 2**18
 
 
 def test_disk_is_what_is_kept_and_what_is_being_written() -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.history.records import SampleFacts
-from services.console.records.timeline import Stretch, build, gaps
-from services.console.records.trace_events import Slice, TraceEvents
 from tests.support.histories import BEGIN, commits, manifests, scores, tickets, trajectories
 from tests.support.traces import problems_of, slices_of
+from tidemill.common.history.records import SampleFacts
+from tidemill.services.console.records.timeline import Stretch, build, gaps
+from tidemill.services.console.records.trace_events import Slice, TraceEvents
 
 
 def small_stretch() -> Stretch:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from services.console.web.access import Access
-from services.console.web.catalog import Catalog
-from services.console.web.server import create_app
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.web.access import Access
+from tidemill.services.console.web.catalog import Catalog
+from tidemill.services.console.web.server import _greeting, create_app
 
 
 def client_of(access: Access, runs: Path, base: str = "http://127.0.0.1:8420") -> TestClient:
@@ -94,3 +95,38 @@ def test_a_page_for_others_answers_under_addresses_and_given_names_only(tmp_path
     )
     assert not access.knows_host("evil.example:8420")
     assert Access.of("10.1.2.3", 1).token != Access.of("10.1.2.3", 1).token
+
+
+FIXED = "a-token-of-16-characters-or-more"
+
+
+def test_a_token_is_asked_for_on_this_machine_too_where_somebody_wants_it(tmp_path: Path) -> None:
+    assert Access.of("127.0.0.1", 1).token == ""
+    access = Access.of("127.0.0.1", 8420, asks_always=True)
+    with client_of(access, tmp_path) as client:
+        assert client.get("/").status_code == 401
+        assert client.get(f"/?token={access.token}").status_code == 303
+        assert client.get("/").status_code == 200
+
+
+def test_a_fixed_token_is_the_same_after_a_restart_and_so_is_its_cookie(tmp_path: Path) -> None:
+    before, after = (Access.of("127.0.0.1", 8420, fixed_token=FIXED) for _ in range(2))
+    assert before.token == FIXED and before.cookie_value == after.cookie_value
+    assert before.cookie_value != Access.of("127.0.0.1", 8420, fixed_token=FIXED + "2").cookie_value
+    assert FIXED not in _greeting("127.0.0.1", 8420, "", before), "it is not printed"
+    with client_of(after, tmp_path) as client:
+        client.cookies.set(before.cookie_name, before.cookie_value)
+        assert client.get("/").status_code == 200
+    for weak in ("short", "é" * 40):
+        with pytest.raises(ConfigError, match="TIDEMILL_WEB_TOKEN"):
+            Access.of("127.0.0.1", 1, fixed_token=weak)
+
+
+def test_a_browser_is_asked_for_the_token_and_keeps_the_rest_of_the_address(tmp_path: Path) -> None:
+    with client_of(Access.of("127.0.0.1", 8420, fixed_token=FIXED), tmp_path) as client:
+        page = client.get(
+            "/compare?run=a&metric=%22%3E%3Cscript%3E&token=wrong", headers={"accept": "text/html"}
+        )
+        assert page.status_code == 401 and "<script" not in page.text and "wrong" not in page.text
+        assert 'name="run" value="a"' in page.text and 'type="password"' in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]

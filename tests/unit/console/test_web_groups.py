@@ -5,16 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.console.status.snapshot import StepPoint
-from services.console.text.formats import when
-from services.console.web import formats
-from services.console.web.charts import chart_trees
-from services.console.web.formats import sendable, visible
-from services.console.web.group_index import MAX_TEXT_CHARACTERS, GroupIndex, GroupRow, Spread
-from services.console.web.group_query import GroupQuery, range_of
 from tests.support.trajectories import make_trajectory
 from tests.support.web_runs import commit_of, completion, make_ticket, score_of
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.console.status.snapshot import StepPoint
+from tidemill.services.console.text.formats import when
+from tidemill.services.console.web import formats
+from tidemill.services.console.web.charts import chart_trees
+from tidemill.services.console.web.formats import sendable, visible
+from tidemill.services.console.web.group_index import MAX_TEXT_CHARACTERS, GroupIndex, GroupRow, Spread
+from tidemill.services.console.web.group_query import GroupQuery, range_of
 
 
 def test_a_spread_is_that_of_all_numbers() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from common.config import RunConfig
-from common.wire import messages
-from common.wire.keys import Keys
-from common.wire.messages import Lane, Message
+from tidemill.common.config import RunConfig
+from tidemill.common.wire import messages
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Lane, Message
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "glossary.md"
@@ -37,7 +37,7 @@ def exists(place: str) -> bool:
     """Whether a path, a field of the config, or a symbol of a module is there."""
     if "/" in place:
         return (ROOT / place).exists()
-    if place.startswith(("common.", "services.")):
+    if place.startswith(("tidemill.common.", "tidemill.services.")):
         module, _, symbol = place.rpartition(".")
         return hasattr(import_module(module), symbol)
     return is_field(RunConfig, place.split("."))

@@ -11,7 +11,7 @@ import typer
 
 from infra.docs import architecture
 from infra.docs.pages import REPO, ROOMS, Page, all_pages, anchor_of, broken_links
-from services.console.__main__ import app
+from tidemill.services.console.__main__ import app
 
 PAGES = [page for page in all_pages() if page.name != "CHANGELOG.md"]
 """The changelog names files as they were."""
@@ -23,6 +23,7 @@ MODULE = re.compile(r"python -m ((?:services|infra|benchmarks|tests|common)[\w.]
 FORBIDDEN = {"utils.py"}
 """Named as what there must not be."""
 READERS_OWN = {"docs/tutorial.md", "README.md", "docs/algorithms.md", "docs/judges.md", "docs/debugging.md"}
+READERS_OWN |= {f"docs/{name}.md" for name in ("troubleshooting", "evaluation")}
 """Pages in which a bare name, such as `reward.py`, is a file of the reader's."""
 
 
@@ -66,7 +67,8 @@ def test_every_module_that_a_page_runs_exists(page: Page) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_command_that_a_page_names_exists(page: Page) -> None:
-    targets = set(re.findall(r"^([a-z-]+):.*##", (REPO / "Makefile").read_text(), re.MULTILINE))
+    rules = (REPO / "Makefile").read_text() + (REPO / "infra/release/release.mk").read_text()
+    targets = set(re.findall(r"^([a-z-]+):.*##", rules, re.MULTILINE))
     text = page.path.read_text(encoding="utf-8")
     named = set(re.findall(r"(?:`|^    |&& )make ([a-z-]+)", text, re.MULTILINE))
     assert named - targets == set()

@@ -1,5 +1,6 @@
 """docker-compose.yml keeps to its schema and to what operators rely on: scaling, restarts, draining, pins."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,11 +12,13 @@ import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 
-from common.config.reward import RewardConfig
-from common.config.run import StreamsConfig
-from common.process.programs import ROOT
+from tidemill.common.config.reward import RewardConfig
+from tidemill.common.config.run import StreamsConfig
+from tidemill.common.process.programs import ROOT
 
-FILE, NODE = ROOT / "docker-compose.yml", ROOT / "infra" / "compose" / "node.yml"
+FILE = ROOT / "docker-compose.yml"
+OVERRIDES = sorted((ROOT / "infra" / "compose").glob("*.yml"))
+"""Files that go on top of it: other nodes, nodes without GPUs, nodes with AMD's."""
 EXAMPLE = ROOT / ".env.example"
 PROFILES = ("head", "rollout", "reward", "reward-model", "all", "console")
 SCALED = ("rollout", "reward", "reward-model")
@@ -32,7 +35,7 @@ OURS = (
     "exporter",
 )
 COMPOSE = shutil.which("docker-compose")
-VARIABLE = re.compile(r"\$\{([A-Z_]+)(?::-([^}]*))?\}")
+VARIABLE = re.compile(r"\$\{([A-Z_]+)(?::[-?]([^}]*))?\}")
 CHECKPOINT_S = 60
 """What a trainer is given for its last checkpoint, beyond draining."""
 
@@ -46,7 +49,7 @@ def with_defaults(text: str) -> str:
     return VARIABLE.sub(lambda match: match[2] or "", text)
 
 
-@pytest.mark.parametrize("path", [FILE, NODE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [FILE, *OVERRIDES], ids=lambda path: path.name)
 def test_it_meets_the_schema_of_the_compose_specification(path: Path) -> None:
     jsonschema.validate(yaml.safe_load(path.read_text()), get_builtin_schema("vendor.compose-spec"))
 
@@ -58,21 +61,53 @@ def test_the_schema_finds_a_mistake() -> None:
         jsonschema.validate(tree, get_builtin_schema("vendor.compose-spec"))
 
 
+def merged(base: Any, over: Any) -> Any:
+    """Mappings as Compose lays them over each other."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: merged(base.get(key), value) for key, value in over.items()}
+    return over
+
+
+@pytest.mark.parametrize("path", OVERRIDES, ids=lambda path: path.stem)
+def test_what_goes_on_top_changes_services_that_are_there_and_the_whole_is_valid(path: Path) -> None:
+    over = yaml.safe_load(path.read_text())["services"]
+    assert set(over) - set(services()) <= {"cpu-base"}
+    whole = merged({"services": services()}, {"services": over})
+    jsonschema.validate(whole, get_builtin_schema("vendor.compose-spec"))
+    for name in set(over) & set(services()):
+        assert whole["services"][name]["cap_drop"] == ["ALL"], f"{name} gets more rights"
+        if "image" in over[name]:
+            assert over[name]["image"].replace("-cpu}", "}") == services()[name]["image"], name
+
+
+def test_every_service_with_a_gpu_is_without_nvidias_runtime_on_other_nodes() -> None:
+    with_gpu = {name for name, service in services().items() if "runtime" in service}
+    for path in OVERRIDES:
+        if path.stem in ("cpu", "amd"):
+            over = yaml.safe_load(path.read_text())["services"]
+            assert {name for name, service in over.items() if service.get("runtime") == "runc"} == with_gpu
+
+
 @pytest.mark.skipif(COMPOSE is None, reason="docker-compose is not on PATH")
+@pytest.mark.parametrize("override", [None, *OVERRIDES], ids=lambda path: path.stem if path else "alone")
 @pytest.mark.parametrize("profile", PROFILES)
-def test_compose_itself_takes_it(profile: str, tmp_path: Path) -> None:
+def test_compose_itself_takes_it(profile: str, override: Path | None, tmp_path: Path) -> None:
     command = [
         str(COMPOSE),
         "--env-file",
         str(EXAMPLE),
         "-f",
         str(FILE),
+        *(["-f", str(override)] if override else []),
         "--profile",
         profile,
         "config",
         "-q",
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    bases = {"ROCM_TRAINER_BASE": "torch:1", "ROCM_ROLLOUT_BASE": "vllm:1"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=os.environ | bases
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -161,7 +196,7 @@ def test_secrets_have_no_default() -> None:
 
 
 def test_every_variable_is_in_the_example_and_every_line_of_the_example_is_used() -> None:
-    used = {name for name, _ in VARIABLE.findall(FILE.read_text())}
+    used = {name for path in (FILE, *OVERRIDES) for name, _ in VARIABLE.findall(path.read_text())}
     passed_on = {
         name
         for service in services().values()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.process.programs import ROOT
+from tidemill.common.process.programs import ROOT
 
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 

@@ -14,12 +14,12 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import Counter
 from prometheus_client.metrics import MetricWrapperBase
 
-from common.telemetry import metrics
 from infra.grafana.__main__ import DASHBOARDS, main
 from infra.grafana.boards import BOARDS
 from infra.grafana.panels import Board
 from infra.grafana.runbook import anchor_of, read_runbook
 from tests.support.prometheus import ALERTS, RULES, Rule, expressions, metric_names, substituted
+from tidemill.common.telemetry import metrics
 
 ANCHORS = {paragraph.anchor for paragraph in read_runbook()}
 PROMTOOL_TESTS = sorted((RULES.parent / "tests").glob("*.yml"))

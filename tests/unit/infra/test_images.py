@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.process.programs import ROOT
 from infra.images import start
 from infra.make_env import filled, node_settings, read_settings, write_head
+from tidemill.common.process.programs import ROOT
 
 IMAGES = ROOT / "infra" / "images"
 DOCKERFILES = sorted(ROOT.glob("services/**/Dockerfile"))
@@ -93,7 +93,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str
     """What start.py becomes."""
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, command: became.append(command))
-    monkeypatch.setattr(sys, "argv", ["start.py", "services.rollout", "--run", "r"])
+    monkeypatch.setattr(sys, "argv", ["start.py", "tidemill.services.rollout", "--run", "r"])
     monkeypatch.setenv(start.PORT_FILE_VARIABLE, str(tmp_path / "port"))
     monkeypatch.setenv(start.LOCKS_VARIABLE, str(tmp_path / "gpus"))
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TIDEMILL_GPUS", "TIDEMILL_METRICS_PORT"):
@@ -109,9 +109,9 @@ def test_a_service_starts_with_its_gpus_its_port_and_a_name_of_its_own(
 ) -> None:
     command = start_with(monkeypatch, tmp_path, TIDEMILL_GPUS=" 4, 5,6", TIDEMILL_GPUS_EACH="2")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert command[1:5] == ["-m", "services.rollout", "--metrics-port", "9464"]
-    assert command[5:7] == ["--name", f"rollout-{socket.gethostname()}-9464"]
-    assert command[7:] == ["--run", "r"]
+    assert command[2:6] == ["-m", "tidemill.services.rollout", "--metrics-port", "9464"]
+    assert command[6:8] == ["--name", f"rollout-{socket.gethostname()}-9464"]
+    assert command[8:] == ["--run", "r"]
     assert (tmp_path / "port").read_text() == "9464"
 
 
@@ -120,7 +120,7 @@ def test_without_gpus_none_is_taken_and_a_free_port_is_found(
 ) -> None:
     command = start_with(monkeypatch, tmp_path, TIDEMILL_METRICS_PORT="0")
     assert "CUDA_VISIBLE_DEVICES" not in os.environ and not (tmp_path / "gpus").exists()
-    assert int(command[4]) > 0 and (tmp_path / "port").read_text() == command[4]
+    assert int(command[5]) > 0 and (tmp_path / "port").read_text() == command[5]
 
 
 def test_more_gpus_for_each_than_there_are_is_a_mistake(

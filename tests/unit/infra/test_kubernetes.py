@@ -14,13 +14,13 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from common.config import RunConfig
-from common.config.run import StreamsConfig
-from common.process import service
-from common.process.programs import ROOT, Program
-from common.wire.keys import REWARD_GROUP, Keys
-from services.console.exporter import __main__ as exporter
-from services.console.launch.local_run import GRACE_MARGIN_S
+from tidemill.common.config import RunConfig
+from tidemill.common.config.run import StreamsConfig
+from tidemill.common.process import service
+from tidemill.common.process.programs import ROOT, Program
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.services.console.exporter import __main__ as exporter
+from tidemill.services.console.launch.local_run import GRACE_MARGIN_S
 
 FOLDER = ROOT / "infra" / "kubernetes"
 COMPONENTS = ("keda", "monitoring", "reward-model")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.config.reward_kinds import SandboxConfig
-from common.process.programs import JobFunction
-from services.jobs.sandbox.job import functions_of, within
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.programs import JobFunction
+from tidemill.services.jobs.sandbox.job import functions_of, within
 
 OWN = [SandboxConfig(memory_mb=256, packages=False), SandboxConfig(memory_mb=512, time_s=2.0)]
 

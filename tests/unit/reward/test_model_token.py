@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from common.config.reward_kinds import JudgeConfig, RoutingConfig
-from common.run.replicas import MODEL_TOKEN_VARIABLE, complaint, key_for
-from services.reward.model_server.__main__ import main
-from services.reward.model_server.app import TokenGate
-from services.reward.remote.judge import OpenAIRequests
-from services.reward.remote.router import Replica
+from tidemill.common.config.reward_kinds import JudgeConfig, RoutingConfig
+from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, complaint, key_for
+from tidemill.services.reward.model_server.__main__ import main
+from tidemill.services.reward.model_server.app import TokenGate
+from tidemill.services.reward.remote.judge import OpenAIRequests
+from tidemill.services.reward.remote.router import Replica
 
 TOKEN = "0123456789abcdef-token"
 

@@ -1,6 +1,6 @@
 """The circuit breaker, with a clock of the test's own."""
 
-from services.reward.remote.router import LONGEST_COOLDOWN_S, Breaker
+from tidemill.services.reward.remote.router import LONGEST_COOLDOWN_S, Breaker
 
 
 class Clock:

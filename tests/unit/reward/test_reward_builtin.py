@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.run.dataset import read_dataset
-from services.reward.builtin import exact_match, gsm8k, math_equivalence
-from services.reward.outcome import AttemptError
+from tidemill.common.run.dataset import read_dataset
+from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
+from tidemill.services.reward.outcome import AttemptError
 
 GSM8K = Path(__file__).parents[3] / "examples" / "gsm8k" / "data"
 

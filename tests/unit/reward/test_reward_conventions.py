@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import NamedRewardConfig
-from common.errors import ConfigError
-from services.reward.functions.loading import load_function
-from services.reward.functions.request import Request
-from services.reward.functions.reward_function import RewardFunction
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.rewards.reward import check_reward
-from services.reward.sample import RewardSample
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import RewardFunction
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.rewards.reward import check_reward
+from tidemill.services.reward.sample import RewardSample
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from services.reward.builtin import BUILTINS
-from services.reward.functions.loading import load_function
-from services.reward.functions.request import Request
-from services.reward.functions.reward_function import RewardFunction
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.sample import RewardSample
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.builtin import BUILTINS
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import RewardFunction
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 
 def sample(**fields: Any) -> RewardSample:
@@ -93,7 +93,9 @@ async def test_partials_and_objects_that_are_called_count_as_functions(write: An
 
 
 def test_a_function_of_an_installed_module_can_be_named() -> None:
-    function = load_function("services.reward.builtin.exact_match:compute_score", {"ignore_case": True})
+    function = load_function(
+        "tidemill.services.reward.builtin.exact_match:compute_score", {"ignore_case": True}
+    )
     assert score(function, sample(solution_str="TRUTH")).value == 1.0
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from common.config.reward_kinds import RewardModelConfig
-from common.wire.messages import Lane
-from services.reward.outcome import AttemptError
-from services.reward.remote.reward_model import make_body, normalise, reduce_scores
-from services.reward.sample import RewardSample
 from tests.support.trajectories import make_trajectory
+from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.reward_model import make_body, normalise, reduce_scores
+from tidemill.services.reward.sample import RewardSample
 
 SAMPLE = RewardSample((0, 0), False, "d", "the answer", "1", {}, "the prompt: ", (1, 2), (7, 8, 9))
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.reward.model_server.batcher import BatchLimits, QueuedRow, select_batch
+from tidemill.services.reward.model_server.batcher import BatchLimits, QueuedRow, select_batch
 
 LIMITS = BatchLimits(max_tokens=100, max_rows=8, max_padding=0.3)
 

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret, users_own
+from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret, users_own
 
 
 @pytest.mark.parametrize(

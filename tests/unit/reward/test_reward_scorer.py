@@ -1,16 +1,18 @@
 """Attempts, backoff, and what a score says in the end."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.config import RewardConfig
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.sample import RewardSample
 from tests.support.rewards import scorer_of
 from tests.support.trajectories import make_trajectory
+from tidemill.common.config import RewardConfig
+from tidemill.common.store import ClaimStore
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.sample import RewardSample
 
 
 class ScriptedReward:
@@ -32,6 +34,15 @@ class ScriptedReward:
 async def score(reward: Any, lane: Lane = Lane.TRAIN, **config: Any) -> Score:
     scorer = scorer_of(reward, RewardConfig(**({"backoff_s": 0.0} | config)))
     return await scorer.score(make_trajectory(3, 2), lane)
+
+
+async def test_a_sample_whose_payload_cannot_be_had_has_failed_and_no_reward_is_asked(tmp_path: Path) -> None:
+    store, reward = ClaimStore(tmp_path, 1), ScriptedReward()
+    claim = store.check_in(make_trajectory(3, 2))
+    next(store.folder.iterdir()).unlink()
+    made = await scorer_of(reward, RewardConfig()).score(store.resolve(claim), Lane.TRAIN)
+    assert (made.key, made.status, made.value) == ((3, 2), ScoreStatus.FAILED, None)
+    assert "cannot be had: No such file" in made.error and not reward.samples
 
 
 async def test_a_score_carries_value_components_and_who_made_it() -> None:
@@ -97,7 +108,7 @@ async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(
     async def note(delay_s: float) -> None:
         slept.append(delay_s)
 
-    monkeypatch.setattr("services.reward.worker.asyncio.sleep", note)
+    monkeypatch.setattr("tidemill.services.reward.worker.asyncio.sleep", note)
     for worker in ("one", "two"):
         reward = ScriptedReward(*[RewardOutcome(1.0)] * 3)
         scorer = scorer_of(reward, RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7)

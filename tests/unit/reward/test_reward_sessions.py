@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import NamedRewardConfig
-from common.config.reward_kinds import JudgeConfig, RewardModelConfig
-from common.errors import ConfigError
-from common.process.children import content_of, frame_of
-from common.wire import codec
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.functions.loading import load_function
-from services.reward.functions.request import Request
-from services.reward.outcome import AttemptError
-from services.reward.remote.judge import JudgePrompt
-from services.reward.remote.reward_model import make_body, reduce_scores
-from services.reward.rewards.environment import EnvironmentReward
-from services.reward.rewards.group_scoring import GroupResult
-from services.reward.sample import RewardSample
-from services.reward.worker import Scorer
 from tests.support.rewards import together
 from tests.support.sessions import MESSAGES, make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.children import content_of, frame_of
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.judge import JudgePrompt
+from tidemill.services.reward.remote.reward_model import make_body, reduce_scores
+from tidemill.services.reward.rewards.environment import EnvironmentReward
+from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.sample import RewardSample
+from tidemill.services.reward.worker import Scorer
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from common.archive.columns import records_of, table_of
-from common.config import NamedRewardConfig, TeacherConfig
-from common.errors import ConfigError
-from common.streams import Entry
-from common.wire import codec
-from common.wire.messages import Lane, Score, ScoreStatus
-from services.reward.functions.request import Request
-from services.reward.outcome import AttemptError, Part, RewardOutcome
-from services.reward.remote.teacher import Row, TeacherPrompt, check_teacher, read_logprobs
-from services.reward.rewards.cache import _digest
-from services.reward.rewards.group_scoring import GroupResult
-from services.reward.sample import RewardSample
 from tests.support.rewards import together
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_trajectory
+from tidemill.common.archive.columns import records_of, table_of
+from tidemill.common.config import NamedRewardConfig, TeacherConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.streams import Entry
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
+from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.outcome import AttemptError, Part, RewardOutcome
+from tidemill.services.reward.remote.teacher import Row, TeacherPrompt, check_teacher, read_logprobs
+from tidemill.services.reward.rewards.cache import _digest
+from tidemill.services.reward.rewards.group_scoring import GroupResult
+from tidemill.services.reward.sample import RewardSample
 
 LOGPROBS = np.array([-0.25, -2.0, -0.125], np.float32)
 SAMPLE = RewardSample.from_trajectory(make_trajectory(), Lane.TRAIN)

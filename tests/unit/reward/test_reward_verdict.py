@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from common.config import RewardConfig
-from common.config.reward_kinds import JudgeConfig, VerdictConfig
-from common.errors import ConfigError
-from services.reward.check import main as check
-from services.reward.check import readings
-from services.reward.outcome import AttemptError
-from services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
-from services.reward.remote.judge import JudgePrompt
-from services.reward.remote.verdict import make_verdict
-from services.reward.sample import RewardSample
+from tidemill.common.config import RewardConfig
+from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.reward.check import main as check
+from tidemill.services.reward.check import readings
+from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
+from tidemill.services.reward.remote.judge import JudgePrompt
+from tidemill.services.reward.remote.verdict import make_verdict
+from tidemill.services.reward.sample import RewardSample
 
 
 def read(words: str, **config: Any) -> float | None:

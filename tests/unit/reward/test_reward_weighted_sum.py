@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from common.config import NamedRewardConfig, RewardConfig, parse_config
-from common.errors import ConfigError
-from common.wire.messages import ScoreStatus
-from services.reward.outcome import AttemptError, RewardOutcome
-from services.reward.rewards.weighted_sum import NONE_APPLIES, Total
-from services.reward.sample import RewardSample
 from tests.support.rewards import together
 from tests.support.trajectories import make_config
+from tidemill.common.config import NamedRewardConfig, RewardConfig, parse_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.messages import ScoreStatus
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES, Total
+from tidemill.services.reward.sample import RewardSample
 
 
 class Fixed:

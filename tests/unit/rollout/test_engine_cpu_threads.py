@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from common.config.rollout import RolloutConfig
-from services.rollout.engines.vllm_launch import share_cores
+from tidemill.common.config.rollout import RolloutConfig
+from tidemill.services.rollout.engines.vllm_launch import share_cores
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from common.config.run import ModelConfig
-from common.errors import ConfigError
-from services.rollout.engines.model import load_model, open_model
 from tests.support.models import tiny_model
+from tidemill.common.config.run import ModelConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.rollout.engines.model import load_model, open_model
 
 
 def model_config(path: Path | str, **changes: Any) -> ModelConfig:

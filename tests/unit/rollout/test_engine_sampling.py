@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.wire.messages import SamplingParams
-from services.rollout.engines.decoding import SamplingBatch, draw, processed_logprobs
-from services.rollout.engines.engine import request_key, uniforms
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines.decoding import SamplingBatch, draw, processed_logprobs
+from tidemill.services.rollout.engines.engine import request_key, uniforms
 
 PROBS = [0.5, 0.25, 0.15, 0.1]
 CPU = torch.device("cpu")

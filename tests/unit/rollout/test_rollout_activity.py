@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.service import _state_of
+from tidemill.services.rollout.service import _state_of
 
 
 def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0, playing: int = 0) -> str:

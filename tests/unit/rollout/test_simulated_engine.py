@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.config.run import RunConfig
-from common.errors import EngineError
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine, simulated
-from services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine, simulated
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 
 
 class FakeTime:
@@ -181,3 +181,13 @@ async def test_an_engine_that_was_not_started_says_so() -> None:
 async def test_decoded_text_is_readable() -> None:
     engine = await started_engine()
     assert engine.decode([17, 4]) == "t17 t4"
+
+
+async def test_with_sigma_lengths_are_log_normal_and_times_go_with_them():
+    engine = await started_engine(sigma=0.99, tokens=8, group_s=4.0)
+    lengths = sorted(engine._length(key) for key in range(4000))
+    assert lengths[2000] == pytest.approx(8, abs=1)
+    assert lengths[3960] / lengths[2000] == pytest.approx(10.0, rel=0.15)  # exp(2.326 * 0.99)
+    assert engine._duration_s(1, 8) == 4.0 and engine._duration_s(1, 24) == 12.0
+    plain = await started_engine(tokens=8, group_s=4.0)
+    assert plain._length(1) == 8 and plain._duration_s(1, 3) == 4.0

@@ -8,14 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from common.config.run import RunConfig
-from common.errors import EngineError, WeightsError
-from common.wire.messages import SamplingParams
-from services.rollout.engines import build_engine
-from services.rollout.engines.engine import Generation, GenerationRequest
-from services.rollout.engines.model import copy_weights, match_weights, read_weights
-from services.rollout.engines.transformers import TransformersEngine
 from tests.support.models import tiny_llama, tiny_model
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import EngineError, WeightsError
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, read_tensors
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.engines.model import copy_weights, match_weights
+from tidemill.services.rollout.engines.transformers import TransformersEngine
 
 EOS_IDS = [1, 5]
 
@@ -247,7 +248,7 @@ def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_
     torch.manual_seed(0)
     published, model = MixtralForCausalLM(config), MixtralForCausalLM(config).eval()
     published.save_pretrained(tmp_path)
-    tensors = read_weights([tmp_path / "model.safetensors"])
+    tensors = dict(checkpoint_tensors(read_tensors([tmp_path / "model.safetensors"]), []))
     assert tensors.keys() - model.state_dict().keys(), "the layouts do not differ: this tests nothing"
     copy_weights(match_weights(model, tensors))
     for name, value in published.named_parameters():
@@ -311,7 +312,7 @@ async def test_a_failing_model_is_an_engine_error(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("services.rollout.engines.decoding.decode_batch", fail)
+    monkeypatch.setattr("tidemill.services.rollout.engines.decoding.decode_batch", fail)
     with pytest.raises(EngineError, match="out of memory"):
         await engine.generate(make_requests(1)[0])
 

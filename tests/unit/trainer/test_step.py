@@ -11,26 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import RunConfig
-from common.redis.broker import Broker
-from common.streams import Entry
-from common.wire.keys import Keys
-from common.wire.messages import Commit
-from services.trainer.algorithm.advantages import Advantages
-from services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
-from services.trainer.batch.batch_assembler import Precompute
-from services.trainer.batch.stream_join import StreamJoin
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
-from services.trainer.groups.samples import PrecomputedTokens
-from services.trainer.policy.policy import Policy, PolicyThread
-from services.trainer.policy.transformers_policy import TransformersPolicy
-from services.trainer.replay.session import ReplayedStep
-from services.trainer.replay.torch_dump import batch_of
-from services.trainer.step import StepResult, StepRunner, make_commit
 from tests.support.models import PIECES, make_policy, one_batch, run_config, tiny_llama
 from tests.support.sessions import random_session
 from tests.support.training import make_context, make_score, outstanding
 from tests.support.trajectories import make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Entry
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.algorithm.losses.mini_batch import MiniBatchStatistics
+from tidemill.services.trainer.batch.batch_assembler import Precompute
+from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.samples import PrecomputedTokens
+from tidemill.services.trainer.policy.policy import Policy, PolicyThread
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.replay.session import ReplayedStep
+from tidemill.services.trainer.replay.torch_dump import batch_of
+from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 
 GROUPS, SIZE = 8, 2
 OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}

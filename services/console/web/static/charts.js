@@ -1,6 +1,8 @@
 // Small line charts in SVG, hand-drawn: axes with few ticks, a cursor that reads values, keys for the keyboard.
 
 const SVG = "http://www.w3.org/2000/svg";
+const COLOURS = 8;
+const HAS_FRACTIONS = new Set(["hour", "minute"]);
 const WIDTH = 400, HEIGHT = 150, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 18;
 
 function make(name, attributes = {}, parent = null) {
@@ -28,7 +30,7 @@ function ticks(least, most, count) {
 
 function extent(lines, unit) {
   let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
-  for (const line of lines) for (const [x, y] of line.points) {
+  for (const line of lines) for (const [x, y] of [...line.points, ...(line.raw ?? [])]) {
     x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y);
   }
   if (unit === "share") { y0 = 0; y1 = Math.max(0.1, y1); }
@@ -72,19 +74,32 @@ export class Chart {
       make("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: this.y(tick), y2: this.y(tick) }, this.svg);
       make("text", { x: LEFT - 5, y: this.y(tick) + 3.5, "text-anchor": "end" }, this.svg).textContent = short(tick);
     }
-    for (const tick of ticks(x0, x1, 4).filter(Number.isInteger)) {
-      make("text", { x: this.x(tick), y: HEIGHT - 4, "text-anchor": "middle" }, this.svg).textContent = tick.toLocaleString("en");
+    for (const tick of ticks(x0, x1, 4).filter((tick) => HAS_FRACTIONS.has(this.tree.x) || Number.isInteger(tick))) {
+      make("text", { x: this.x(tick), y: HEIGHT - 4, "text-anchor": "middle" }, this.svg).textContent = Number(tick.toPrecision(6)).toLocaleString("en");
     }
+    this.tree.lines.forEach((line, i) => { if (line.raw) this.path(line.raw, `raw s${i % COLOURS}`); });
     this.tree.lines.forEach((line, i) => {
       if (line.points.length === 1) {
         const [[x, y]] = line.points;
-        make("circle", { class: `dot s${i % 4}`, cx: this.x(x), cy: this.y(y), r: 3 }, this.svg);
-        return;
-      }
-      const path = line.points.map(([x, y], n) => `${n ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
-      make("path", { class: `line s${i % 4}`, d: path }, this.svg);
+        make("circle", { class: `dot s${i % COLOURS}`, cx: this.x(x), cy: this.y(y), r: 3 }, this.svg);
+      } else if (line.points.length) this.path(line.points, `line s${i % COLOURS}`);
     });
     this.cursor = make("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" }, this.svg);
+  }
+
+  path(points, kind) {
+    const path = points.map(([x, y], n) => `${n ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
+    make("path", { class: kind, d: path }, this.svg);
+  }
+
+  // Lines of several runs are thinned apart from each other: their points are not at the same places.
+  valueAt(line, x) {
+    if (x === null) return line.points.at(-1);
+    if (!this.tree.nearest) return line.points.find(([at]) => at === x);
+    const next = line.points.findIndex(([at]) => at >= x);
+    if (next < 0) return undefined; // this run has not come so far
+    const [before, after] = [line.points[next - 1], line.points[next]];
+    return before && x - before[0] < after[0] - x ? before : after;
   }
 
   // The caption says what the cursor points at, and the last values where there is no cursor.
@@ -92,13 +107,13 @@ export class Chart {
     if (!this.tree) return;
     this.at = x;
     const title = document.createElement("b");
-    title.textContent = x === null ? this.tree.title : `${this.tree.title}, ${this.tree.x} ${x}`;
+    title.textContent = x === null ? this.tree.title : `${this.tree.title}, ${this.tree.x} ${Number.isInteger(x) ? x : short(x)}`;
     const keys = this.tree.lines.map((line, i) => {
-      const found = x === null ? line.points.at(-1) : line.points.find(([at]) => at === x);
+      const found = this.valueAt(line, x);
       const key = document.createElement("span");
       key.className = "key";
       const sample = make("svg", { viewBox: "0 0 22 8" });
-      make("line", { class: `s${i % 4}`, x1: 0, x2: 22, y1: 4, y2: 4 }, sample);
+      make("line", { class: `s${i % COLOURS}`, x1: 0, x2: 22, y1: 4, y2: 4 }, sample);
       key.append(sample, `${line.label} ${short(found?.[1])}`);
       return key;
     });

@@ -1,16 +1,23 @@
 // The group's page: completions become tokens, a part at a time, as they come into sight.
 import { TokenBox } from "./token_box.js";
 
+const SHAPES = ["tokens", "text", "chat"];
 const COLOURS = ["logprob", "advantage", "version", "reward", "none"];
 const samples = [...document.querySelectorAll("article.sample")];
 
+// The address says what is chosen, so that it can be sent; what it does not say is as it was last.
 function remembered(name, choices) {
-  let value = null;
+  let value = new URLSearchParams(location.search).get(name);
+  if (choices.includes(value)) return value;
   try { value = sessionStorage.getItem(`tidemill-${name}`); } catch { /* the first one, then */ }
   return choices.includes(value) ? value : choices[0];
 }
 
-function remember(name, value) {
+function remember(name, value, choices) {
+  const chosen = new URLSearchParams(location.search);
+  if (value === choices[0]) chosen.delete(name); else chosen.set(name, value);
+  const query = chosen.size ? `?${chosen}` : "";
+  if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
   try { sessionStorage.setItem(`tidemill-${name}`, value); } catch { /* for this page only */ }
 }
 
@@ -30,32 +37,55 @@ function grade() {
   });
 }
 
+// As a chat, a session is unfolded from its first to its last message.
+function unfold() {
+  for (const fold of document.querySelectorAll(".session details")) fold.open = shape === "chat";
+}
+
 function choose(colour) {
   document.body.dataset.colour = colour;
-  remember("colour", colour);
+  remember("colour", colour, COLOURS);
   const input = document.querySelector(`input[name=colour][value=${colour}]`);
   if (input) input.checked = true;
 }
 
 const boxes = new Map([...document.querySelectorAll(".tokens")].map((element) => [element, new TokenBox(element)]));
 const sight = new IntersectionObserver((entries) => {
-  for (const entry of entries) if (entry.isIntersecting) { sight.unobserve(entry.target); boxes.get(entry.target).open(shape); }
+  for (const entry of entries) if (entry.isIntersecting) { sight.unobserve(entry.target); if (shape !== "chat") boxes.get(entry.target).open(shape); }
 }, { rootMargin: "400px" });
 
-let shape = remembered("shape", ["tokens", "text"]);
+let shape = remembered("shape", SHAPES);
 grade();
 choose(remembered("colour", COLOURS));
 document.body.dataset.shape = shape;
+remember("shape", shape, SHAPES);
 const chosen = document.querySelector(`input[name=shape][value=${shape}]`);
 if (chosen) chosen.checked = true;
 boxes.forEach((_, element) => sight.observe(element));
+unfold();
+
+// A link to a token: its box is opened as far as that.
+const [, fork, at] = (new URLSearchParams(location.search).get("at") ?? "").match(/^(?:(\d+)\.)?(\d{1,7})$/) ?? [];
+const meant = at && samples.find((sample) => `#${sample.id}` === location.hash);
+const opened = meant && shape === "tokens" && boxes.get(meant.querySelector(fork ? `.tokens[data-segment="${fork}"]` : ".tokens"));
+if (opened) {
+  sight.unobserve(opened.element);
+  opened.open(shape).then(() => opened.find(Number(at)));
+}
 
 document.getElementById("colours")?.addEventListener("change", (event) => choose(event.target.value));
 document.getElementById("shapes")?.addEventListener("change", (event) => {
   shape = event.target.value;
-  remember("shape", shape);
+  remember("shape", shape, SHAPES);
   document.body.dataset.shape = shape;
+  unfold();
   boxes.forEach((box, element) => { box.close(); sight.unobserve(element); sight.observe(element); });
+});
+for (const sample of samples) sample.addEventListener("focus", () => {
+  const kept = new URLSearchParams(location.search);
+  if (location.hash !== `#${sample.id}`) kept.delete("at");
+  history.replaceState(null, "", `${location.pathname}${kept.size ? `?${kept}` : ""}#${sample.id}`);
+  dispatchEvent(new Event("hashchange"));
 });
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=radio]), select, textarea")) return;

@@ -24,7 +24,7 @@ export class TokenBox {
     this.turn = 0;
     element.addEventListener("mouseover", (event) => { if (event.target.closest(".t")) this.tell(event.target.closest(".t")); });
     element.addEventListener("mouseleave", () => this.tell(null));
-    element.addEventListener("click", (event) => { if (event.target.closest(".t")) this.tell(event.target.closest(".t")); });
+    element.addEventListener("click", (event) => { if (event.target.closest(".t")) this.pick(event.target.closest(".t")); });
     element.addEventListener("blur", () => this.tell(null));
     element.addEventListener("keydown", (event) => this.walk(event));
   }
@@ -132,7 +132,25 @@ export class TokenBox {
     if (!by || event.target !== this.element) return;
     event.preventDefault();
     const next = this.here === null ? this.text?.querySelector(".t") : by > 0 ? this.here.nextElementSibling : this.here.previousElementSibling;
-    if (next) { this.tell(next); next.scrollIntoView({ block: "nearest" }); this.place(next); }
+    if (next) { this.pick(next); next.scrollIntoView({ block: "nearest" }); this.place(next); }
+  }
+
+  // The address names the token that somebody chose: `at=17#c3`, of a fork `at=1.17#c3`.
+  pick(token) {
+    this.tell(token);
+    const chosen = new URLSearchParams(location.search);
+    chosen.set("at", (this.segment ? `${this.segment}.` : "") + token.facts.at);
+    history.replaceState(null, "", `${location.pathname}?${chosen}#${this.element.closest(".sample").id}`);
+    dispatchEvent(new Event("hashchange"));
+  }
+
+  async find(at) {
+    const total = Number(this.element.dataset.total);
+    for (let loaded = -1; this.loaded <= at && this.loaded < total && loaded < this.loaded; ) { loaded = this.loaded; await this.more(MORE_TOKENS); }
+    const token = this.text.querySelectorAll(".t")[at];
+    if (!token) return;
+    token.scrollIntoView({ block: "center", behavior: "instant" });
+    this.tell(token);
   }
 
   tell(token) {

@@ -25,13 +25,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import ConfigError
-from common.process.children import Send, become_child, read_frame, sender
-from services.reward.functions.group_functions import load_group_function
-from services.reward.functions.loading import load_function
-from services.reward.functions.processes.child_loop import LoopCalls
-from services.reward.functions.request import Callee, Request, failure_to_wire, outcomes_to_wire
-from services.reward.outcome import AttemptError, users_own
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.children import Send, become_child, read_frame, sender
+from tidemill.services.reward.functions.group_functions import load_group_function
+from tidemill.services.reward.functions.loading import load_function
+from tidemill.services.reward.functions.processes.child_loop import LoopCalls
+from tidemill.services.reward.functions.request import Callee, Request, failure_to_wire, outcomes_to_wire
+from tidemill.services.reward.outcome import AttemptError, users_own
 
 BEAT_S = 0.5
 MOST_THREADS = 256

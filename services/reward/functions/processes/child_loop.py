@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from common.process.children import Send
-from services.reward.functions.request import (
+from tidemill.common.process.children import Send
+from tidemill.services.reward.functions.request import (
     Callee,
     Request,
     failure_to_wire,
     outcomes_to_wire,
 )
-from services.reward.outcome import AttemptError, RewardOutcome, users_own
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome, users_own
 
 TICK_S = 0.1
 BLOCKED_S = 0.5

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 
 import structlog
 
-from common.telemetry import metrics
-from services.reward.functions.processes.scoring_process import (
+from tidemill.common.telemetry import metrics
+from tidemill.services.reward.functions.processes.scoring_process import (
     Call,
     MainThreadError,
     ProcessLostError,
     ScoringProcess,
 )
-from services.reward.functions.processes.suspects import Suspects
-from services.reward.functions.request import Callee, Request
-from services.reward.outcome import RewardOutcome
+from tidemill.services.reward.functions.processes.suspects import Suspects
+from tidemill.services.reward.functions.request import Callee, Request
+from tidemill.services.reward.outcome import RewardOutcome
 
 log = structlog.get_logger(__name__)
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.process.children import frame_of, kill_group, receive, spawn
-from common.process.programs import Child
-from services.reward.functions.request import Request, outcomes_of
-from services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.common.process.children import frame_of, kill_group, receive, spawn
+from tidemill.common.process.programs import Child
+from tidemill.services.reward.functions.request import Request, outcomes_of
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 START_TIMEOUT_S = 120.0
 """Longest time a process may take to import its function."""

@@ -9,14 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from services.reward.functions.processes.scoring_process import (
+from tidemill.services.reward.functions.processes.scoring_process import (
     Call,
     Death,
     MainThreadError,
     ProcessLostError,
     ScoringProcess,
 )
-from services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 MOST_KNOWN = 1024
 

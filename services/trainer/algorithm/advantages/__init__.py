@@ -1,5 +1,5 @@
 """Advantages: one pure function for each algorithm, and `Advantages`, which gives them to samples."""
 
-from services.trainer.algorithm.advantages.registry import Advantages
+from tidemill.services.trainer.algorithm.advantages.registry import Advantages
 
 __all__ = ["Advantages"]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.algorithm.advantages.episode import Float64s, finite_rewards
-from services.trainer.algorithm.advantages.estimators import STD_EPSILON, dr_grpo, grpo
+from tidemill.services.trainer.algorithm.advantages.episode import Float64s, finite_rewards
+from tidemill.services.trainer.algorithm.advantages.estimators import STD_EPSILON, dr_grpo, grpo
 
 RewardGroups = Sequence[Sequence[float]]
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.penalties import KlConfig
-from services.trainer.groups.samples import Sample
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.penalties import KlConfig
+from tidemill.services.trainer.groups.samples import Sample
 
 Rewards = Sequence[float | None] | NDArray[np.floating]
 

@@ -11,7 +11,13 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from services.trainer.algorithm.advantages.episode import Discount, Float64s, Rewards, finite_rewards, whiten
+from tidemill.services.trainer.algorithm.advantages.episode import (
+    Discount,
+    Float64s,
+    Rewards,
+    finite_rewards,
+    whiten,
+)
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation; TRL's value."""

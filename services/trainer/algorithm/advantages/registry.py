@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from common.config import RunConfig
-from common.config.algorithm import AlgorithmConfig
-from common.errors import ConfigError, TidemillError
-from services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
-from services.trainer.algorithm.advantages.episode import (
+from tidemill.common.config import RunConfig
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
+from tidemill.services.trainer.algorithm.advantages.episode import (
     Episode,
     Float64s,
     Part,
@@ -27,7 +27,7 @@ from services.trainer.algorithm.advantages.episode import (
     overlong_reward,
     whiten,
 )
-from services.trainer.algorithm.advantages.estimators import (
+from tidemill.services.trainer.algorithm.advantages.estimators import (
     dr_grpo,
     dr_grpo_passk,
     gae,
@@ -41,10 +41,10 @@ from services.trainer.algorithm.advantages.estimators import (
     remax,
     rloo,
 )
-from services.trainer.algorithm.advantages.teaching import taught
-from services.trainer.algorithm.users_function import contained, load_users_function, taken_by
-from services.trainer.groups.group_filter import TrainableGroup
-from services.trainer.groups.samples import Sample
+from tidemill.services.trainer.algorithm.advantages.teaching import taught
+from tidemill.services.trainer.algorithm.users_function import contained, load_users_function, taken_by
+from tidemill.services.trainer.groups.group_filter import TrainableGroup
+from tidemill.services.trainer.groups.samples import Sample
 
 ADVANTAGE_FIELD = "trainer.algorithm.advantage"
 ADVANTAGE_ARGUMENTS = ("rewards", "tickets", "samples")
@@ -241,7 +241,7 @@ _ESTIMATORS: dict[str, Estimator] = {
     "gdpo": _gdpo,
     "remax": _remax,
 }
-"""By the names of `common.config.algorithm_table`."""
+"""By the names of `tidemill.common.config.algorithm_table`."""
 
 
 class Advantages:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from common.config.penalties import TeacherTermConfig
-from services.trainer.algorithm.advantages.episode import Float64s
-from services.trainer.algorithm.advantages.estimators import returns
-from services.trainer.groups.samples import Sample, Teaching
+from tidemill.common.config.penalties import TeacherTermConfig
+from tidemill.services.trainer.algorithm.advantages.episode import Float64s
+from tidemill.services.trainer.algorithm.advantages.estimators import returns
+from tidemill.services.trainer.groups.samples import Sample, Teaching
 
 
 def log_ratios(sample: Sample, teaching: Teaching) -> Float64s:

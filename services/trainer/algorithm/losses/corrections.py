@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.penalties import KlConfig, TeacherTermConfig
-from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, sequence_means, sequence_sums
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.penalties import KlConfig, TeacherTermConfig
+from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, sequence_means, sequence_sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,9 +6,9 @@ arXiv 2505.22617: a policy's entropy falls with the covariance of logprob and ad
 from a few tokens. Which tokens is a statistic of the mini-batch (`mini_batch.py`).
 """
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.surrogates import clipped_surrogate
-from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, unclipped
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.surrogates import clipped_surrogate
+from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, unclipped
 
 
 def clip_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:

@@ -14,8 +14,8 @@ become less likely.
 
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.tokens import Ratio, Surrogate
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.tokens import Ratio, Surrogate
 
 LEAST_REST = 1e-8
 """Probability of all other tokens, at least: its logarithm stays finite."""

@@ -21,11 +21,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from common.config.algorithm import AlgorithmConfig
-from common.wire.arrays import Bits, Float64
-from services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, MAX_LOG_RATIO
-from services.trainer.groups.group_filter import TrainableGroup
-from services.trainer.groups.samples import Sample
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.wire.arrays import Bits, Float64
+from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, MAX_LOG_RATIO
+from tidemill.services.trainer.groups.group_filter import TrainableGroup
+from tidemill.services.trainer.groups.samples import Sample
 
 
 class MiniBatchStatistics:

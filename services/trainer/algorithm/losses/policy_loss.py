@@ -14,17 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.corrections import (
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.corrections import (
     Importance,
     importance_weights,
     kl_penalty,
     teacher_kl,
     value_loss,
 )
-from services.trainer.algorithm.losses.registry import SurrogateFunction
-from services.trainer.algorithm.losses.rejection import kept_weights, off_policy_tokens, rejected_tokens
-from services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
+from tidemill.services.trainer.algorithm.losses.registry import SurrogateFunction
+from tidemill.services.trainer.algorithm.losses.rejection import (
+    kept_weights,
+    off_policy_tokens,
+    rejected_tokens,
+)
+from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

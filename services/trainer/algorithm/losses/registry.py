@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import torch
 
-from common.config.algorithm import AlgorithmConfig, is_users_own
-from common.errors import ConfigError
-from services.trainer.algorithm.losses.covariance import clip_cov, kl_cov
-from services.trainer.algorithm.losses.divergence import dppo_kl, dppo_tv
-from services.trainer.algorithm.losses.sequences import gmpo, vespo
-from services.trainer.algorithm.losses.surrogates import cispo, gspo, ppo, reinforce, sapo
-from services.trainer.algorithm.losses.tokens import Ratio, Surrogate, unclipped
-from services.trainer.algorithm.users_function import contained, load_users_function
+from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.losses.covariance import clip_cov, kl_cov
+from tidemill.services.trainer.algorithm.losses.divergence import dppo_kl, dppo_tv
+from tidemill.services.trainer.algorithm.losses.sequences import gmpo, vespo
+from tidemill.services.trainer.algorithm.losses.surrogates import cispo, gspo, ppo, reinforce, sapo
+from tidemill.services.trainer.algorithm.losses.tokens import Ratio, Surrogate, unclipped
+from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
 
 LOSS_FIELD = "trainer.algorithm.loss"
 
@@ -38,7 +38,7 @@ _BY_NAME: dict[str, SurrogateFunction] = {
     "gmpo": gmpo,
     "vespo": vespo,
 }
-"""By the names of `common.config.algorithm_table`."""
+"""By the names of `tidemill.common.config.algorithm_table`."""
 
 
 def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:

@@ -18,8 +18,8 @@ Shape legend: N trained tokens, S sequences they belong to.
 import torch
 from torch import Tensor
 
-from common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionConfig
-from services.trainer.algorithm.losses.tokens import (
+from tidemill.common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionConfig
+from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Normalisation,
     Tokens,

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.tokens import (
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Ratio,
     Surrogate,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.tokens import (
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Ratio,
     Surrogate,

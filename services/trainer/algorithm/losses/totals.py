@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.algorithm.losses.policy_loss import LossTerms
+from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m services.trainer.policy.fsdp.rank_main`: a rank that trains its share of what rank 0 hands out.
+"""`python -m tidemill.services.trainer.policy.fsdp.rank_main`: a rank trains what rank 0 hands out.
 
 It needs no Redis: the config and every call to the policy come from rank 0. Signals are for rank 0 too: it
 drains, and then tells the other ranks to end.
@@ -7,16 +7,16 @@ drains, and then tells the other ranks to end.
 import signal
 import sys
 
-from common.config import RunConfig
-from common.errors import TidemillError
-from common.telemetry.logs import configure_logs
-from services.trainer.policy.fsdp.ranks import Ranks, join_ranks
-from services.trainer.policy.fsdp.sharded_policy import serve_calls
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import TidemillError
+from tidemill.common.telemetry.logs import configure_logs
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
+from tidemill.services.trainer.policy.fsdp.sharded_policy import serve_calls
 
 
 def run_rank(ranks: Ranks) -> None:
     """Load this rank's share of the policy, and make rank 0's calls until it closes."""
-    from services.trainer.policy.fsdp.rank_policy import load_rank_policy
+    from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
 
     config = RunConfig.model_validate_json(ranks.broadcast())
     serve_calls(load_rank_policy(config, ranks), ranks)

@@ -1,13 +1,15 @@
 """One rank's part of a model that is sharded over all ranks with FSDP2.
 
-Every layer's weights, gradients and moments are split by rows over the ranks, gathered for a layer's forward
-and backward pass, and summed back (arXiv 2304.11277). Each rank runs its share of the samples; gradients are
-sums, so the result is that of one rank up to rounding. Guarantee: all ranks make the same collective calls in
-the same order: they agree on the number of forward passes, and a rank with fewer adds passes of weight zero.
+Every layer's weights, gradients and moments are split by rows over the ranks that hold a copy of the model
+together, gathered for a layer's forward and backward pass in the compute dtype, and summed back once an
+update (arXiv 2304.11277). Each rank runs its share of the samples; gradients are sums in float32, so the
+result is that of one rank up to rounding. Guarantee: all ranks make the same collective calls in the same
+order: they agree on the number of forward passes, and a rank with fewer adds passes of weight zero.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +17,59 @@ import msgpack
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.run import RunConfig
-from common.wire.arrays import Float32
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import MicroBatch, Sample
-from services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
-from services.trainer.policy.fsdp.ranks import Ranks
-from services.trainer.policy.packing import Tile
-from services.trainer.policy.side_models import ValueHead
-from services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
-from services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from tidemill.common.config.run import RunConfig
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.model_loading import layers_of
+from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.side_models import ValueHead
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from tidemill.services.trainer.weights.shard_writer import Peers
 
 
 class ShardedModel(nn.Module):
     """The root of the sharding: runs a function of the model with the root's own weights gathered."""
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
-        blocks = set(model._no_split_modules or ())
-        # The blocks that are gathered one after the other.
-        for layer in [module for module in model.modules() if type(module).__name__ in blocks]:
-            fully_shard(layer, mesh=ranks.mesh)
+        options: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": _precision(dtype)}
+        sharded = [fully_shard(block, **options) for block in layers_of(model)]
         # Also the root's: between two passes only shards exist, which updates and checkpoints work on.
-        fully_shard(self, mesh=ranks.mesh, reshard_after_forward=True)
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                # Sums, as on one rank: what they are divided by is known when the mini-batch is complete.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        fully_shard(self, reshard_after_forward=True, **options)
+        for block, following in pairwise(sharded):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
+        sum_gradients(self)
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`."""
         return function(*args)
+
+
+def sum_gradients(root: nn.Module) -> None:
+    """Sums, as on one rank: what they are divided by is known when the mini-batch is complete."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Weights are gathered and multiplied in the compute dtype, gradients summed in that of the masters."""
+    if dtype in (torch.float32, torch.float64):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 class ShardedScorer(TokenScorer):
@@ -74,37 +92,96 @@ class ShardedScorer(TokenScorer):
 
         return TileScores(*self.root(tensors))
 
+    def hidden(self, tile: Tile) -> Tensor:
+        """As one rank does."""
+        hidden_NH: Tensor = self.root(lambda: TokenScorer.hidden(self, tile).clone())
+        return hidden_NH
+
 
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     """Load the model on this rank's device, and shard it."""
+    ranks.lay_out(config.trainer.shard_ranks)
     model, options = policy_parts(config, ranks.device)
-    return RankPolicy(model, config.trainer, ranks, **options)
+    policy = RankPolicy(model, config.trainer, ranks, **options)
+    policy.max_share_changed = config.weights.max_share_changed
+    return policy
 
 
 class RankPolicy(TransformersPolicy):
     """Implements `Policy` together with the other ranks; every call has to be made on all of them."""
 
-    def __init__(self, model: PreTrainedModel, config: Any, ranks: Ranks, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, **options: Any) -> None:
         self._ranks = ranks
+        self._roots: list[FSDPModule] = []
+        """Of what is trained."""
+        self._holds_gradients = False
+        """Each rank has gradients of its own that are not summed yet."""
+        self._reduces_once = reduces_once(model, config, ranks)
         super().__init__(model, config, **options)
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
         scorer = ShardedScorer(model, self._dtype)
-        scorer.root = ShardedModel(model, self._ranks)
+        scorer.root = ShardedModel(model, self._ranks, self._dtype)
+        self._remember(scorer.root)
         return scorer
+
+    def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
+        head = super()._make_value_head(model)
+        if head is not None:
+            fully_shard(head.layer, mesh=self._ranks.mesh)
+            sum_gradients(head.layer)
+            self._remember(head.layer)
+        return head
+
+    def _remember(self, root: nn.Module) -> None:
+        if isinstance(root, FSDPModule) and any(weight.requires_grad for weight in root.parameters()):
+            self._roots.append(root)
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """This rank's share; the metrics are those of all shares."""
         shares = split_samples(batch.samples, self._ranks.size)
-        tiles = [self._tiles_of(MicroBatch(tuple(batch.samples[i] for i in share))) for share in shares]
-        num_passes = max(map(len, tiles))
+        plans = [self._plan([batch.samples[i] for i in share]) for share in shares]
+        plan = plans[self._ranks.rank]
         own = MicroBatch(tuple(batch.samples[i] for i in shares[self._ranks.rank]))
-        metrics = self._accumulate(own, tiles[self._ranks.rank])
-        for _ in range(num_passes - len(tiles[self._ranks.rank])):
-            scores = self._scorer.score(_empty_pass(batch), self._temperature)
-            (0.0 * scores.logprobs_N.sum()).backward()
+        self._reduce_gradients(not self._reduces_once)
+        metrics = self._accumulate(own, plan)
+        for _ in range(max(map(len, plans)) - len(plan)):
+            self._pass_nothing()
+        self._holds_gradients = self._reduces_once
         parts = self._ranks.gather(msgpack.packb(asdict(metrics)))
         return sum((MicroBatchMetrics(**msgpack.unpackb(part)) for part in parts), MicroBatchMetrics())
+
+    def _reduce_gradients(self, wanted: bool) -> None:
+        """Whether backward passes from now on sum gradients over the ranks, or each rank keeps its own."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(wanted)
+
+    def _pass_nothing(self) -> None:
+        """A forward and backward pass that adds nothing: takes part in what others gather and sum."""
+        head = self._value_head
+        scores = self._scorer.score(
+            NOTHING, self._temperature, keep_hidden=head is not None and head.reads_policy
+        )
+        nothing = 0.0 * scores.logprobs_N.sum()
+        if head is not None:
+            nothing = nothing + 0.0 * head(NOTHING, scores.hidden_NH).sum()
+        nothing.backward()
+
+    def _sum_held(self) -> None:
+        """Sum what each rank holds, once for all micro-batches of an update."""
+        if self._holds_gradients:
+            self._reduce_gradients(True)
+            self._pass_nothing()
+            self._holds_gradients = False
+
+    def _update(self, denominator: float) -> UpdateResult:
+        self._sum_held()
+        return super()._update(denominator)
+
+    def zero(self) -> None:
+        """Discard accumulated gradients, also those that are not summed yet."""
+        self._sum_held()
+        super().zero()
 
     @torch.no_grad()
     def _score_all(
@@ -116,22 +193,26 @@ class RankPolicy(TransformersPolicy):
     ) -> ScoredSamples:
         """This rank's share, gathered with the others'."""
         shares = split_samples(samples, self._ranks.size)
-        counts = [len(self._scored_tiles([samples[i] for i in share])) for share in shares]
+        counts = [len(self._plan_scored([samples[i] for i in share])) for share in shares]
         mine = shares[self._ranks.rank]
-        scored = super()._score_all([samples[i] for i in mine], scorer, temperature)
-        if isinstance(scorer, ShardedScorer):
-            for _ in range(max(counts) - counts[self._ranks.rank]):
-                scorer.score(_empty_pass(MicroBatch(tuple(samples))), temperature)
-        pairs = zip(scored.logprobs, scored.entropies, strict=True)
-        arrays = [[[str(a.dtype), a.tobytes()] for a in pair if a is not None] for pair in pairs]
-        logprobs: list[Float32 | None] = [None] * len(samples)
-        entropies = list(logprobs)
-        gathered = self._ranks.gather(msgpack.packb(arrays))
-        for share, part in zip(shares, gathered, strict=True):
-            for i, pair in zip(share, msgpack.unpackb(part), strict=True):
-                found = [np.frombuffer(data, dtype=dtype) for dtype, data in pair]
-                logprobs[i], entropies[i] = found[0], found[1] if len(found) > 1 else None
-        return ScoredSamples(logprobs, entropies, [None] * len(samples))
+        scored = super()._score_all([samples[i] for i in mine], scorer, temperature, head)
+        for _ in range(max(counts) - counts[self._ranks.rank]):
+            scores = scorer.score(NOTHING, temperature, keep_hidden=head is not None and head.reads_policy)
+            if head is not None:
+                head(NOTHING, scores.hidden_NH)
+        nothing: list[Float32 | None] = [None] * len(samples)
+        found = ScoredSamples(list(nothing), list(nothing), nothing)
+        own = [[_packed(column[i]) for column in scored] for i in range(len(mine))]
+        for share, part in zip(shares, self._ranks.gather(msgpack.packb(own)), strict=True):
+            for i, cells in zip(share, msgpack.unpackb(part), strict=True):
+                for column, cell in zip(found, cells, strict=True):
+                    column[i] = None if cell is None else np.frombuffer(cell[1], dtype=cell[0])
+        return found
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks."""
+        return self._ranks
 
     def save_weights(self, folder: Path) -> list[Path]:
         """Batched by all, written by rank 0."""
@@ -142,41 +223,58 @@ class RankPolicy(TransformersPolicy):
         return []
 
     def save_state(self, folder: Path) -> None:
-        """This rank's shard; returns when all are written."""
-        state = self.state()
-        local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.tensors.items()}
-        tensors = {name: tensor.contiguous() for name, tensor in local.items()}
-        rows = {name: len(t) for name, t in state.tensors.items() if isinstance(t, DTensor)}
-        if not self._ranks.is_leader:
-            tensors = {name: tensor for name, tensor in tensors.items() if name in rows}
-        write_shard(folder, self._ranks.rank, self._ranks.size, tensors, rows)
-        if self._ranks.is_leader:
+        """This rank's shard; returns when all are written. Other copies of the model have the same."""
+        state, ranks = self.state(), self._ranks
+        if ranks.replica == 0:
+            local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.tensors.items()}
+            tensors = {name: tensor.contiguous() for name, tensor in local.items()}
+            rows = {name: len(t) for name, t in state.tensors.items() if isinstance(t, DTensor)}
+            if not ranks.is_leader:
+                tensors = {name: tensor for name, tensor in tensors.items() if name in rows}
+            write_shard(folder, ranks.shard, ranks.shard_size, tensors, rows)
+        if ranks.is_leader:
             PolicyState({}, state.values).write_values(folder)
-        self._ranks.gather(b"")
+        ranks.gather(b"")
 
     def load_state(self, source: PolicyState | Path) -> None:
         """This rank's rows of every tensor."""
         assert isinstance(source, Path), "ranks read a state from a folder that all of them see"
         reader = ShardReader(source)
-        shapes: dict[str, Tensor] = {f"model.{n}": tensor for n, tensor in self._model.named_parameters()}
-        tensors = {name: self._read(reader, name, shapes) for name in reader.names}
+        owners = self._saved_weights() | {f"optimizer.{name}": weight for name, weight in self._parameters}
+        tensors = {name: self._read(reader, name, owners) for name in reader.names}
         super().load_state(PolicyState(tensors, PolicyState.read_values(source)))
 
-    def _read(self, reader: ShardReader, name: str, parameters: dict[str, Tensor]) -> Tensor:
-        own = parameters.get(name)
+    def _read(self, reader: ShardReader, name: str, owners: dict[str, Tensor]) -> Tensor:
+        """A tensor of a checkpoint, sharded as its owner is: a weight, or the one that moments belong to."""
+        own = owners.get(name)
         if own is None and name.startswith("optimizer.") and not name.endswith(".step"):
-            own = parameters.get(f"model.{name.removeprefix('optimizer.').rpartition('.')[0]}")
+            own = owners.get(name.rpartition(".")[0])
         if not isinstance(own, DTensor):
             return reader.read(name)
-        local = reader.read(name, *rows_of(own.shape[0], self._ranks.rank, self._ranks.size))
+        ranks = self._ranks
         return DTensor.from_local(
-            local.to(self._ranks.device),
-            self._ranks.mesh,
-            [Shard(0)],
+            reader.read(name, *rows_of(own.shape[0], ranks.shard, ranks.shard_size)).to(ranks.device),
+            ranks.mesh,
+            own.placements,
             run_check=False,
             shape=own.shape,
             stride=own.stride(),
         )
+
+
+def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:
+    """Whether gradients are summed over the ranks once an update: each rank holds all of them until then.
+
+    `auto` does where they take at most a quarter of the GPU's memory.
+    """
+    if config.sum_gradients != "auto" or ranks.device.type != "cuda":
+        return config.sum_gradients != "micro_batch"
+    num_bytes = 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return num_bytes <= torch.cuda.get_device_properties(ranks.device).total_memory / 4
+
+
+def _packed(values: Float32 | None) -> tuple[str, bytes] | None:
+    return None if values is None else (str(values.dtype), values.tobytes())
 
 
 def split_samples(samples: Sequence[Sample], size: int) -> list[list[int]]:
@@ -190,7 +288,10 @@ def split_samples(samples: Sequence[Sample], size: int) -> list[list[int]]:
     return shares
 
 
-def _empty_pass(batch: MicroBatch) -> Tile:
-    """A forward pass over one token."""
-    ids_BT = torch.from_numpy(batch.samples[0].prompt_ids[:1].astype(np.int64))[None]
-    return Tile(rows=(), ids_BT=ids_BT, sources_N=torch.zeros(1).long(), targets_N=torch.zeros(1).long())
+NOTHING = Tile(
+    rows=(),
+    ids_BT=torch.ones((1, 1), dtype=torch.long),
+    sources_N=torch.zeros(1, dtype=torch.long),
+    targets_N=torch.zeros(1, dtype=torch.long),
+)
+"""A forward pass over one token."""

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError, TidemillError
-from common.process.programs import Program, run_own
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import Program, run_own
 
 PATIENCE = timedelta(days=365)
 
@@ -33,10 +33,25 @@ class RankLostError(TidemillError):
 class Ranks:
     """This process among those that train together."""
 
+    mesh: DeviceMesh
+    shard_size: int
+    """Ranks that hold one copy of the model together."""
+    replica: int
+    shard: int
+    """Which copy this rank holds a part of, and which part."""
+
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
+        self._beside = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def lay_out(self, shard_size: int | None) -> None:
+        """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
+        self.shard_size = shard_size or self.size
+        self.replica, self.shard = divmod(self.rank, self.shard_size)
+        shape = (self.size // self.shard_size, self.shard_size)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "shard"))
+        self.mesh = mesh["shard"] if self.shard_size == self.size else mesh
 
     @property
     def is_leader(self) -> bool:
@@ -56,15 +71,22 @@ class Ranks:
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, in the order of ranks, on every rank. Raises RankLostError: another rank has
         ended."""
+        return self._gather(payload, self._control)
+
+    def gather_beside(self, payload: bytes) -> list[bytes]:
+        """The same, for another thread than that of the policy: it may run beside all other calls."""
+        return self._gather(payload, self._beside)
+
+    def _gather(self, payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
         with _losses_told():
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(payload)]), group=self._control)
+            dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
             sizes = [int(length) for length in lengths]
             own = torch.zeros(max(sizes), dtype=torch.uint8)
             own[: len(payload)] = _tensor_of(payload)
             parts = [torch.empty_like(own) for _ in sizes]
             if len(own):
-                dist.all_gather(parts, own, group=self._control)
+                dist.all_gather(parts, own, group=group)
             return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def close(self) -> None:

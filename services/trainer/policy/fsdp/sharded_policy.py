@@ -15,17 +15,17 @@ import msgpack
 import numpy as np
 from torch import Tensor
 
-from services.trainer.algorithm.coefficients import Coefficients
-from services.trainer.groups.samples import (
+from tidemill.services.trainer.algorithm.coefficients import Coefficients
+from tidemill.services.trainer.groups.samples import (
     MicroBatch,
     Sample,
     SegmentTokens,
     Teaching,
     TurnEnd,
 )
-from services.trainer.policy.fsdp.ranks import Ranks
-from services.trainer.policy.policy import Policy
-from services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.policy.state import PolicyState
 
 STOP = "stop"
 
@@ -66,7 +66,8 @@ class ShardedPolicy:
         self._call("load_state", source)
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """Let the other ranks end, once all that is being written is written."""
+        self._own.finish_writing()
         self._ranks.broadcast(encode_call(STOP, ()))
         self._ranks.close()
 
@@ -76,12 +77,13 @@ def serve_calls(own: Policy, ranks: Ranks) -> None:
     while True:
         name, args = decode_call(ranks.broadcast())
         if name == STOP:
+            own.finish_writing()
             return
         getattr(own, name)(*args)
 
 
 def encode_call(name: str, args: Sequence[Any]) -> bytes:
-    """A call as msgpack; arguments are numbers, paths, samples, micro-batches."""
+    """A call as msgpack; arguments are numbers, text, paths, samples, micro-batches."""
     encoded: bytes = msgpack.packb([name, [_encode(arg) for arg in args]])
     return encoded
 
@@ -93,6 +95,8 @@ def decode_call(payload: bytes) -> tuple[str, list[Any]]:
 
 
 def _encode(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
     if isinstance(value, MicroBatch):
         return {"batch": [_encode_sample(sample) for sample in value.samples]}
     if isinstance(value, Sequence):

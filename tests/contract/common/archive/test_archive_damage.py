@@ -6,18 +6,18 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from common.archive import stream_folder
-from common.archive.archiver import check, retain
-from common.archive.manifest import MANIFEST_FILE, Manifest, note_trim
-from common.archive.writer import KEPT_SUFFIX, writing
-from common.config import ArchiveConfig
-from common.errors import ArchiveError
-from common.history import History, StreamName
-from common.redis.broker import Broker
-from common.streams import Entry, Garbled, append_numbered, id_after, trim_before
-from common.wire.keys import Keys
 from tests.support.archives import STREAM, archive, fill, ids_listed, run_folder, scanned
 from tests.support.letters import make_ticket
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import check, retain
+from tidemill.common.archive.manifest import MANIFEST_FILE, Manifest, note_trim
+from tidemill.common.archive.writer import KEPT_SUFFIX, writing
+from tidemill.common.config import ArchiveConfig
+from tidemill.common.errors import ArchiveError
+from tidemill.common.history import History, StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Entry, Garbled, append_numbered, id_after, trim_before
+from tidemill.common.wire.keys import Keys
 
 Records = list[Entry | Garbled]
 

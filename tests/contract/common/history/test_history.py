@@ -2,13 +2,13 @@
 
 import pytest
 
-from common.history import History, Selection, StreamName
-from common.history.records import read_group
-from common.redis.broker import Broker
-from common.streams import Entry, append, append_numbered
-from common.wire.keys import Keys
-from common.wire.messages import Commit, Score, ScoreStatus
 from tests.support.trajectories import make_trajectory
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.history.records import read_group
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Entry, append, append_numbered
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, Score, ScoreStatus
 
 
 def score(ticket: int, index: int, value: float) -> Score:

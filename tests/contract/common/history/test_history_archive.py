@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from common.archive.manifest import Manifest
-from common.history import ALL, History, Record, Selection, StreamName
-from common.history.records import read_group
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import Entry, append, append_numbered, id_after, trim_before
-from common.wire.keys import Keys
-from common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
 from tests.support.archives import STREAM, archive, fill, raw, run_folder, scanned
+from tidemill.common.archive.manifest import Manifest
+from tidemill.common.history import ALL, History, Record, Selection, StreamName
+from tidemill.common.history.records import read_group
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Entry, append, append_numbered, id_after, trim_before
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
 
 SELECTIONS = {
     "all": ALL,

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.history import GroupCursor, History, MissingRecordsError, StreamName, TicketCursor
-from common.history import groups as groups_module
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import append, append_numbered, id_after, id_before
-from common.wire.keys import Keys
-from common.wire.messages import SamplingParams, Ticket
 from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
+from tidemill.common.history import GroupCursor, History, MissingRecordsError, StreamName, TicketCursor
+from tidemill.common.history import groups as groups_module
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import append, append_numbered, id_after, id_before
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import SamplingParams, Ticket
 
 SIZE = 2
 

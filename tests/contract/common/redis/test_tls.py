@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import BrokerError
-from common.redis.broker import Broker
-from common.streams import append, length
-from common.wire.keys import Keys
 from tests.support.servers import RedisServer, has_tls, make_certificate, tls_options
 from tests.support.trajectories import make_trajectory
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import append, length
+from tidemill.common.wire.keys import Keys
 
 SECRET = "correct-horse"
 

@@ -3,10 +3,6 @@
 import asyncio
 import random
 
-from common import streams
-from common.redis.broker import Broker
-from common.streams import Delivery
-from common.wire.keys import REWARD_GROUP, Keys
 from tests.support.consumers import (
     LEASE_S,
     fall_silent,
@@ -22,6 +18,10 @@ from tests.support.consumers import (
 )
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common import streams
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Delivery
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
 
 
 async def test_a_result_exists_exactly_when_its_input_is_acknowledged(broker: Broker, keys: Keys) -> None:
@@ -84,7 +84,7 @@ async def test_a_lost_lease_cannot_publish(broker: Broker, keys: Keys) -> None:
     assert taken.entry_id == ids[1]
     done = await slow.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
     assert done == [True, False, True]
-    assert [delivery.lost.is_set() for delivery in held] == [False, True, False]
+    assert [delivery.is_lost for delivery in held] == [False, True, False]
     assert await scored(broker, keys) == [0, 2]
     assert await rival.complete([(taken, make_score(1))], keys.scores()) == [True]
     assert await scored(broker, keys) == [0, 2, 1]
@@ -141,7 +141,7 @@ async def test_renewal_tells_a_worker_that_its_lease_is_lost(broker: Broker, key
     await fall_silent(broker, keys, "slow", ids[:1])
     await fetched(make_consumer(broker, keys, "rival"), 1)
     await slow.renew()
-    assert [delivery.lost.is_set() for delivery in held] == [True, False]
+    assert [delivery.is_lost for delivery in held] == [True, False]
     assert list(slow.held) == ids[1:]
 
 

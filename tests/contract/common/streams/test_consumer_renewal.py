@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from common.streams import Consumer, append, append_numbered
 from tests.support.letters import make_ticket, samples_of, tickets_of
 from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.streams import Consumer, append, append_numbered
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def assert_nothing_is_called_lost(
         await consumer.renew()
         arrived.set()
         await working
-    assert not delivery.lost.is_set()
+    assert not delivery.is_lost
     assert [line for line in lines if "lease lost" in line["event"]] == []
     assert consumer.held == {}
 
@@ -76,7 +76,7 @@ async def test_what_another_worker_has_taken_is_still_called_lost(broker, keys):
         (delivery,) = await consumer.fetch(1, 1.0)
         await broker.execute("XCLAIM", consumer.key, consumer.group, "other", 0, delivery.entry_id)
         await consumer.renew()
-        assert delivery.lost.is_set()
+        assert delivery.is_lost
 
 
 async def test_another_sample_of_the_group_that_was_answered_before(broker, keys, monkeypatch):

@@ -2,12 +2,6 @@
 
 import pytest
 
-from common import streams
-from common.errors import LeaseLostError
-from common.redis.broker import Broker
-from common.streams import Delivery, Entry, Garbled
-from common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from common.wire.messages import DeadLetter
 from tests.support.consumers import (
     fall_silent,
     fetched,
@@ -21,6 +15,12 @@ from tests.support.consumers import (
     scored,
 )
 from tests.support.trajectories import make_trajectory
+from tidemill.common import streams
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Delivery, Entry, Garbled
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import DeadLetter
 
 
 async def test_an_entry_that_cannot_be_decoded_is_buried_with_its_bytes(broker: Broker, keys: Keys) -> None:
@@ -92,7 +92,7 @@ async def test_a_group_that_vanished_is_created_again(broker: Broker, keys: Keys
         held = await fetched(consumer, 1)
         await broker.execute("XGROUP", "DESTROY", keys.trajectories(), REWARD_GROUP)
         await consumer.renew()
-        assert held[0].lost.is_set()
+        assert held[0].is_lost
         assert await consumer.complete([(held[0], make_score(0))], keys.scores()) == [False]
         await consumer.hand_back(held)
         await consumer.leave()

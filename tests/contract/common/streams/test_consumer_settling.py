@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.redis.broker import Broker
-from common.streams import Consumer, Delivery, append
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Score, ScoreStatus, Trajectory
 from tests.support.trajectories import make_trajectory
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Delivery, append
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 
 
 async def test_renewing_while_an_acknowledgement_is_under_way_loses_nothing(
@@ -34,6 +34,6 @@ async def test_renewing_while_an_acknowledgement_is_under_way_loses_nothing(
         settling = asyncio.create_task(consumer.complete([(delivery, score)], keys.scores()))
         await is_done.wait()
         await consumer.renew()
-        assert not delivery.lost.is_set()
+        assert not delivery.is_lost
         may_answer.set()
         assert await settling == [True]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
-from common import streams
-from common.redis.broker import Broker
-from common.run.state import read_state, update_state
-from common.streams import START, Consumer, Entry, Garbled, OffsetReader
-from common.wire.keys import REWARD_GROUP, Keys
-from common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
 from tests.support.trajectories import make_trajectory
+from tidemill.common import streams
+from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import read_state, update_state
+from tidemill.common.streams import START, Consumer, Entry, Garbled, OffsetReader
+from tidemill.common.wire.keys import REWARD_GROUP, Keys
+from tidemill.common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
 
 
 def make_commit(step: int, digest: str = "") -> Commit:
@@ -121,11 +121,8 @@ async def test_a_transaction_that_redis_refuses_for_lack_of_memory_leaves_nothin
 ) -> None:
     commands = [("XADD", keys.commits, streams.entry_id_of(n), "v", "1.0", "p", b"x") for n in range(3)]
     async with full_redis(broker):
-        pipe = broker.redis.pipeline(transaction=True)
-        for command in commands:
-            pipe.execute_command(*command)
         with pytest.raises(redis_errors.ResponseError):
-            await pipe.execute()
+            await broker.redis.exchange(commands, is_atomic=True)
     assert await streams.length(broker, keys.commits) == 0
 
 

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.archive.columns import ORIGINAL, columns_of, records_of, table_of, widen
-from common.streams import Entry, Garbled, decoded
-from common.wire import codec
-from common.wire.messages import (
+from tests.support.message_strategies import messages, plain
+from tests.support.recorded_sessions import as_session
+from tests.support.trajectories import make_trajectory
+from tidemill.common.archive.columns import ORIGINAL, columns_of, records_of, table_of, widen
+from tidemill.common.streams import Entry, Garbled, decoded
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Message,
@@ -23,9 +26,6 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from tests.support.message_strategies import messages, plain
-from tests.support.recorded_sessions import as_session
-from tests.support.trajectories import make_trajectory
 
 TYPES: tuple[type[Message], ...] = (Ticket, Trajectory, Score, WeightManifest, Commit, DeadLetter)
 

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from common.archive import stream_folder
-from common.archive.columns import RawEntry
-from common.archive.manifest import Manifest
-from common.archive.reader import select
-from common.archive.writer import write_segments
-from common.streams.entries import Entry
-from common.streams.selection import ALL, Selection, StreamName
-from common.wire import codec
-from common.wire.messages import Message
 from tests.support.histories import trajectories
 from tests.support.recorded_sessions import QUESTION, RESULT, as_session
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.columns import RawEntry
+from tidemill.common.archive.manifest import Manifest
+from tidemill.common.archive.reader import select
+from tidemill.common.archive.writer import write_segments
+from tidemill.common.streams.entries import Entry
+from tidemill.common.streams.selection import ALL, Selection, StreamName
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Message
 
 STREAM = StreamName.TRAJECTORIES
 OLD = Path(__file__).parents[3] / "data" / "archive_before_sessions"

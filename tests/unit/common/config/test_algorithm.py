@@ -5,12 +5,12 @@ from typing import Any, get_args
 
 import pytest
 
-from common.config import AlgorithmConfig, RunConfig, load_config, parse_config
-from common.config.algorithm import is_users_own
-from common.config.algorithm_table import ADVANTAGES, LOSSES, PRESETS, Preset
-from common.errors import ConfigError
-from services.trainer.algorithm.advantages.registry import find_advantage
-from services.trainer.algorithm.losses.registry import find_loss
+from tidemill.common.config import AlgorithmConfig, RunConfig, load_config, parse_config
+from tidemill.common.config.algorithm import is_users_own
+from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES, PRESETS, Preset
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.advantages.registry import find_advantage
+from tidemill.services.trainer.algorithm.losses.registry import find_loss
 
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from common.config import RunConfig, changed_fields
-from common.config.recorded import FIXED
-from common.errors import ConfigError
-from services.console.launch.up import _check_changes
-from services.console.options import UpOptions
-from services.console.run.folder import RunFolder
 from tests.support.trajectories import make_config
+from tidemill.common.config import RunConfig, changed_fields
+from tidemill.common.config.recorded import FIXED
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.launch.up import _check_changes
+from tidemill.services.console.options import UpOptions
+from tidemill.services.console.run.folder import RunFolder
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:

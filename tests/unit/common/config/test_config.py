@@ -8,10 +8,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from common.config import OptimizerConfig, RunConfig, load_config, parse_config
-from common.config.section import Section
-from common.errors import ConfigError
-from common.process.programs import ROOT
+from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config
+from tidemill.common.config.section import Section
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import ROOT
 
 SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 """Examples of the `reward` section alone."""

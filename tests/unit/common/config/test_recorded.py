@@ -5,12 +5,12 @@ import json
 import pytest
 import yaml
 
-from common.config import RunConfig, changed_fields, parse_config, parse_recorded
-from common.config.algorithm_table import PRESETS
-from common.history import History
-from services.console.run.folder import RunFolder
-from services.trainer.replay.__main__ import _config
 from tests.support.models import run_config
+from tidemill.common.config import RunConfig, changed_fields, parse_config, parse_recorded
+from tidemill.common.config.algorithm_table import PRESETS
+from tidemill.common.history import History
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.trainer.replay.__main__ import _config
 
 
 def recorded_before(config: RunConfig) -> dict[str, object]:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.process import activity
-from common.process.activity import WINDOW_S, Activity
-from common.telemetry import metrics
 from tests.support.clocks import Clock
+from tidemill.common.process import activity
+from tidemill.common.process.activity import WINDOW_S, Activity
+from tidemill.common.telemetry import metrics
 
 
 @pytest.fixture

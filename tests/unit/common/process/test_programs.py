@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program, run_main
+from tidemill.common.process.programs import ROOT, VLLM_EXTENSION, JobFunction, Program, run_main
 
 REGISTRY = ROOT / "common" / "process" / "programs.py"
-QUOTED = re.compile(r"[\"'](services|common)\.")
-MODULE = re.compile(r"(services|common)(\.[A-Za-z_]\w*)+")
+QUOTED = re.compile(r"[\"']tidemill\.(services|common)\.")
+MODULE = re.compile(r"tidemill\.(services|common)(\.[A-Za-z_]\w*)+")
 
 
 def files_of(pattern: str) -> list[Path]:

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from common.process.heartbeats import ADVERTISE_VARIABLE, Heartbeat, reachable_host
-from common.redis.client import URL_VARIABLE
+from tidemill.common.process.heartbeats import ADVERTISE_VARIABLE, Heartbeat, reachable_host
+from tidemill.common.redis.client import URL_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import NamedRewardConfig
-from common.errors import ConfigError
-from common.process import vllm_machine
-from common.process.vllm_machine import check_machine, machine_arguments, machine_environment
-from common.run.replicas import MODEL_TOKEN_VARIABLE, complaint
-from services.console.check.preflight import PreflightError, _check_engine
-from services.reward.remote.serving import check_local_replicas, server_command, server_environment
-from services.rollout.engines.vllm_launch import start_vllm
 from tests.support.trajectories import make_config
+from tidemill.common.config import NamedRewardConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process import vllm_machine
+from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
+from tidemill.common.run.replicas import MODEL_TOKEN_VARIABLE, complaint
+from tidemill.services.console.check.preflight import PreflightError, _check_engine
+from tidemill.services.reward.remote.serving import check_local_replicas, server_command, server_environment
+from tidemill.services.rollout.engines.vllm_launch import start_vllm
 
 TOKEN = "a token of the run, long enough"
 

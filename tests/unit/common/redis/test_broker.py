@@ -3,9 +3,9 @@
 import pytest
 from redis import exceptions as redis_errors
 
-from common.errors import BrokerError
-from common.redis import broker as broker_module
-from common.redis.broker import Broker, redis_url
+from tidemill.common.errors import BrokerError
+from tidemill.common.redis import broker as broker_module
+from tidemill.common.redis.broker import Broker, redis_url
 
 OOM = redis_errors.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
 
@@ -16,10 +16,8 @@ class FailingRedis:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.calls = self.disconnects = 0
-        self.connection_pool = self
 
-    async def disconnect(self, inuse_connections: bool) -> None:
-        assert not inuse_connections
+    def disconnect(self) -> None:
         self.disconnects += 1
 
     async def execute_command(self, *command: object) -> bytes:

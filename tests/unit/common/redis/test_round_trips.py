@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.process import activity
-from common.process.activity import BOOKKEEPING, WAIT_REDIS, Activity
-from common.redis import client
-from common.redis.client import RoundTrips
 from tests.support.clocks import Clock
+from tidemill.common.process import activity
+from tidemill.common.process.activity import BOOKKEEPING, WAIT_REDIS, Activity
+from tidemill.common.redis import client
+from tidemill.common.redis.client import RoundTrips
 
 
 @pytest.fixture

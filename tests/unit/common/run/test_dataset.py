@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.errors import ConfigError
-from common.process.programs import ROOT
-from common.run.dataset import Row, gsm8k_answer, read_dataset
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import ROOT
+from tidemill.common.run.dataset import Row, gsm8k_answer, read_dataset
 
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 
@@ -33,6 +33,11 @@ def write_jsonl(path: Path, *rows: Any) -> Path:
 def write_parquet(path: Path, *rows: dict[str, Any]) -> Path:
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
     return path
+
+
+def only(path: Path, **kwargs: Any) -> Row:
+    (row,) = read_dataset(path, **kwargs)
+    return row
 
 
 def error_of(path: Path, **kwargs: Any) -> str:
@@ -153,13 +158,14 @@ def test_the_answer_is_the_number_at_the_end_without_commas(answer: str, number:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"question": "1+1?", "answer": "two"}, "'answer' must end in '#### <number>' (GSM8K)"),
-        ({"question": "1+1?", "answer": 2}, "answer must be text, got a number 2"),
+        ({"question": "1+1?", "answer": "#### two"}, "'answer' must end in '#### <number>' (GSM8K)"),
         ({"question": " ", "answer": "#### 2"}, "'question' is empty"),
-        ({"text": "1+1?", "label": 2}, "column 'prompt' (the prompt; data.prompt_column) is missing; "
-         "the columns are 'text', 'label'"),
+        ({"Promt": "1+1?", "label": 2}, "column 'prompt' (the prompt) is missing; the columns are 'Promt', "
+         "'label'. 'Promt' looks like 'prompt'. A prompt is looked for in prompt, messages, question, "),
+        ({"prompt": "1+1?", "answers": 2}, "the truth, 'reward_model.ground_truth' (write null where the "
+         "reward needs none), is missing; the columns are 'prompt', 'answers'. 'answers' looks like"),
         ({}, "is missing; the columns are none"),
-        ({**VERL, "prompt": None}, "column 'prompt' (the prompt; data.prompt_column) is missing"),
+        ({**VERL, "prompt": None}, "column 'prompt' (the prompt) is missing"),
         ({**VERL, "prompt": ""}, "column 'prompt' is empty"),
         ({**VERL, "prompt": []}, "prompt must be text or a list of chat messages, got a list []"),
         ({**VERL, "prompt": 7}, "prompt must be text or a list of chat messages, got a number 7"),
@@ -194,7 +200,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 def test_a_bad_parquet_row_is_named_by_file_and_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", VERL, {**VERL, "reward_model": None})
-    assert error_of(path).startswith(f"{path} row 1: 'reward_model.ground_truth'")
+    assert error_of(path).startswith(f"{path} row 1: the truth, 'reward_model.ground_truth'")
 
 
 @pytest.mark.parametrize(
@@ -204,13 +210,14 @@ def test_a_bad_parquet_row_is_named_by_file_and_row(tmp_path: Path) -> None:
         ("a.jsonl", b"\n \n", "has no rows"),
         ("a.parquet", b"", "is not a whole Parquet file"),
         ("a.parquet", b"PAR1 torn", "is not a whole Parquet file"),
-        ("a.csv", b"prompt\nhi\n", "ends in .csv; expected .jsonl or .parquet"),
-        ("a", b"x", "ends in nothing; expected .jsonl or .parquet"),
-        (
-            "a.json",
-            b'[\n{"prompt": "x"}\n]\n',
-            "The file looks like one JSON document. Expected one JSON object on",
-        ),
+        ("a.txt", b"hi", "ends in .txt; expected .jsonl, .json, .csv, .tsv or .parquet"),
+        ("a", b"x", "ends in nothing; expected .jsonl"),
+        ("a.json", b"[3]", "row 0 is no JSON object"),
+        ("a.json", b'[{"prompt": "x"}', "is not valid JSON: Expecting"),
+        ("a.json", b'{\n"prompt": "x"}', "is not valid JSON: Expecting property name"),
+        ("a.csv", b"prompt,answer\na,b,c\n", "line 2 has more values than the first line has names"),
+        ("a.csv", b"prompt,answer\ncaf\xe9,1\n", "is not UTF-8 text"),
+        ("a.csv", b"prompt,answer\n", "has no rows"),
     ],
 )
 def test_a_file_that_is_no_dataset_is_told_in_plain_words(
@@ -229,7 +236,7 @@ def test_a_torn_parquet_file_is_told_in_plain_words(tmp_path: Path) -> None:
 
 def test_missing_files_and_folders_are_told_apart(tmp_path: Path) -> None:
     assert "does not exist" in error_of(tmp_path / "a.jsonl")
-    assert "is a folder; name the .jsonl or .parquet files in it" in error_of(tmp_path)
+    assert "is a folder; name the files in it, such as" in error_of(tmp_path)
     with pytest.raises(ConfigError, match="at least one file"):
         read_dataset([])
 
@@ -238,3 +245,67 @@ def test_an_empty_file_among_others_is_an_error_too(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").touch()
     with pytest.raises(ConfigError, match=r"b\.jsonl has no rows"):
         read_dataset([write_jsonl(tmp_path / "a.jsonl", VERL), tmp_path / "b.jsonl"])
+
+
+USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "truth"),
+    [
+        ({"prompt": "1+1?", "answer": "2"}, "1+1?", "2"),
+        ({"question": "1+1?", "answer": "2"}, "1+1?", "2"),
+        ({"question": "1+1?", "answer": 2}, "1+1?", 2),
+        ({"problem": "1+1?", "solution": "so 2", "answer": "2"}, "1+1?", "so 2"),
+        ({"messages": [USER], "ground_truth": "2", "answer": "3"}, [USER], "2"),
+        ({"messages": [USER, ASSISTANT]}, [USER], "2"),
+        ({"messages": [USER, ASSISTANT], "solution": "two"}, [USER], "two"),
+        ({"prompt": [USER, ASSISTANT], "answer": "2"}, [USER, ASSISTANT], "2"),
+    ],
+)
+def test_columns_are_found_by_the_names_that_people_use(
+    tmp_path: Path, row: dict[str, Any], prompt: Any, truth: Any
+) -> None:
+    found = only(write_jsonl(tmp_path / "a.jsonl", row))
+    assert (found.prompt, found.ground_truth) == (prompt, truth)
+    assert {name: found.extra[name] for name in ("answer", "solution") if name in row} == {
+        name: row[name] for name in ("answer", "solution") if name in row
+    }
+
+
+def test_own_names_are_mapped_also_inside_of_columns(tmp_path: Path) -> None:
+    row = {"instruction": "1+1?", "meta": {"label": "2"}, "kind": "sums", "a.b": 1, "reward_model": {}}
+    names = {"prompt": "instruction", "ground_truth": "meta.label", "data_source": "kind"}
+    found = only(write_jsonl(tmp_path / "a.jsonl", row), names=names)
+    assert (found.prompt, found.ground_truth, found.data_source) == ("1+1?", "2", "sums")
+    assert found.extra == {"meta": {"label": "2"}, "a.b": 1}
+    assert only(tmp_path / "a.jsonl", names={**names, "ground_truth": "a.b"}).ground_truth == 1
+    assert "column 'meta.lable' (data.columns: {ground_truth: meta.lable}) is missing" in error_of(
+        tmp_path / "a.jsonl", names={**names, "ground_truth": "meta.lable"}
+    )
+
+
+def test_tables_and_lists_hold_the_same_rows_as_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": "one,\ntwo?", "answer": "3"}, {"prompt": 'say "hi"', "answer": "hi"}]
+    (tmp_path / "a.csv").write_text('\ufeffprompt,answer\r\n"one,\ntwo?",3\r\n"say ""hi""",hi\r\n')
+    (tmp_path / "a.tsv").write_text('prompt\tanswer\n"one,\ntwo?"\t3\n"say ""hi"""\thi\n')
+    (tmp_path / "a.json").write_text(" \n" + json.dumps(rows, indent=1))
+    write_jsonl(tmp_path / "b.json", *rows)
+    for name in ("a.csv", "a.tsv", "a.json", "b.json"):
+        found = read_dataset(tmp_path / name)
+        assert [(row.prompt, row.ground_truth) for row in found] == [("one,\ntwo?", "3"), ('say "hi"', "hi")]
+    assert [row.origin[-6:] for row in read_dataset(tmp_path / "a.csv")] == ["line 2", "line 4"]
+
+
+def test_an_empty_value_of_a_table_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,ground_truth,level\nhi,,\n")
+    assert (only(tmp_path / "a.csv").ground_truth, only(tmp_path / "a.csv").extra) == (None, {})
+
+
+def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        write_jsonl(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": name})
+    (tmp_path / "notes.md").write_text("no data")
+    assert [row.prompt for row in read_dataset(tmp_path / "*")] == ["a", "b", "c"]
+    assert [row.prompt for row in read_dataset([tmp_path / "[bc].jsonl"])] == ["b", "c"]
+    assert "no file has such a name" in error_of(tmp_path / "*.csv")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.config import RunConfig, parse_config
-from common.errors import ConfigError
-from common.run.dataset import Row
-from common.run.prompt_lengths import NotMeasuredError, with_steps
 from tests.support.checked_runs import make_folder
+from tidemill.common.config import RunConfig, parse_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.dataset import Row
+from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
 
 
 def rows(count: int, long: int = 0) -> list[Row]:

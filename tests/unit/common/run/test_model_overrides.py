@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import ModelConfig
-from common.errors import ConfigError
-from common.process.programs import ROOT
-from common.run.model_overrides import for_vllm, overridden, with_overrides
-from services.console.check.model_folder import inspect_model
-from services.rollout.engines.model import load_model as load_for_engine
-from services.rollout.engines.model import open_model
-from services.trainer.policy.model_loading import load_model
+from tidemill.common.config import ModelConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import ROOT
+from tidemill.common.run.model_overrides import for_vllm, overridden, with_overrides
+from tidemill.services.console.check.model_folder import inspect_model
+from tidemill.services.rollout.engines.model import load_model as load_for_engine
+from tidemill.services.rollout.engines.model import open_model
+from tidemill.services.trainer.policy.model_loading import load_model
 
 MODEL = ROOT / "examples" / "arith" / "model"
 LONGER: dict[str, Any] = {

@@ -9,11 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common.config import DataConfig
-from common.errors import ConfigError
-from common.run.dataset import read_dataset
-from common.run.hub_datasets import open_hub_dataset
-from common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.common.config import DataConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.dataset import read_dataset
+from tidemill.common.run.hub_datasets import open_hub_dataset
+from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
 
 datasets = pytest.importorskip("datasets")
 ROWS = [{"prompt": f"what is {i}?", "ground_truth": str(i), "level": i % 3} for i in range(7)]
@@ -126,3 +126,23 @@ def test_streamed_files_have_the_errors_of_others(tmp_path: Path, text: str, sai
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=said):
         list(read_training_rows(DataConfig(train=str(tmp_path / "rows.jsonl"), stream=True))[""])
+
+
+def test_own_names_hold_for_streamed_rows_and_sources(tmp_path: Path) -> None:
+    path = str(jsonl(tmp_path, rows=[{"text": "hi", "label": "ho"}]))
+    columns = {"prompt": "text", "ground_truth": "label"}
+    for is_streamed in (False, True):
+        data = DataConfig(train=path, columns=columns, stream=is_streamed)
+        sources = DataConfig(train=[{"name": "a", "path": path, "columns": columns}], stream=is_streamed)
+        assert (read_training_rows(data)[""][0].prompt, read_training_rows(sources)["a"][0].prompt) == (
+            "hi",
+            "hi",
+        )
+    with pytest.raises(ValueError, match="both name the prompt"):
+        DataConfig(train=path, columns=columns, prompt_column="text")
+
+
+def test_what_is_read_as_a_whole_is_not_streamed(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\nhi,ho\n")
+    with pytest.raises(ConfigError, match="cannot be read row by row"):
+        read_training_rows(DataConfig(train=str(tmp_path / "a.csv"), stream=True))

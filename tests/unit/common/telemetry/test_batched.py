@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
-from common.telemetry import batched, metrics
-from common.telemetry.batched import Batched, Histogram
+from tidemill.common.telemetry import batched, metrics
+from tidemill.common.telemetry.batched import Batched, Histogram
 
 
 def test_who_looks_at_the_registry_sees_every_observation() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.wire.arrays import MAX_TOKENS, BitArray, Float32Array, Int32Array, pack_bits
+from tidemill.common.wire.arrays import MAX_TOKENS, BitArray, Float32Array, Int32Array, pack_bits
 
 
 class Fields(BaseModel):

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import CodecError
-from common.process.programs import ROOT
-from common.wire import codec
-from common.wire.codec import pack, sendable
-from common.wire.messages import (
+from tests.support.message_strategies import messages, plain, trajectories
+from tests.support.trajectories import make_trajectory
+from tidemill.common.errors import CodecError
+from tidemill.common.process.programs import ROOT
+from tidemill.common.wire import codec
+from tidemill.common.wire.codec import pack, sendable
+from tidemill.common.wire.messages import (
     Commit,
     DeadLetter,
     Message,
@@ -28,8 +30,6 @@ from common.wire.messages import (
     Trajectory,
     WeightManifest,
 )
-from tests.support.message_strategies import messages, plain, trajectories
-from tests.support.trajectories import make_trajectory
 
 TYPES = (Ticket, Trajectory, Score, WeightManifest, Commit, DeadLetter)
 
@@ -270,7 +270,7 @@ RQ = re.compile(r"^\s*(?:import rq\b|from rq\S* import .*\b(?:Queue|\w*Worker|Jo
 
 
 def sources() -> list[Path]:
-    folders = ("common", "services", "benchmarks", "examples", "infra")
+    folders = ("common", "services", "tidemill", "benchmarks", "examples", "infra")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

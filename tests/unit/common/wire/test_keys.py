@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from common.errors import ConfigError
-from common.process.heartbeats import ROLES
-from common.process.programs import ROOT
-from common.wire.keys import PREFIX, RUNS, Keys
-from common.wire.messages import Lane
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import ROLES
+from tidemill.common.process.programs import ROOT
+from tidemill.common.wire.keys import PREFIX, RUNS, Keys
+from tidemill.common.wire.messages import Lane
 
 
 def all_keys(keys: Keys) -> list[str]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from common.wire.messages import Commit, Score, ScoreStatus, WeightFile, WeightManifest
 from tests.support.trajectories import make_trajectory
+from tidemill.common.wire.messages import Commit, Score, ScoreStatus, WeightFile, WeightManifest
 
 
 def test_each_token_knows_the_version_that_produced_it() -> None:

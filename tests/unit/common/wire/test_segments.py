@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from common.wire.codec import decode, encode
-from common.wire.messages import Trajectory
-from common.wire.segments import Segment, Session, Turn
-from services.rollout.engines.engine import Generation
-from services.rollout.sessions.recorder import SegmentRecorder
+from tidemill.common.wire.codec import decode, encode
+from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.segments import Segment, Session, Turn
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 
 
 def recorded() -> SegmentRecorder:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from services.console.convert.command import CONVERTERS, convert
-from services.console.convert.draft import Draft
-from services.console.convert.reading import Project
-from services.console.convert.table import is_field
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.convert.command import CONVERTERS, convert
+from tidemill.services.console.convert.draft import Draft
+from tidemill.services.console.convert.reading import Project
+from tidemill.services.console.convert.table import is_field
 
 A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
 BYPASS = {C + "bypass_mode": True}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.errors import ConfigError
-from services.console.convert.shell import read_commands
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.convert.shell import read_commands
 
 
 def last(text: str, **variables: str) -> list[str]:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from common.process.programs import ROOT
-from services.console.__main__ import main
-from services.console.convert.aliases import TABLES, names_elsewhere
-from services.console.convert.table import Row, Table, is_field, same_where_known
-from services.console.reference.option_tables import HEADING, as_markdown
+from tidemill.common.process.programs import ROOT
+from tidemill.services.console.__main__ import main
+from tidemill.services.console.convert.aliases import TABLES, names_elsewhere
+from tidemill.services.console.convert.table import Row, Table, is_field, same_where_known
+from tidemill.services.console.reference.option_tables import HEADING, as_markdown
 
 ROWS = [(table, row) for table in TABLES for row in table.rows]
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from common.config.data import DataConfig
-from common.config.environment import EnvironmentConfig
-from common.errors import ConfigError, EnvironmentFaultError
-from common.wire.messages import SamplingParams, Ticket, Trajectory
-from services.rollout.engines.engine import Generation
-from services.rollout.environments.budget import Budget
-from services.rollout.environments.loading import load_design
-from services.rollout.environments.local import LocalStage
-from services.rollout.environments.player import EnvironmentPlayer
-from services.rollout.sessions.player import Played
-from services.rollout.sessions.template_chat import TemplateChat
 from tests.support.environments import THIS
 from tests.unit.rollout.sessions.test_template_chat import tokenizer_of
+from tidemill.common.config.data import DataConfig
+from tidemill.common.config.environment import EnvironmentConfig
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.environments.budget import Budget
+from tidemill.services.rollout.environments.loading import load_design
+from tidemill.services.rollout.environments.local import LocalStage
+from tidemill.services.rollout.environments.player import EnvironmentPlayer
+from tidemill.services.rollout.sessions.player import Played
+from tidemill.services.rollout.sessions.template_chat import TemplateChat
 
 QWEN = tokenizer_of("qwen3")
 EOS = QWEN.convert_tokens_to_ids("<|im_end|>")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.wire.messages import SamplingParams
-from services.rollout.engines.engine import Generation
-from services.rollout.gateway.dialogue import Message, Question
-from services.rollout.gateway.session import GatewaySession, Limits
 from tests.unit.rollout.sessions.test_template_chat import ENDS, TOOLS, chat_of
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.gateway.dialogue import Message, Question
+from tidemill.services.rollout.gateway.session import GatewaySession, Limits
 
 USER = {"role": "user", "content": "Guess."}
 HIGHER = {"role": "user", "content": "Higher."}

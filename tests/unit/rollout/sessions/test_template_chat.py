@@ -8,7 +8,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from services.rollout.sessions.template_chat import TemplateChat
+from tidemill.services.rollout.sessions.template_chat import TemplateChat
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ENDS = {  # the first one is the tokenizer's own; all of them stop the engine

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError
-from common.wire.messages import Score, ScoreStatus
-from services.trainer.algorithm.advantages import Advantages
-from services.trainer.algorithm.advantages.batch_scaled import gdpo
-from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
-from services.trainer.groups.samples import Sample, TurnEnd
 from tests.support.training import trainer_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.algorithm.advantages.batch_scaled import gdpo
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
+from tidemill.services.trainer.groups.samples import Sample, TurnEnd
 
 REFERENCE = {"reference": {"model": "frozen"}}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.advantages.episode import overlong_penalty, whiten
-from services.trainer.algorithm.advantages.estimators import (
+from tidemill.services.trainer.algorithm.advantages.episode import overlong_penalty, whiten
+from tidemill.services.trainer.algorithm.advantages.estimators import (
     dr_grpo,
     gae,
     grpo,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
-from services.trainer.algorithm.advantages.estimators import (
+from tidemill.services.trainer.algorithm.advantages.batch_scaled import gdpo, gpg, grpo_batch, scale_rl
+from tidemill.services.trainer.algorithm.advantages.estimators import (
     dr_grpo_passk,
     grpo_passk,
     max_rl,

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.coefficients import Coefficients, coefficient_metrics
-from services.trainer.policy.state import PolicyState
 from tests.support.models import make_policy, make_samples, one_batch
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.coefficients import Coefficients, coefficient_metrics
+from tidemill.services.trainer.policy.state import PolicyState
 
 REFERENCE = {"reference": {"model": "frozen"}}
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.penalties import KlConfig
-from services.trainer.algorithm.losses.corrections import importance_weights, kl_penalty, value_loss
-from services.trainer.algorithm.losses.surrogates import clipped_surrogate
-from services.trainer.algorithm.losses.tokens import (
+from tests.support.losses import loss_of, make_tokens, tensor
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.penalties import KlConfig
+from tidemill.services.trainer.algorithm.losses.corrections import importance_weights, kl_penalty, value_loss
+from tidemill.services.trainer.algorithm.losses.surrogates import clipped_surrogate
+from tidemill.services.trainer.algorithm.losses.tokens import (
     denominator,
     sequence_means,
     sequence_sums,
     token_weight,
 )
-from tests.support.losses import loss_of, make_tokens, tensor
 
 ROLLOUT = {"old_logprobs": "rollout"}
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.penalties import KlConfig
-from services.trainer.algorithm.advantages.episode import make_episode
-from services.trainer.algorithm.losses.corrections import kl_penalty
-from services.trainer.algorithm.losses.totals import total_metrics
-from services.trainer.policy.forward import score_logits
 from tests.support.losses import loss_of, make_tokens, tensor
 from tests.support.models import make_samples
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.penalties import KlConfig
+from tidemill.services.trainer.algorithm.advantages.episode import make_episode
+from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
+from tidemill.services.trainer.algorithm.losses.totals import total_metrics
+from tidemill.services.trainer.policy.head import score_logits
 
 FROZEN = {"reference": {"model": "frozen"}}
 ROLLOUT = {"old_logprobs": "rollout"}

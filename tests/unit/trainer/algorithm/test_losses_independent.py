@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
 from tests.support.losses import MAX_COMPLETION, our_loss, rectangle
+from tidemill.common.config.algorithm import AlgorithmConfig
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
 REFERENCE: dict[str, Any] = {"reference": {"model": "frozen"}}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.tokens import denominator
 from tests.support.losses import loss_of, make_tokens, our_loss, probable_rectangle, written_out
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.tokens import denominator
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
 

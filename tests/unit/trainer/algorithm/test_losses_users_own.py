@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from common.config.algorithm import AlgorithmConfig
-from common.errors import ConfigError
-from services.trainer.algorithm.losses.registry import find_loss
 from tests.support.losses import loss_of, make_tokens
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.losses.registry import find_loss
 
 ROLLOUT = {"old_logprobs": "rollout"}
 

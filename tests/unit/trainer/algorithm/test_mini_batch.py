@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from services.trainer.algorithm.losses.mini_batch import (
+from tests.support.losses import loss_of, make_tokens, our_loss, probable_rectangle, tensor, with_statistics
+from tests.support.models import masked
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.services.trainer.algorithm.losses.mini_batch import (
     clip_cov_tokens,
     kl_cov_tokens,
     mean_weight,
     token_covariances,
     top_entropy,
 )
-from services.trainer.groups.samples import Sample
-from tests.support.losses import loss_of, make_tokens, our_loss, probable_rectangle, tensor, with_statistics
-from tests.support.models import masked
+from tidemill.services.trainer.groups.samples import Sample
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.advantages import Advantages
-from services.trainer.algorithm.losses.policy_loss import policy_loss
-from services.trainer.algorithm.losses.registry import find_loss
-from services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
-from services.trainer.groups.group_filter import GroupFilter, TrainableGroup
-from services.trainer.groups.samples import MicroBatch, Sample
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
+from tidemill.services.trainer.algorithm.losses.registry import find_loss
+from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
+from tidemill.services.trainer.groups.group_filter import GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 
 LENGTHS = [[3, 7, 5], [2, 6]]
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]

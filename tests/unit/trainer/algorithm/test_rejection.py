@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.corrections import CORRECTIONS, Correction
-from common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionConfig
-from services.trainer.algorithm.losses.rejection import rejected_tokens
 from tests.support.losses import MAX_COMPLETION, loss_of, make_tokens, our_loss, probable_rectangle, tensor
+from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.corrections import CORRECTIONS, Correction
+from tidemill.common.config.losses import SEQUENCE_CRITERIA, TOKEN_CRITERIA, RejectionConfig
+from tidemill.services.trainer.algorithm.losses.rejection import rejected_tokens
 
 RATIOS = [0.5, 3.0, 1.1]
 """The first two tokens are one sequence: product 1.5, geometric mean 1.2247."""

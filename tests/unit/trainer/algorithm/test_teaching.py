@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import RunConfig
-from common.config.algorithm import TeacherTermConfig
-from common.errors import ConfigError
-from services.trainer.algorithm.advantages import Advantages
-from services.trainer.algorithm.advantages.teaching import taught
-from services.trainer.algorithm.losses.corrections import teacher_kl
-from services.trainer.groups.group_filter import (
+from tests.support.losses import loss_of, make_tokens, tensor
+from tests.support.sessions import make_segment, make_session
+from tests.support.training import make_score, trainer_config
+from tests.support.trajectories import make_config, make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.common.config.algorithm import TeacherTermConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.algorithm.advantages.teaching import taught
+from tidemill.services.trainer.algorithm.losses.corrections import teacher_kl
+from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
     FEW_SCORES,
     UNTAUGHT,
@@ -23,14 +27,10 @@ from services.trainer.groups.group_filter import (
     Refusal,
     TrainableGroup,
 )
-from services.trainer.groups.samples import Sample, Teaching, with_teaching
-from services.trainer.metrics.step_metrics import stage_metrics, step_metrics
-from services.trainer.policy.policy import UpdateResult
-from services.trainer.step import MiniBatch, StepResult
-from tests.support.losses import loss_of, make_tokens, tensor
-from tests.support.sessions import make_segment, make_session
-from tests.support.training import make_score, trainer_config
-from tests.support.trajectories import make_config, make_trajectory
+from tidemill.services.trainer.groups.samples import Sample, Teaching, with_teaching
+from tidemill.services.trainer.metrics.step_metrics import stage_metrics, step_metrics
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.step import MiniBatch, StepResult
 
 TEACHER: dict[str, Any] = {"teacher": {"base_urls": ["http://there/v1"]}}
 LOG2 = math.log(2.0)

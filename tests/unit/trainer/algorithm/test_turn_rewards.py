@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ConfigError
-from services.trainer.algorithm.advantages import Advantages
-from services.trainer.algorithm.advantages.episode import make_episode
-from services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
-from services.trainer.groups.samples import Sample, make_sample
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import trainer_config
 from tests.support.trajectories import make_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.algorithm.advantages.episode import make_episode
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, TrainableGroup
+from tidemill.services.trainer.groups.samples import Sample, make_sample
 
 GAMMA, LAMBDA = 0.9, 0.8
 VALUES = (0.5, -0.25, 0.125, 0.75, -1.0)

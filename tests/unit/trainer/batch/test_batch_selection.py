@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.batch.batch_assembler import select_groups
-from services.trainer.batch.stream_join import PendingGroup
+from tidemill.services.trainer.batch.batch_assembler import select_groups
+from tidemill.services.trainer.batch.stream_join import PendingGroup
 
 
 def groups_of(*versions: tuple[int, int, int]) -> dict[int, PendingGroup]:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import CurriculumConfig
-from common.wire.messages import Commit, Outcome
-from services.trainer.batch.curriculum import Curriculum, Deck
-from services.trainer.batch.prompts import Prompt, PromptSource
+from tidemill.common.config import CurriculumConfig
+from tidemill.common.wire.messages import Commit, Outcome
+from tidemill.services.trainer.batch.curriculum import Curriculum, Deck
+from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 
 
 def source(count: int, name: str = "", first_row: int = 0, shuffle: bool = False) -> PromptSource:

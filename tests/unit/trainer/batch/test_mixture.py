@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.errors import ConfigError
-from services.trainer.batch.mixture import Mixture
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.batch.mixture import Mixture
 
 
 def sources(mixture: Mixture, count: int) -> list[int]:

@@ -9,12 +9,13 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common.config.data import DataConfig
-from common.errors import ConfigError
-from common.run.dataset import Row
-from services.trainer.batch import prompts as module
-from services.trainer.batch.prompt_plan import PromptPlan
-from services.trainer.batch.prompts import (
+from tests.support.training import trainer_config
+from tidemill.common.config.data import DataConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.dataset import Row
+from tidemill.services.trainer.batch import prompts as module
+from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.prompts import (
     Prompt,
     PromptSource,
     encode_rows,
@@ -22,7 +23,6 @@ from services.trainer.batch.prompts import (
     load_tokenizer,
     load_training_prompts,
 )
-from tests.support.training import trainer_config
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"

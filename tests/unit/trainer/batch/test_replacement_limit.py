@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from services.trainer.batch.replacement_limit import LEAST_GIVE_UP, ReplacementLimit
-from services.trainer.groups.group_filter import STALE, ZERO_VARIANCE
 from tests.support.training import trainer_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.batch.replacement_limit import LEAST_GIVE_UP, ReplacementLimit
+from tidemill.services.trainer.groups.group_filter import STALE, ZERO_VARIANCE
 
 
 def make(rounds: int | None = None, **trainer: Any) -> ReplacementLimit:

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from structlog.testing import capture_logs
 
-from common import files
-from common.files import StorageError
-from services.trainer.durable.checkpoint import CheckpointError, CheckpointStore, TrainerState
+from tidemill.common import files
+from tidemill.common.files import StorageError
+from tidemill.services.trainer.durable.checkpoint import CheckpointError, CheckpointStore, TrainerState
 
 
 class Policy:
@@ -271,7 +271,7 @@ def test_a_torn_checkpoint_does_not_count_among_those_kept(tmp_path: Path) -> No
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change checkpoint.json as another release would write it: with a valid checksum."""
-    from services.trainer.durable import checkpoint
+    from tidemill.services.trainer.durable import checkpoint
 
     path = folder / "checkpoint.json"
     document = json.loads(path.read_text())

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.wire.messages import Commit
-from services.trainer.durable.commits import JOURNAL_FILE, CommitJournal
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.durable.commits import JOURNAL_FILE, CommitJournal
 
 
 def commit_of(step: int, digest: str = "0" * 32) -> Commit:

@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import RunConfig
-from services.trainer.algorithm.advantages import Advantages
-from services.trainer.groups.group_filter import (
+from tests.support.training import make_score, trainer_config
+from tests.support.trajectories import make_trajectory
+from tidemill.common.config import RunConfig
+from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
     FAILED_SCORE,
     FEW_SCORES,
@@ -20,8 +22,6 @@ from services.trainer.groups.group_filter import (
     Refusal,
     TrainableGroup,
 )
-from tests.support.training import make_score, trainer_config
-from tests.support.trajectories import make_trajectory
 
 
 def filtered(config: RunConfig, group: CompleteGroup, step: int = 5) -> TrainableGroup | Refusal:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.errors import TidemillError
-from common.wire.messages import Commit
-from services.trainer.groups.samples import MicroBatch, Sample, form_micro_batches, rebuild
 from tests.support.models import make_samples
+from tidemill.common.errors import TidemillError
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample, form_micro_batches, rebuild
 
 
 def sample_of(num_tokens: int, ticket: int, index: int = 0) -> Sample:

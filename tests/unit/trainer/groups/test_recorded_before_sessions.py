@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from common.history import History, StreamName
-from common.wire import codec
-from common.wire.messages import Lane, Trajectory
-from services.reward.sample import RewardSample
-from services.trainer.groups.samples import make_sample, sampled_versions
+from tidemill.common.history import History, StreamName
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.services.reward.sample import RewardSample
+from tidemill.services.trainer.groups.samples import make_sample, sampled_versions
 
 PAYLOAD_BYTES = 1072
 """Of the four records, as its manifest says."""

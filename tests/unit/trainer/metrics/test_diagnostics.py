@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from common.config.trainer import DiagnosticsConfig, HealthyRange
-from common.errors import ConfigError
-from common.telemetry import metrics
-from services.trainer.metrics.diagnostics import MAX_WARNINGS, Diagnostics
-from services.trainer.metrics.warning_texts import CHECKS, time_advice
 from tests.support.training import trainer_config
+from tidemill.common.config.trainer import DiagnosticsConfig, HealthyRange
+from tidemill.common.errors import ConfigError
+from tidemill.common.telemetry import metrics
+from tidemill.services.trainer.metrics.diagnostics import MAX_WARNINGS, Diagnostics
+from tidemill.services.trainer.metrics.warning_texts import CHECKS, time_advice
 
 GAP = "logprob_gap/mean"
 

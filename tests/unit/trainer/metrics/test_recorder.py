@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import files
-from common.files import StorageError
-from common.run.plots import plot_learning_curve, smooth
-from common.run.state import read_records
-from services.trainer.metrics import recorder
-from services.trainer.metrics.recorder import Recorder
+from tidemill.common import files
+from tidemill.common.files import StorageError
+from tidemill.common.run.plots import plot_learning_curve, smooth
+from tidemill.common.run.state import read_records
+from tidemill.services.trainer.metrics import recorder
+from tidemill.services.trainer.metrics.recorder import Recorder
 
 
 def steps_on_record(run_dir: Path) -> list[int]:

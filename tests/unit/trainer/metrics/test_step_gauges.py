@@ -3,11 +3,11 @@
 import pytest
 from prometheus_client import REGISTRY
 
-from common.wire.messages import Commit
-from services.trainer.metrics.step_metrics import observe_step
-from services.trainer.step import StepResult
 from tests.support.training import make_score
 from tests.unit.trainer.metrics.test_step_metrics import group_of, sample_of
+from tidemill.common.wire.messages import Commit
+from tidemill.services.trainer.metrics.step_metrics import observe_step
+from tidemill.services.trainer.step import StepResult
 
 
 def value(name: str, **labels: str) -> float:

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.wire.messages import Trajectory
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
-from services.trainer.metrics.source_metrics import source_metrics
-from services.trainer.metrics.step_metrics import staleness_shares, step_metrics
-from services.trainer.policy.policy import UpdateResult
-from services.trainer.step import MiniBatch, StepResult
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.metrics.source_metrics import source_metrics
+from tidemill.services.trainer.metrics.step_metrics import staleness_shares, step_metrics
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.step import MiniBatch, StepResult
 
 
 def sample_of(ticket: int, index: int, num_tokens: int, spans: Any, finish: str = "stop") -> Trajectory:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from common.process.checks import check_loggers
-from common.run.state import METRICS_FILE, read_records
-from services.trainer.metrics import trackers as sender_module
-from services.trainer.metrics.recorder import Recorder
-from services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun, Tracker
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.checks import check_loggers
+from tidemill.common.run.state import METRICS_FILE, read_records
+from tidemill.services.trainer.metrics import trackers as sender_module
+from tidemill.services.trainer.metrics.recorder import Recorder
+from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun, Tracker
 
 NUMBERS = {"reward": 0.5, "kl": None}
 

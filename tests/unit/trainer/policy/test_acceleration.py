@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.errors import ConfigError
-from services.trainer.policy.model_loading import wants_liger
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.model_loading import wants_liger
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

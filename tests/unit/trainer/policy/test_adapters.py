@@ -9,11 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from common.config.trainer import TrainerConfig
-from common.errors import ConfigError
-from services.trainer.groups.samples import Sample
-from services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
-from services.trainer.weights.store import WeightStore
 from tests.support.models import (
     gradients_of,
     make_policy,
@@ -24,6 +19,11 @@ from tests.support.models import (
     tiny_model,
     train,
 )
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
+from tidemill.services.trainer.weights.store import WeightStore
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 

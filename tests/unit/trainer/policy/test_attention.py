@@ -8,21 +8,24 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.reward.model_server.scoring_model import ScoringModel
-from services.rollout.engines.decoding import score_completion
-from services.rollout.engines.model import load_model as load_for_engine
-from services.trainer.policy import model_loading
-from services.trainer.policy.model_loading import choose_attention, load_model
-from services.trainer.policy.transformers_policy import load_policy
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
-from tests.support.models import make_samples, run_config, write_tokenizer
+from tests.support.models import make_policy, make_samples, run_config, write_tokenizer
+from tidemill.common.run.chat_template import exact_attention
+from tidemill.services.reward.model_server.scoring_model import ScoringModel
+from tidemill.services.rollout.engines.decoding import score_completion
+from tidemill.services.rollout.engines.model import load_model as load_for_engine
+from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.policy import attention
+from tidemill.services.trainer.policy.attention import VARLEN, choose_attention, why_no_varlen
+from tidemill.services.trainer.policy.model_loading import load_model
+from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture
 def flash_is_installed(monkeypatch):
-    monkeypatch.setattr(model_loading, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
 
 
 def with_capped_attention(path: Path) -> PreTrainedModel:
@@ -89,7 +92,7 @@ def test_a_model_without_flash_attention_is_trained_without_and_the_log_says_why
     config, reason, flash_is_installed, monkeypatch
 ):
     said = []
-    monkeypatch.setattr(model_loading.log, "warning", lambda *args, **fields: said.append(fields))
+    monkeypatch.setattr(attention.log, "warning", lambda *args, **fields: said.append(fields))
     assert choose_attention(config, CUDA, torch.bfloat16) is None
     (fields,) = said
     assert reason in fields["reason"]
@@ -108,7 +111,7 @@ def test_without_flash_attention_capped_scores_take_the_plain_kernel(flash_is_in
 def test_a_model_of_text_and_images_is_loaded_with_what_is_chosen_for_its_text(family, tmp_path, monkeypatch):
     make_model(family).save_pretrained(tmp_path)
     chosen = {"text_config": "eager"}
-    monkeypatch.setattr("services.trainer.policy.model_loading.choose_attention", lambda *_: chosen)
+    monkeypatch.setattr("tidemill.services.trainer.policy.model_loading.choose_attention", lambda *_: chosen)
     model = load_model(run_config(tmp_path).model, torch.device("cpu"))
     assert model.config.get_text_config()._attn_implementation == "eager"
     assert model.config._attn_implementation == "sdpa"
@@ -118,7 +121,7 @@ def test_a_model_of_text_and_images_is_loaded_with_what_is_chosen_for_its_text(f
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("Mamba", "Falcon")])
 def test_what_is_chosen_computes_what_plain_attention_does(family):
     """Found by comparing, not by knowing: a family whose fused kernel leaves something out fails here."""
-    chosen = model_loading.exact_attention(make_config(family))
+    chosen = exact_attention(make_config(family))
     ids_BT = torch.arange(3, 23)[None]
     with torch.no_grad():
         mine, plain = (
@@ -126,3 +129,77 @@ def test_what_is_chosen_computes_what_plain_attention_does(family):
             for kernel in (chosen, "eager")
         )
     torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """A GPU of this compute capability, without flash-attn."""
+
+    def claim(*capability: int) -> None:
+        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    return claim
+
+
+def test_without_flash_attention_torch_attends_to_sequences_of_any_length(gpu_of):
+    gpu_of(9, 0)
+    assert choose_attention(make_config("Llama"), CUDA, torch.bfloat16) == VARLEN
+    assert choose_attention(make_config("Gemma3"), CUDA, torch.bfloat16) == {"text_config": VARLEN}
+    assert choose_attention(make_config("Gemma2"), CUDA, torch.bfloat16) == "eager"  # scores are capped
+    assert choose_attention(make_config("Llama"), CUDA, torch.float32) is None
+    gpu_of(7, 0)
+    assert choose_attention(make_config("Llama"), CUDA, torch.bfloat16) is None
+
+
+def test_heads_that_the_kernel_does_not_take_are_told():
+    assert why_no_varlen(transformers.LlamaConfig(hidden_size=128, num_attention_heads=2), (8, 0)) == ""
+    wide = transformers.LlamaConfig(hidden_size=1024, num_attention_heads=2)
+    assert "these have 512" in why_no_varlen(wide, (8, 0))
+
+
+def per_sequence(
+    query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa
+) -> torch.Tensor:  # fmt: skip
+    """What torch's kernel computes, one sequence after the other with a mask. Shapes [T, heads, size]."""
+    assert starts is ends and (starts.diff() <= longest).all() and window_size[1] == 0
+    assert enable_gqa == (query.shape[1] != key.shape[1]) and query.dtype == key.dtype == value.dtype
+    parts = []
+    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        mask = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+        part = [x[first:end].transpose(0, 1)[None] for x in (query, key, value)]
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *part, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Qwen3"])
+def test_sequences_end_to_end_are_those_of_plain_attention(family, monkeypatch):
+    """Grouped keys, windows, scales of a model's own."""
+    monkeypatch.setattr(attention, "varlen_attn", per_sequence)
+    samples = make_samples(12)
+    plain, packed = (make_policy(model=make_model(family, attention=name)) for name in ("eager", VARLEN))
+    packed.layout = "varlen"
+    packed._tile_tokens = 64
+    batch = MicroBatch(tuple(samples))
+    for policy in (plain, packed):
+        policy.accumulate(batch)
+    for mine, expected in zip(packed.logprobs(samples), plain.logprobs(samples), strict=True):
+        np.testing.assert_allclose(mine, expected, atol=2e-5)
+    for (name, weight), (_, other) in zip(packed._parameters, plain._parameters, strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(weight.grad, other.grad, atol=2e-4, rtol=2e-3, msg=name)
+
+
+def test_values_may_be_narrower_than_keys_and_rows_without_boundaries_are_sequences(monkeypatch):
+    """As in multi-head latent attention; and as where a layout is probed."""
+    monkeypatch.setattr(attention, "varlen_attn", per_sequence)
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 6)
+    attended, _ = attention.attend_varlen(torch.nn.Identity(), query, key, value, None, scaling=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    torch.testing.assert_close(attended, expected.transpose(1, 2))
+    with pytest.raises(ValueError, match="takes no mask"):
+        attention.attend_varlen(torch.nn.Identity(), query, key, value, None, softcap=30.0)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -18,17 +20,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.trainer.groups.samples import Sample
-from services.trainer.policy import packing
-from services.trainer.policy.forward import (
+from tests.support.models import PIECES, attend_as_varlen, make_samples, tiny_llama
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy import packing
+from tidemill.services.trainer.policy.forward import (
     TokenScorer,
     has_plain_head,
     output_head,
-    score_hidden,
-    score_logits,
 )
-from services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tiles
-from tests.support.models import PIECES, attend_as_varlen, make_samples, tiny_llama
+from tidemill.services.trainer.policy.head import score_hidden, score_logits
+from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tiles
 
 
 def completions_of(samples: list[Sample]) -> list[np.ndarray]:
@@ -154,33 +155,78 @@ def test_logits_in_half_precision_are_scored_in_float32():
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
+class Head(torch.nn.Linear):
+    """Of a class of its own: scored by its forward."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Head])
 @pytest.mark.parametrize("max_elements", [1, 7 * 32, 10 * 32 + 5])
-def test_chunked_equals_whole_in_value_and_gradient(max_elements):
+@pytest.mark.parametrize("with_entropies", [True, False])
+def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_entropies):
     generator = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(8, 32, bias=False)
-    hidden = torch.randn(23, 8, generator=generator, requires_grad=True)
+    head = kind(8, 32, bias=with_entropies).double()
+    hidden = torch.randn(23, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 32, (23,), generator=generator)
-    upstream = torch.randn(23, generator=generator)
+    upstream, other = torch.randn(2, 23, generator=generator, dtype=torch.float64)
 
     def run(limit: int) -> list[torch.Tensor]:
-        hidden.grad = head.weight.grad = None
-        logprobs, entropies = score_hidden(hidden, head, targets, 0.7, limit)
-        (logprobs * upstream).sum().backward()
-        return [logprobs.detach(), entropies, hidden.grad, head.weight.grad]
+        hidden.grad = None
+        head.zero_grad()
+        logprobs, entropies = score_hidden(hidden, head, targets, 0.7, limit, with_entropies)
+        (logprobs * upstream + with_entropies * other * entropies).sum().backward()
+        assert entropies.requires_grad == with_entropies
+        return [logprobs.detach(), entropies.detach(), hidden.grad, *(p.grad for p in head.parameters())]
 
     for mine, whole in zip(run(max_elements), run(1 << 20), strict=True):
-        torch.testing.assert_close(mine, whole, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine, whole, atol=1e-12, rtol=1e-12)
 
 
-def test_logits_are_never_whole_in_memory():
-    sizes: list[int] = []
-    head = torch.nn.Linear(8, 32)
-    head.register_forward_hook(lambda _, __, output: sizes.append(output.numel()))
-    hidden = torch.randn(100, 8, requires_grad=True)
-    logprobs, _ = score_hidden(hidden, head, torch.zeros(100, dtype=torch.long), 1.0, max_elements=320)
-    logprobs.sum().backward()
-    assert max(sizes) == 320
-    assert sum(sizes) == 2 * 100 * 32  # once forward, once again for the gradient
+def test_in_half_precision_chunks_are_as_right_as_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(64, 300, bias=False)
+    hidden = torch.randn(40, 64, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 300, (40,), generator=generator)
+
+    def gradients(limit: int, dtype: torch.dtype | None) -> list[torch.Tensor]:
+        hidden.grad = head.weight.grad = None
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            score_hidden(hidden, head, targets, 1.0, limit)[0].sum().backward()
+        assert head.weight.grad.dtype == hidden.grad.dtype == torch.float32
+        return [hidden.grad, head.weight.grad]
+
+    exact = gradients(1 << 20, None)
+    for chunked, whole, expected in zip(
+        gradients(3000, torch.bfloat16), gradients(1 << 20, torch.bfloat16), exact, strict=True
+    ):
+        assert (chunked - expected).norm() < 1.2 * (whole - expected).norm()
+
+
+def test_a_head_that_is_not_trained_gets_no_gradient():
+    head = torch.nn.Linear(8, 32).requires_grad_(False)
+    hidden = torch.randn(23, 8, requires_grad=True)
+    score_hidden(hidden, head, torch.zeros(23, dtype=torch.long), 1.0, 64)[0].sum().backward()
+    assert head.weight.grad is None and hidden.grad is not None
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        sizes = [part.numel() for part in tree_leaves(output) if isinstance(part, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return output
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Head])
+def test_logits_are_never_whole_in_memory(kind):
+    head, hidden = kind(2, 32), torch.randn(100, 2, requires_grad=True)
+    with Largest() as largest:
+        logprobs, _ = score_hidden(hidden, head, torch.zeros(100, dtype=torch.long), 1.0, max_elements=320)
+        logprobs.sum().backward()
+    assert largest.elements == 320
 
 
 SMALL = {"vocab_size": len(PIECES), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

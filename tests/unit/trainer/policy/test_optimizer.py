@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.config.trainer import OptimizerConfig
-from common.errors import ConfigError
-from services.trainer.policy.optimizer import (
+from tests.support.architectures import FAMILIES, make_model
+from tidemill.common.config.trainer import OptimizerConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
     is_matrix,
@@ -16,7 +17,6 @@ from services.trainer.policy.optimizer import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from tests.support.architectures import FAMILIES, make_model
 
 
 def rates(num_updates: int, **fields) -> list[float]:

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from services.trainer.groups.samples import Sample, form_micro_batches, rebuild
-from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.support.models import (
     MAX_COMPLETION,
     accumulate_all,
@@ -23,6 +20,9 @@ from tests.support.models import (
     tiny_llama,
     train,
 )
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, rebuild
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 NORMALISATIONS = ["sequence", "token", "constant"]
 

@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError
-from services.trainer.groups.samples import Sample, form_micro_batches
-from services.trainer.policy.transformers_policy import TransformersPolicy
 from tests.support.losses import with_statistics
 from tests.support.models import (
     accumulate_all,
@@ -20,6 +17,9 @@ from tests.support.models import (
     tiny_llama,
     train,
 )
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 FROZEN: dict[str, Any] = {"reference": {"model": "frozen"}}
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}

@@ -7,10 +7,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from common.errors import ConfigError
-from services.trainer.policy.state import PolicyState
-from services.trainer.policy.transformers_policy import load_policy
-from services.trainer.weights.store import export_tensors, save_model
 from tests.support.models import (
     accumulate_all,
     make_policy,
@@ -21,6 +17,10 @@ from tests.support.models import (
     tiny_model,
     train,
 )
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.transformers_policy import load_policy
+from tidemill.services.trainer.weights.store import export_tensors, save_model
 
 
 def test_a_checkpoint_continues_bit_by_bit(tmp_path):

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common.errors import ConfigError
-from services.trainer.policy.model_loading import recompute_layers
 from tests.support.architectures import make_model
 from tests.support.models import accumulate_all, gradients_of, make_policy, make_samples, one_batch
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.model_loading import recompute_layers
 
 AT_RANDOM = {
     "Llama": {"attention_dropout": 0.5},

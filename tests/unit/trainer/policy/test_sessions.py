@@ -7,16 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.wire.messages import Trajectory
-from services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
-from services.trainer.groups.samples import (
-    Sample,
-    form_micro_batches,
-    make_sample,
-    num_sampled,
-    sampled_versions,
-)
-from services.trainer.policy.packing import make_rows, make_tiles
 from tests.support.models import (
     MAX_COMPLETION,
     accumulate_all,
@@ -29,6 +19,16 @@ from tests.support.models import (
 )
 from tests.support.sessions import make_segment, make_session, rows_by_hand, session_samples
 from tests.support.training import make_score, trainer_config
+from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.groups.group_filter import CompleteGroup, GroupFilter, TrainableGroup
+from tidemill.services.trainer.groups.samples import (
+    Sample,
+    form_micro_batches,
+    make_sample,
+    num_sampled,
+    sampled_versions,
+)
+from tidemill.services.trainer.policy.packing import make_rows, make_tiles
 
 NORMALISATIONS = ["sequence", "token", "constant"]
 TWO_TURNS = make_session(0, 0, make_segment((3, 4, 5), (6, 7), (8, 9, 10), (11, 12, 13)))

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError
-from services.trainer.groups.samples import MicroBatch, Sample
-from services.trainer.policy.fsdp.rank_policy import split_samples
-from services.trainer.policy.fsdp.ranks import lead_ranks
-from services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
-from services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
 from tests.support.models import make_samples, run_config
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.policy.fsdp.rank_policy import split_samples
+from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
+from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
+from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
 
 
 def test_shares_are_balanced_by_tokens_and_hold_every_sample_once():

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import ConfigError
-from services.trainer.policy.policy import Policy
-from services.trainer.policy.simulated_policy import SimulatedPolicy
-from services.trainer.policy.state import PolicyState
 from tests.support.losses import with_statistics
 from tests.support.models import make_policy, make_samples, masked, one_batch, run_config, train
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.policy import Policy
+from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
+from tidemill.services.trainer.policy.state import PolicyState
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_simulated_weights_differ_by_version(simulated, tmp_path):
     simulated.update(1.0)
     (after,) = simulated.save_weights(tmp_path / "b")
     assert before.read_bytes() != after.read_bytes()
-    assert after.stat().st_size < 1000
+    assert after.stat().st_size < 5000
 
 
 def test_simulated_metrics_count_as_the_real_ones(simulated):
@@ -73,7 +73,7 @@ def test_simulated_metrics_count_as_the_real_ones(simulated):
 
 def test_both_are_policies(simulated):
     policies: list[Policy] = [simulated, make_policy()]
-    assert all(len(policy.digest()) == 32 for policy in policies)
+    assert all(len(policy.digest().removeprefix("w1:")) == 32 for policy in policies)
 
 
 def test_a_simulated_step_has_what_statistics_of_a_mini_batch_need():

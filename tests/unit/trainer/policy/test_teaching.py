@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.algorithm import TeacherTermConfig
-from services.trainer.algorithm.advantages.teaching import taught
-from services.trainer.groups.samples import Sample, form_micro_batches, make_sample, with_teaching
-from services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
 from tests.support.models import (
     MAX_COMPLETION,
     accumulate_all,
@@ -22,6 +18,10 @@ from tests.support.models import (
     tiny_llama,
 )
 from tests.support.sessions import make_segment, make_session, rows_by_hand
+from tidemill.common.config.algorithm import TeacherTermConfig
+from tidemill.services.trainer.algorithm.advantages.teaching import taught
+from tidemill.services.trainer.groups.samples import Sample, form_micro_batches, make_sample, with_teaching
+from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
 
 LOSS: dict[str, Any] = {"place": "loss", "estimator": "k3", "clip": 3.0}
 TERMS: dict[str, dict[str, Any]] = {"reward": {"gamma": 0.5}, "loss": LOSS}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from common.run.weight_files import version_name
-from services.trainer.evaluation import mean_pass_at_k, pass_at_k
-from services.trainer.weights.best_version import BestVersion
 from tests.support.training import trainer_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.weight_files import version_name
+from tidemill.services.trainer.evaluation import mean_pass_at_k, pass_at_k
+from tidemill.services.trainer.weights.best_version import BestVersion
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import torch
 import xxhash
 
-from services.trainer.weights import store
-from services.trainer.weights.store import digest_parameters
+from tidemill.services.trainer.weights import store
+from tidemill.services.trainer.weights.store import digest_parameters
 
 
 def parameters() -> dict[str, torch.Tensor]:

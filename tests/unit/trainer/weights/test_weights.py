@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from common.errors import WeightsError
-from common.files import StorageError
-from common.run.weight_files import folder_versions, read_manifest, verified_files
-from common.wire.messages import WeightFile, WeightManifest
-from services.trainer.weights.store import WeightStore
+from tests.support.full_versions import WritesFull
+from tidemill.common.errors import WeightsError
+from tidemill.common.files import StorageError
+from tidemill.common.run.weight_files import folder_versions, read_manifest, verified_files
+from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.services.trainer.weights.store import WeightStore
 
 
-class Policy:
+class Policy(WritesFull):
     """Writes one value into two shards; its digest is that value."""
 
     def __init__(self, value: float) -> None:

@@ -1,0 +1,247 @@
+"""Connections on which calls follow one another without waiting for answers.
+
+What is called in one turn of the event loop leaves in one write, whoever calls, and the answers come back to
+each caller in one read: a worker with hundreds of samples under way pays for a round trip once, not for each.
+An error of one call does not touch the others. A command that blocks has a connection to itself meanwhile.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import hiredis
+from redis import exceptions as redis_errors
+
+ANSWER_TIMEOUT_S = 30.0
+"""Longer than any blocking read of ours, so that it only fires when the server is gone."""
+MAX_BLOCKING = 32
+"""Commands that may block at once; more wait for their turn."""
+
+Command = Sequence[Any]
+
+_MULTI, _EXEC = hiredis.pack_command(("MULTI",)), hiredis.pack_command(("EXEC",))
+_MORE = object()
+
+
+class Connection(Protocol):
+    """What is used of redis-py's asynchronous connections: they connect and greet, whatever the address."""
+
+    _writer: Any
+    _parser: Any
+
+    async def connect(self) -> None:
+        """Connect, and give the credentials."""
+
+
+class _Call:
+    """Commands whose answers one caller waits for."""
+
+    __slots__ = ("begun", "future", "is_atomic", "num_missing", "replies")
+
+    def __init__(self, num_replies: int, is_atomic: bool, loop: asyncio.AbstractEventLoop) -> None:
+        self.num_missing, self.is_atomic = num_replies, is_atomic
+        self.replies: list[Any] = []
+        self.future: asyncio.Future[list[Any]] = loop.create_future()
+        self.begun = loop.time()
+
+    def answer(self) -> None:
+        """All replies are there."""
+        if self.future.done():  # its caller was cancelled
+            return
+        outcome = self.replies[-1] if self.is_atomic else self.replies
+        if isinstance(outcome, Exception):  # nothing was done; a command that was refused before says why
+            why = next((reply for reply in self.replies if isinstance(reply, Exception)), outcome)
+            self.future.set_exception(why)
+        else:
+            self.future.set_result(outcome)
+
+
+class Line(asyncio.Protocol):
+    """One connection. It takes the place of the streams that redis-py puts on it, which copy every reply."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._reader = hiredis.Reader(
+            protocolError=redis_errors.InvalidResponse,
+            replyError=connection._parser.parse_error,
+            notEnoughData=_MORE,
+        )
+        self._waiting: deque[_Call] = deque()
+        self._unsent: list[bytes] = []
+        self._is_flush_due = False
+        self._watch: asyncio.TimerHandle | None = None
+        self.error: redis_errors.RedisError | None = None
+        """Why no call can be made here any more."""
+        self._transport: asyncio.Transport = connection._writer.transport
+        self._transport.set_protocol(self)
+        if self._transport.is_closing():
+            self.fail(redis_errors.ConnectionError("Connection closed by server."))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether calls can be made, and the server is still the one that the address means."""
+        return self.error is None and getattr(self._connection, "is_current", True)
+
+    async def exchange(self, unit: Sequence[Command], is_atomic: bool = False) -> list[Any]:
+        """Send commands, in a transaction where `is_atomic`; the replies, errors among them as values.
+
+        Raises:
+            RedisError: the connection was lost, the server did not answer, or it refused the transaction.
+        """
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
+        call = _Call(len(unit) + 2 if is_atomic else len(unit), is_atomic, self._loop)
+        packed = [hiredis.pack_command((*command[0].split(), *command[1:])) for command in unit]
+        self._unsent += [_MULTI, *packed, _EXEC] if is_atomic else packed
+        self._waiting.append(call)
+        self._flush_soon()
+        if self._watch is None:
+            self._watch = self._loop.call_later(ANSWER_TIMEOUT_S, self._look)
+        return await call.future
+
+    def data_received(self, data: bytes) -> None:
+        """Give replies to those who wait for them, in the order of the commands."""
+        try:
+            self._reader.feed(data)
+            while (reply := self._reader.gets()) is not _MORE:
+                call = self._waiting[0]
+                call.replies.append(reply)
+                call.num_missing -= 1
+                if not call.num_missing:
+                    self._waiting.popleft().answer()
+        except IndexError:
+            self.fail(redis_errors.InvalidResponse("the server answered what nobody had asked"))
+        except redis_errors.RedisError as error:
+            self.fail(error)
+        # Behind those who have just been answered: what they ask next goes together.
+        self._flush_soon()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server has closed the connection."""
+        self.fail(redis_errors.ConnectionError(str(exc or "") or "Connection closed by server."))
+
+    def fail(self, error: redis_errors.RedisError) -> None:
+        """No more calls; those that wait get the error."""
+        if self.error is not None:
+            return
+        self.error = error
+        for call in self._waiting:
+            if not call.future.done():
+                call.future.set_exception(type(error)(*error.args))
+        self._waiting.clear()
+        self._unsent.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+        self._transport.abort()
+        self._connection._writer = self._connection._reader = None  # type: ignore[attr-defined]
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            self._transport.write(b"".join(unsent) if len(unsent) > 1 else unsent[0])
+
+    def _look(self) -> None:
+        """Whether the server still answers."""
+        self._watch = None
+        if self._waiting:
+            left_s = self._waiting[0].begun + ANSWER_TIMEOUT_S - self._loop.time()
+            if left_s <= 0:
+                self.fail(redis_errors.TimeoutError("it does not answer"))
+            else:
+                self._watch = self._loop.call_later(left_s, self._look)
+
+
+class Client:
+    """The lines to one server: one that all calls share, and one for each command that blocks now."""
+
+    def __init__(self, make_connection: Callable[[], Connection]) -> None:
+        self._make_connection = make_connection
+        self._shared: Line | None = None
+        self._opening: asyncio.Task[Line] | None = None
+        self._idle: list[Line] = []
+        self._blocking: set[Line] = set()
+        self._places = asyncio.Semaphore(MAX_BLOCKING)
+
+    async def exchange(
+        self, unit: Sequence[Command], is_atomic: bool = False, is_blocking: bool = False
+    ) -> list[Any]:
+        """As `Line.exchange`, connecting where needed."""
+        if not unit:
+            return []
+        if is_blocking:
+            return await self._exchange_alone(unit)
+        line = self._shared
+        if line is None or not line.is_usable:
+            line = await self._open_shared()
+        return await line.exchange(unit, is_atomic)
+
+    async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
+        """One command; its error is raised."""
+        (reply,) = await self.exchange([command], is_blocking=is_blocking)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def disconnect(self) -> None:
+        """Drop all connections but those on which a command blocks; calls under way fail, to be repeated."""
+        self._drop(filter(None, (self._shared, *self._idle)))
+        self._shared, self._idle = None, []
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
+        self.disconnect()
+        self._drop(list(self._blocking))
+        await asyncio.sleep(0)  # transports close in the next turn
+
+    def _drop(self, lines: Any) -> None:
+        for line in lines:
+            line.fail(redis_errors.ConnectionError("the connection was given up"))
+
+    async def _exchange_alone(self, unit: Sequence[Command]) -> list[Any]:
+        async with self._places:
+            line = self._idle.pop() if self._idle else None
+            if line is None or not line.is_usable:
+                if line is not None:
+                    self._drop([line])
+                line = await self._open()
+            self._blocking.add(line)
+            try:
+                replies = await line.exchange(unit)
+            except asyncio.CancelledError:
+                self._drop([line])  # what the command still brings must not be taken for another's answer
+                raise
+            finally:
+                self._blocking.discard(line)
+            self._idle.append(line)
+            return replies
+
+    async def _open_shared(self) -> Line:
+        """One connection for all who wait for one. A caller that is cancelled leaves it to the others."""
+        if self._opening is None:
+            if self._shared is not None:
+                self._drop([self._shared])
+            self._opening = asyncio.create_task(self._open(), name="connect to Redis")
+            self._opening.add_done_callback(self._opened)
+        return await asyncio.shield(self._opening)
+
+    def _opened(self, opening: asyncio.Task[Line]) -> None:
+        self._opening = None
+        if not opening.cancelled() and opening.exception() is None:
+            self._shared = opening.result()
+
+    async def _open(self) -> Line:
+        connection = self._make_connection()
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await connection.connect()
+        return Line(connection)

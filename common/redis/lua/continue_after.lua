@@ -1,0 +1,22 @@
+-- Have new entries of a stream come after an id: its archive goes up to there, though Redis has lost the end of that.
+-- KEYS: stream.  ARGV: id of the last entry that Redis still knows, the id to go on after, 1 to move the stream's last
+-- id there.  Returns 1, or 0 where the stream has got entries between the two meanwhile; nothing is changed then.
+if #redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], ARGV[2], 'COUNT', 1) > 0 then
+  return 0
+end
+local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
+if info.err or ARGV[3] ~= '1' then
+  return 1
+end
+local function number(id, part)
+  return tonumber(string.match(id, part)) or 0
+end
+for i = 1, #info, 2 do
+  if info[i] == 'last-generated-id' then
+    local ms, new_ms = number(info[i + 1], '^(%d+)'), number(ARGV[2], '^(%d+)')
+    if ms < new_ms or (ms == new_ms and number(info[i + 1], '%-(%d+)') < number(ARGV[2], '%-(%d+)')) then
+      redis.call('XSETID', KEYS[1], ARGV[2])
+    end
+  end
+end
+return 1

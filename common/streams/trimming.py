@@ -1,0 +1,44 @@
+"""The only way in which entries leave a stream: from its beginning. The server remembers how far."""
+
+import json
+
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams.entries import START
+from tidemill.common.streams.log import Mark, MarkLostError
+
+KEPT_COMMITS = 32
+"""The newest stay, for people who watch the run."""
+TRIMMED = "trimmed:{}"
+"""Field of the run's state for a stream: the id below which this server has trimmed it. One that has lost the
+trim has lost the field too."""
+
+
+async def trim_before(broker: Broker, key: str, entry_id: str, mark: Mark | None = None) -> int:
+    """Remove entries below `entry_id`; returns how many.
+
+    Raises:
+        MarkLostError: the server has not got the `mark`; nothing was removed.
+    """
+    if mark is None:
+        return int(await broker.execute("XTRIM", key, "MINID", entry_id))
+    values = [entry_id, mark.field, mark.value, _field(key)]
+    removed = int(await broker.script("trim", [key, mark.key], values))
+    if removed < 0:
+        raise MarkLostError(f"Redis has lost a mark in {mark.key}")
+    return removed
+
+
+async def trimmed_below(broker: Broker, state_key: str, key: str) -> str:
+    """The id below which this server has trimmed the stream under a mark; `START` where it has not."""
+    raw = await broker.execute("HGET", state_key, _field(key))
+    return START if raw is None else str(json.loads(raw))
+
+
+async def continue_after(broker: Broker, key: str, known: str, entry_id: str, *, is_numbered: bool) -> bool:
+    """Have new entries come after `entry_id`, though Redis has lost what lies between `known` and it. False
+    where the stream has new ones there already. Numbered entries choose their ids themselves."""
+    return bool(await broker.script("continue_after", [key], [known, entry_id, 0 if is_numbered else 1]))
+
+
+def _field(key: str) -> str:
+    return TRIMMED.format(key.partition("}:")[2])

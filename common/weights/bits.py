@@ -1,0 +1,98 @@
+"""Tensors as plain bits: dtype names of safetensors, and numpy's unsigned integers of the same width.
+
+bfloat16 has no numpy type, and comparing bits is what deltas need: NaN equals itself, 0.0 and -0.0 differ.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tidemill.common.errors import WeightsError
+
+Bits = np.ndarray[Any, Any]
+"""uint8, uint16, uint32 or uint64, one for each element."""
+
+WIDTHS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+}
+"""Bytes of an element, by safetensors' names of dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as a checkpoint names it; `dtype` is safetensors' name, such as `BF16`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return self.num_elements * WIDTHS[self.dtype]
+
+    @property
+    def bits_dtype(self) -> np.dtype[Any]:
+        """Numpy's little-endian unsigned integer of the same width."""
+        return np.dtype(f"<u{WIDTHS[self.dtype]}")
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors has it."""
+
+
+def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:
+    """The tensors of a safetensors file, flat, in the file's order; views of the mapped file, never copied.
+    With mode `r+` what is written to them goes to the file, with `c` into memory of their own.
+
+    Raises:
+        WeightsError: the file is no safetensors file, or it is cut short.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        places = [
+            (TensorInfo(name, item["dtype"], tuple(item["shape"])), *item["data_offsets"])
+            for name, item in header.items()
+        ]
+        places.sort(key=lambda place: (place[1], place[0].name))
+        data = np.memmap(path, np.uint8, mode)
+        for info, start, end in places:
+            if end - start != info.num_bytes or not 0 <= start <= end <= size - 8 - length:
+                raise ValueError(f"{info.name} lies at [{start}, {end}), which does not fit")
+            yield info, data[8 + length + start : 8 + length + end].view(info.bits_dtype)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path} is not a whole safetensors file: {error}.") from None
+
+
+def safetensors_layout(infos: Iterable[TensorInfo]) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the values of a file with these tensors, and where in the file each begins. The order
+    is that of safetensors: wide elements first, then by name."""
+    ordered = sorted(infos, key=lambda info: (-WIDTHS[info.dtype], info.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for info in ordered:
+        offsets[info.name], start, end = end, end, end + info.num_bytes
+        header[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: begin + at for name, at in offsets.items()}

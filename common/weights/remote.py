@@ -1,0 +1,155 @@
+"""Weights on another machine: behind the trainer's weight server, or in an object store.
+
+Both hold `weights/v00000012/{files, manifest.json}` of a run below one address and give parts of files; who
+asked checks what came. The trainer writes object stores, the manifest last: where it is, the files are.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from tidemill.common.errors import ConfigError, WeightsError
+
+URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
+"""Wins over `weights.url`: `http://head:8200`, or `s3://bucket/folder`."""
+TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
+"""The secret that the weight server and those who download from it share."""
+TIMEOUT_S = 30.0
+"""For each piece of an answer; a download as a whole takes as long as it takes."""
+OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
+WEB_SCHEMES = ("http", "https")
+
+
+class Remote(Protocol):
+    """Where files are read from; a path is `weights/v00000012/model.safetensors`. Threads may share it."""
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """A part of a file, all of it. Raises WeightsError: it cannot be had now."""
+
+    def read_all(self, path: str) -> bytes:
+        """A small file."""
+
+    def close(self) -> None:
+        """Close connections."""
+
+
+class WeightServer:
+    """The trainer's `tidemill.services.trainer.weight_server`."""
+
+    def __init__(self, url: str, token: str, run_id: str) -> None:
+        import httpx
+
+        self._base = f"{url.rstrip('/')}/runs/{run_id}"
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(timeout=TIMEOUT_S, headers=headers)
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """See `Remote`."""
+        answer = self._get(path, {"Range": f"bytes={start}-{start + length - 1}"})
+        total = int(answer.headers.get("content-range", "").rpartition("/")[2] or len(answer.content))
+        if len(answer.content) != length:
+            raise WeightsError(f"{answer.url} has {total:,} bytes, and not {length:,} from {start:,} on.")
+        return bytes(answer.content)
+
+    def read_all(self, path: str) -> bytes:
+        """See `Remote`."""
+        return bytes(self._get(path, {}).content)
+
+    def close(self) -> None:
+        """See `Remote`."""
+        self._http.close()
+
+    def _get(self, path: str, headers: dict[str, str]) -> Any:
+        import httpx
+
+        url = f"{self._base}/{path}"
+        try:
+            answer = self._http.get(url, headers=headers)
+        except httpx.HTTPError as error:
+            raise WeightsError(
+                f"cannot download {url}: {str(error) or type(error).__name__}. Is {URL_VARIABLE} right, and "
+                "does the head serve weights?"
+            ) from error
+        if answer.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
+            raise WeightsError(f"{url} answered {answer.status_code}; {_advice(answer.status_code)}")
+        return answer
+
+
+def _advice(status: int) -> str:
+    if status == 401:
+        return f"{TOKEN_VARIABLE} is not the one of the server."
+    if status in (404, 416):
+        return "the version was pruned already and a newer one is on its way, or the server has other runs."
+    return "expected 200."
+
+
+class ObjectStore:
+    """A bucket of S3, or of what speaks its protocol; its keys and endpoint come from AWS_... variables."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError:
+            raise ConfigError(
+                f"weights.url is {url}: object stores need `pip install 'tidemill[objects]'`"
+            ) from None
+        try:
+            self._store = from_url(f"{url.rstrip('/')}/{run_id}")
+        except Exception as error:  # the library's own errors share no root
+            raise ConfigError(f"weights.url is {url}, which cannot be opened: {error}") from None
+        self._obstore: Any = obstore
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """See `Remote`."""
+        data = self._do(path, lambda: self._obstore.get_range(self._store, path, start=start, length=length))
+        if len(data) != length:
+            raise WeightsError(f"the object {path} ends before byte {start + length:,}.")
+        return bytes(data)
+
+    def read_all(self, path: str) -> bytes:
+        """See `Remote`."""
+        return bytes(self._do(path, lambda: self._obstore.get(self._store, path).bytes()))
+
+    def write(self, path: str, file: Path) -> None:
+        """Upload a file, in parts where it is large. Raises WeightsError: it did not work; try again."""
+        self._do(path, lambda: self._obstore.put(self._store, path, file))
+
+    def remove(self, folder: str) -> None:
+        """Delete everything below a folder, its manifest first."""
+
+        def delete() -> None:
+            found = [item["path"] for page in self._obstore.list(self._store, f"{folder}/") for item in page]
+            for path in sorted(found, key=lambda path: not path.endswith(".json")):
+                self._obstore.delete(self._store, path)
+
+        self._do(folder, delete)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _do(self, path: str, work: Any) -> Any:
+        try:
+            return work()
+        except Exception as error:  # as above
+            raise WeightsError(f"object store: {path}: {str(error).splitlines()[0][:300]}") from error
+
+
+def open_remote(url: str, run_id: str) -> Remote | None:
+    """The one at this address, or at that of the environment, which wins; None where there is none.
+
+    Raises:
+        ConfigError: the address is of no known kind.
+    """
+    url = os.environ.get(URL_VARIABLE) or url
+    if not url:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme in WEB_SCHEMES and parts.netloc:
+        return WeightServer(url, os.environ.get(TOKEN_VARIABLE, ""), run_id)
+    if parts.scheme in OBJECT_SCHEMES:
+        return ObjectStore(url, run_id)
+    raise ConfigError(
+        f"the address of weights is {url!r}; expected one such as http://head:8200 or s3://bucket/folder."
+    )

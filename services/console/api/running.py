@@ -1,0 +1,279 @@
+"""`tidemill.run`, its asynchronous twin, `check`, `load_config` and `rescore`: the commands, from Python."""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+from rich.console import Console
+
+from tidemill.common.config import RunConfig, override_config, parse_config
+from tidemill.common.config import load_config as load_file
+from tidemill.common.run.state import CONFIG_FILE, EVALUATION, METRICS_FILE, STEP, read_records
+from tidemill.services.console.api.blocking import wait_for
+from tidemill.services.console.api.history import History, metrics
+from tidemill.services.console.api.tables import Records
+from tidemill.services.console.check.preflight import Findings, examine
+from tidemill.services.console.launch.local_run import LocalRun
+from tidemill.services.console.launch.up import prepare
+from tidemill.services.console.launch.views import PlainView
+from tidemill.services.console.options import SandboxOptions, UpOptions
+from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.run.folder import folder_of_runs
+from tidemill.services.console.status.snapshot import RunSnapshot
+
+Config = RunConfig | str | Path | Mapping[str, Any]
+"""A config, the YAML file that holds it, or its tree; paths in a tree start at the working directory."""
+Overrides = Mapping[str, Any] | Iterable[str]
+"""`{"trainer.steps": 20}`, or `["trainer.steps=20"]`."""
+Callback = Callable[[dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What became of a run."""
+
+    run_id: str
+    folder: Path
+    """Everything that the run left: records, weights, logs."""
+    exit_code: int
+    """As `tidemill up` ends: 0, 1 where the run did not do what it should, 130 where it was stopped."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """The contents of summary.json; empty where the run did not finish."""
+    why_not_finished: str = ""
+    """What ended it early, and the command that continues it."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it finished, and did what it should."""
+        return self.exit_code == 0
+
+    @property
+    def history(self) -> History:
+        """Its recorded groups, samples and steps."""
+        return History(self.run_id, self.folder.parent)
+
+    @property
+    def metrics(self) -> Records[Mapping[str, Any]]:
+        """The records of its steps."""
+        return metrics(self.run_id, self.folder.parent)
+
+
+def load_config(config: Config, overrides: Overrides = ()) -> RunConfig:
+    """A config that is complete and checked in itself, with `overrides` in place of its fields.
+
+    Raises:
+        ConfigError: a field is unknown or its value is not allowed; the message says which and what is.
+    """
+    words = _words(overrides)
+    if isinstance(config, str | Path):
+        return load_file(Path(config), words)
+    if not isinstance(config, RunConfig):
+        config = parse_config(json.loads(json.dumps(config)), "config")
+    return override_config(config, words)
+
+
+def check(config: Config, overrides: Overrides = (), *, calls_reward: bool = True) -> Findings:
+    """Find every mistake of a run before it starts, as `tidemill check` does; what it says of the run.
+
+    `calls_reward` calls local reward functions once, with the first row and an empty completion.
+
+    Raises:
+        TidemillError: the run could not start as it is; the message has all that is wrong.
+    """
+    loaded = load_config(config, overrides)
+
+    async def examined() -> Findings:
+        return await asyncio.to_thread(examine, loaded, (), calls_reward)
+
+    return wait_for(examined)
+
+
+def run(
+    config: Config,
+    overrides: Overrides = (),
+    *,
+    run_id: str = "",
+    resume: bool = False,
+    runs_dir: str | Path | None = None,
+    on_step: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    quiet: bool = False,
+) -> RunResult:
+    """Do a whole run on this machine, as `tidemill up` does, and wait for its end; also in a notebook.
+
+    `on_step` and `on_evaluation` get the records of metrics.jsonl as they are written, each once. One that
+    returns False stops the run, so that it can be resumed; one that raises does so too, and its error is
+    raised when the run has stopped. Ctrl-C stops the run, and the result says so. `quiet` prints nothing.
+
+    Raises:
+        TidemillError: it cannot start as it is. Nothing was started.
+    """
+    started: list[LocalRun] = []
+    options = _options(config, overrides, run_id, resume, runs_dir)
+    callbacks = {STEP: on_step, EVALUATION: on_evaluation}
+
+    def stop() -> None:
+        for local in started:
+            local.stop()
+
+    return wait_for(lambda: _go(config, options, callbacks, quiet, started), stop)
+
+
+async def run_async(
+    config: Config,
+    overrides: Overrides = (),
+    *,
+    run_id: str = "",
+    resume: bool = False,
+    runs_dir: str | Path | None = None,
+    on_step: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    quiet: bool = False,
+) -> RunResult:
+    """`run` for callers with a loop of their own. Cancelled, it ends the run's processes at once."""
+    options = _options(config, overrides, run_id, resume, runs_dir)
+    return await _go(config, options, {STEP: on_step, EVALUATION: on_evaluation}, quiet, [])
+
+
+def rescore(
+    run: str | None = None,
+    reward: str | None = None,
+    overrides: Overrides = (),
+    *,
+    steps: tuple[int | None, int | None] = (None, None),
+    config: str | Path | None = None,
+    runs_dir: str | Path | None = None,
+) -> dict[str, Any]:
+    """Score a run's history with another reward, as `tidemill rescore` does; agreement and cost.
+
+    `reward` is FILE.py:FUNCTION or a built-in one, `config` a file whose whole reward section is taken.
+
+    Raises:
+        ConfigError: there is no such run or history, or the reward cannot be used.
+    """
+    from tidemill.services.console.rescore.commands import rescore_report
+
+    options = SandboxOptions(
+        run_id=run,
+        reward=reward,
+        config=None if config is None else Path(config),
+        overrides=_words(overrides),
+        runs_dir=None if runs_dir is None else Path(runs_dir),
+    )
+    first, last = (None if step is None else str(step) for step in steps)
+    report, _ = wait_for(lambda: rescore_report(options, first, last, Console(quiet=True)))
+    return report
+
+
+class CallbackView(PlainView):
+    """Tells callbacks of new records, beside what it prints."""
+
+    def __init__(self, console: Console, callbacks: Mapping[str, Callback | None]) -> None:
+        super().__init__(console)
+        self.error: Exception | None = None
+        self.run: LocalRun | None = None
+        self._callbacks = callbacks
+        self._told: set[tuple[Any, ...]] = set()
+        self._position = 0
+        self._is_stopping = False
+
+    def begin(self, run: LocalRun) -> None:
+        """What a resumed run has recorded before is not new."""
+        self.run = run
+        self._told = {_key_of(record) for record in read_records(run.folder.path / METRICS_FILE)}
+
+    def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
+        """Print, and call back."""
+        super().show(snapshot, services, silent_s)
+        if self.run is None:
+            return
+        for record in self._new_records(self.run.folder.path / METRICS_FILE):
+            key = _key_of(record)  # a trainer that went back writes a step again
+            if key not in self._told and not self._is_stopping:
+                self._told.add(key)
+                self._call(record, self.run)
+
+    def _new_records(self, path: Path) -> list[dict[str, Any]]:
+        """What was written since the last call, whole lines only."""
+        try:
+            with path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._position:
+                    self._position = 0
+                file.seek(self._position)
+                lines, end, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return []
+        self._position += len(lines) + len(end)
+        return [json.loads(line) for line in lines.splitlines()]
+
+    def _call(self, record: dict[str, Any], run: LocalRun) -> None:
+        callback = self._callbacks.get(record.get("kind", ""))
+        if callback is None:
+            return
+        try:
+            goes_on = callback(record) is not False
+        except Exception as error:  # the user's code: the run stops in order, then the caller sees it
+            self.error, goes_on = error, False
+        if not goes_on:
+            self._is_stopping = True
+            run.stop()
+
+
+def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in ("kind", "step", "version", "set"))
+
+
+async def _go(
+    config: Config,
+    options: UpOptions,
+    callbacks: Mapping[str, Callback | None],
+    quiet: bool,
+    started: list[LocalRun],
+) -> RunResult:
+    console = Console(highlight=False, quiet=quiet)
+    view = CallbackView(console, callbacks)
+    given = None if isinstance(config, str | Path) else load_config(config)
+    local = await asyncio.to_thread(prepare, options, console, config=given, view=view)
+    view.begin(local)
+    started.append(local)
+    logging = structlog.get_config()
+    try:
+        code = await local.go()
+    finally:
+        structlog.configure(**logging)
+    if view.error is not None:
+        raise view.error
+    path = local.folder.summary
+    summary = json.loads(path.read_text()) if code in (0, 1) and path.exists() else {}
+    return RunResult(local.config.run_id, local.folder.path, code, summary, local.why_not_finished)
+
+
+def _options(
+    config: Config, overrides: Overrides, run_id: str, resume: bool, runs_dir: str | Path | None
+) -> UpOptions:
+    """As the command line would have them. A config without a file is resumed from its run's folder."""
+    runs = None if runs_dir is None else Path(runs_dir)
+    if isinstance(config, str | Path):
+        path = Path(config)
+    else:
+        own = config.run_id if isinstance(config, RunConfig) else str(config.get("run_id", ""))
+        run_id = run_id or own or f"run-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = folder_of_runs(runs) / run_id / CONFIG_FILE
+    return UpOptions(path, _words(overrides), run_id, resume, live=False, runs_dir=runs)
+
+
+def _words(overrides: Overrides) -> list[str]:
+    """As `--set` takes them."""
+    if isinstance(overrides, Mapping):
+        given = cast(Mapping[str, Any], overrides)
+        return [
+            f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+            for name, value in given.items()
+        ]
+    return list(overrides)

@@ -1,0 +1,114 @@
+"""`tidemill weights`: what versions a run has on the disk, what they are made of, and whether they are
+whole."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tidemill.common.errors import WeightsError
+from tidemill.common.run.weight_files import (
+    WEIGHTS_FOLDER,
+    folder_versions,
+    read_chain,
+    read_manifest,
+    verified_files,
+)
+from tidemill.common.weights.bits import read_safetensors
+from tidemill.common.weights.delta import DeltaReader
+from tidemill.common.weights.digest import digest_of, is_additive
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.console.run.folder import find_run, folder_of_runs
+from tidemill.services.console.text.formats import NOTHING, size
+from tidemill.services.console.text.tables import listing, terminal
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One version; `problem` is empty where it was not looked for, or none was found."""
+
+    version: int
+    kind: str
+    chain: int
+    """Versions that have to be read for it."""
+    num_bytes: int
+    share_of_full: float | None
+    share_changed: float | None
+    encode_s: float
+    digest: str
+    problem: str = ""
+
+
+def list_versions(run_id: str | None, as_json: bool, runs_dir: Path | None, verify: bool = False) -> bool:
+    """Print all versions; returns whether none has a problem. With `verify` every byte is read: checksums,
+    every record of a delta, and the digest of full versions that have one over their weights."""
+    run = find_run(run_id, folder_of_runs(runs_dir)).path
+    rows = [_row(run, version, verify) for version in folder_versions(run / WEIGHTS_FOLDER)]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+    else:
+        _print(rows, verify)
+    return not any(row.problem for row in rows)
+
+
+def _row(run: Path, version: int, verify: bool) -> VersionRow:
+    try:
+        manifest = read_manifest(run, version)
+        if manifest is None:
+            raise WeightsError("it has no manifest.json; a trainer that starts writes it again.")
+    except WeightsError as error:
+        return VersionRow(version, "?", 0, 0, None, None, 0.0, "", str(error))
+    length, problem = 0, ""
+    try:
+        length = len(read_chain(run, manifest))
+        if verify:
+            _verify(run, manifest)
+    except WeightsError as error:
+        problem = str(error)
+    changed = manifest.share_changed
+    return VersionRow(
+        version=version,
+        kind=f"delta to {manifest.parent}" if manifest.is_delta else "full",
+        chain=length,
+        num_bytes=manifest.num_bytes,
+        share_of_full=manifest.num_bytes / manifest.full_bytes if manifest.full_bytes else None,
+        share_changed=changed if changed >= 0.0 else None,
+        encode_s=manifest.encode_s,
+        digest=manifest.digest,
+        problem=problem,
+    )
+
+
+def _verify(run: Path, manifest: WeightManifest) -> None:
+    """This version's own files; those of its parents have rows of their own. Raises WeightsError."""
+    paths = verified_files(run, manifest)
+    if manifest.is_delta:
+        for path in paths:
+            with DeltaReader(path) as reader:
+                for _ in reader.patches():
+                    pass
+    elif is_additive(manifest.digest):
+        found = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
+        if found != manifest.digest:
+            raise WeightsError(f"its files have digest {found}, the manifest says {manifest.digest}.")
+
+
+def _print(rows: list[VersionRow], verify: bool) -> None:
+    console = terminal()
+    titles = ["version", "kind", "read", "size", "of full", "changed", "encode", "digest"]
+    table = listing([*titles, *(["whole"] if verify else [])], right=set(titles) - {"kind", "digest"})
+    for row in rows:
+        cells = [
+            str(row.version),
+            row.kind,
+            str(row.chain or NOTHING),
+            size(row.num_bytes),
+            NOTHING if row.share_of_full is None else f"{row.share_of_full:.2%}",
+            NOTHING if row.share_changed is None else f"{row.share_changed:.2%}",
+            f"{row.encode_s:.1f} s" if row.encode_s else NOTHING,
+            row.digest.removeprefix("w1:")[:12],
+        ]
+        table.add_row(*cells, *(["no" if row.problem else "yes"] if verify else []))
+    console.print(table)
+    for row in rows:
+        if row.problem:
+            console.print(f"version {row.version}: {row.problem}", style="red")

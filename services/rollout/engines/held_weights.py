@@ -1,0 +1,255 @@
+"""Where a checkpoint's values lie in the parameters that an engine computes with.
+
+A model's own loader says so: it is asked to load tensors that have a shape and no memory. Every slice and
+view that it makes of them on the way to a `copy_` keeps its offset and strides, and so names the positions of
+the checkpoint's tensor that the parameter gets. With that an engine can be asked what it holds, in the
+checkpoint's coordinates, however it splits and fuses. A loader that does more than view and copy cannot be
+followed: then `trace` says so, and such a model's updates are whole versions.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tidemill.common.errors import WeightsError
+from tidemill.common.weights.bits import TensorInfo
+from tidemill.common.weights.delta import Patch
+from tidemill.common.weights.digest import Digest, updated
+from tidemill.common.weights.merge import merge
+from tidemill.services.rollout.engines.tensors import DTYPES, as_bits, as_tensor
+
+DEVICE_RESERVE_BYTES = 1 << 30
+"""Left free on a GPU: changes that do not fit beside it are staged in host memory."""
+
+
+class Key(NamedTuple):
+    """Which positions of a checkpoint's tensor: `offset` plus any multiples of `strides` below `sizes`."""
+
+    name: str
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Those positions, and the part of a parameter that has their values."""
+
+    key: Key
+    info: TensorInfo
+    tensor: Tensor
+    """A view, of the shape `key.sizes`."""
+
+    def local(self, positions: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Which of the flat checkpoint positions (int64) are in this piece [bool], and where in `tensor` they
+        lie, one index a dimension."""
+        rest = positions - self.key.offset
+        inside = rest >= 0
+        indices: dict[int, Tensor] = {}
+        for axis in _by_stride(self.key):
+            indices[axis] = rest // self.key.strides[axis]
+            inside &= indices[axis] < self.key.sizes[axis]
+            rest = rest - indices[axis] * self.key.strides[axis]
+        inside &= rest == 0
+        every = [indices.get(axis, torch.zeros_like(positions)) for axis in range(len(self.key.sizes))]
+        return inside, tuple(index[inside] for index in every)
+
+    def values(self, where: tuple[Tensor, ...]) -> Tensor:
+        """Bits of the values there, in the checkpoint's dtype."""
+        found = self.tensor[where] if where else self.tensor.reshape(-1)
+        return as_bits(found.to(DTYPES[self.info.dtype]))
+
+    def num_wrong(self, whole: Tensor) -> int:
+        """How many of its values are not those of the checkpoint's tensor, in their own precision."""
+        whole, (_, offset, sizes, strides) = whole.contiguous(), self.key
+        part = whole.as_strided(sizes, strides, whole.storage_offset() + offset)
+        expected = part.to(self.tensor.device).to(self.tensor.dtype)
+        return int((as_bits(expected) != as_bits(self.tensor)).sum())
+
+    def change(self, patch: Patch) -> "Change":
+        """What of a patch lies in this piece."""
+        if patch.info != self.info:
+            raise WeightsError(f"a delta has {patch.info}, the engine {self.info}")
+        device = self.tensor.device
+        positions = torch.from_numpy(patch.all_positions()).to(device)
+        inside, _ = self.local(positions)
+        flat = replace(patch.info, shape=(len(patch.values),))
+        return Change(self, positions[inside], as_bits(as_tensor(flat, patch.values).to(device))[inside])
+
+
+class Change(NamedTuple):
+    """New values (bits) of a piece at flat checkpoint positions."""
+
+    piece: Piece
+    positions: Tensor
+    values: Tensor
+
+    def kept(self) -> "Change":
+        """As small as it can be, and in host memory where the device has no room."""
+        positions, values = self.positions, self.values
+        if self.piece.info.num_elements <= torch.iinfo(torch.int32).max:
+            positions = positions.int()
+        if values.is_cuda and torch.cuda.mem_get_info(values.device)[0] < DEVICE_RESERVE_BYTES:
+            positions, values = positions.cpu(), values.cpu()
+        return Change(self.piece, positions, values)
+
+    def write(self) -> None:
+        """Overwrite the values."""
+        values = self._here(self.values).view(DTYPES[self.piece.info.dtype])
+        self.piece.tensor[self._where()] = values.to(self.piece.tensor.dtype)
+
+    def num_wrong(self) -> int:
+        """How many are not what the parameter holds now."""
+        return int((self.piece.values(self._where()) != self._here(self.values)).sum())
+
+    def _where(self) -> tuple[Tensor, ...]:
+        return self.piece.local(self._here(self.positions).long())[1]
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.piece.tensor.device)
+
+
+class HeldWeights:
+    """All pieces that one process holds."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.pieces: dict[str, list[Piece]] = {}
+        seen: set[tuple[Key, int]] = set()
+        for piece in pieces:
+            if (piece.key, piece.tensor.data_ptr()) not in seen:  # a tied tensor may be loaded twice
+                seen.add((piece.key, piece.tensor.data_ptr()))
+                self.pieces.setdefault(piece.key.name, []).append(piece)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for pieces in self.pieces.values():
+            yield from pieces
+
+    def stage(
+        self, deltas: Sequence[Sequence[Path]], disowned: Collection[int] = ()
+    ) -> tuple[Digest, list[Change]]:
+        """What deltas change here, and how that changes the digest of what is held; the pieces `disowned`, by
+        their order, do not count in it.
+
+        Raises:
+            WeightsError: a delta is damaged, or of another model.
+        """
+        is_counted = {id(piece): place not in disowned for place, piece in enumerate(self)}
+        digest, changes = Digest(), []
+        for patch in merge(deltas):
+            for piece in self.pieces.get(patch.info.name, []):
+                change = piece.change(patch)
+                if is_counted[id(piece)]:
+                    _, where = piece.local(change.positions)
+                    digest = updated(digest, piece.info, change.positions, piece.values(where), change.values)
+                if len(change.positions):
+                    changes.append(change.kept())
+        return digest, changes
+
+    def reason_not_to_patch(self) -> str:
+        """Why values of the checkpoint cannot be told from parameters: one is less precise, or has two of its
+        tensors; empty where they can."""
+        homes: dict[tuple[int, Any], str] = {}
+        for piece in self:
+            dtype = DTYPES[piece.info.dtype]
+            if torch.promote_types(dtype, piece.tensor.dtype) != piece.tensor.dtype:
+                return f"{piece.key.name} is {dtype} in the files and {piece.tensor.dtype} in the engine"
+            home = homes.setdefault((piece.tensor.data_ptr(), piece.tensor.stride()), piece.key.name)
+            if home != piece.key.name:
+                return f"{home} and {piece.key.name} share one parameter"
+        return ""
+
+
+def trace(
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any], infos: Iterable[TensorInfo]
+) -> tuple[HeldWeights, set[str]]:
+    """Follow `load` (a model's `load_weights`); returns the pieces, and the names that it says it loaded.
+
+    No parameter changes. Raises ValueError: the loader does more than to view and copy. What it asserts about
+    its parameters goes through.
+    """
+    by_memory: dict[int, TensorInfo] = {}
+    tensors = []
+    for info in infos:
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+        by_memory[tensor.untyped_storage()._cdata] = info
+        tensors.append((info.name, tensor))
+    pieces: list[Piece] = []
+
+    def record(target: Tensor, source: Tensor) -> None:
+        info = by_memory.get(source.untyped_storage()._cdata) if source.is_meta else None
+        if info is None or target.shape != source.shape:
+            raise ValueError("the model's loader computes with what it loads")
+        key = Key(info.name, int(source.storage_offset()), tuple(source.shape), tuple(source.stride()))
+        _check_nested(key)
+        pieces.append(Piece(key, info, target.detach()))
+
+    try:
+        with torch.no_grad(), _writes_go_to(record):
+            loaded = load(tensors)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(f"the model's loader cannot be followed: {error}") from error
+    return HeldWeights(pieces), set(loaded or ())
+
+
+class _Item(float):
+    """The value of a tensor of one element that has no memory."""
+
+    tensor: Tensor
+
+
+@contextmanager
+def _writes_go_to(record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """In this thread `copy_` calls `record(target, source)` and writes nothing, and so does a `fill_` with
+    the `item` of a tensor without memory. vLLM's own patches take hold in the same place.
+    """
+    mine, originals = threading.get_ident(), (torch.Tensor.copy_, torch.Tensor.fill_, torch.Tensor.item)
+    copy, fill, item = originals
+
+    def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if threading.get_ident() != mine:
+            return copy(target, source, non_blocking)
+        record(target, source)
+        return target
+
+    def fill_(target: Tensor, value: Any) -> Tensor:
+        if isinstance(value, _Item):
+            record(target, value.tensor.reshape(target.shape))
+            return target
+        return target if threading.get_ident() == mine else fill(target, value)
+
+    def item_(tensor: Tensor) -> Any:
+        if not tensor.is_meta or tensor.numel() != 1:
+            return item(tensor)
+        value = _Item()
+        value.tensor = tensor
+        return value
+
+    patched: Any = torch.Tensor
+    patched.copy_, patched.fill_, patched.item = copy_, fill_, item_
+    try:
+        yield
+    finally:
+        patched.copy_, patched.fill_, patched.item = originals
+
+
+def _by_stride(key: Key) -> list[int]:
+    """Axes that matter, the widest stride first."""
+    axes = [axis for axis, size in enumerate(key.sizes) if size > 1]
+    return sorted(axes, key=lambda axis: -key.strides[axis])
+
+
+def _check_nested(key: Key) -> None:
+    """Positions must be unique, and an index follow from the strides: so it is with slices and transposes."""
+    axes = _by_stride(key)
+    for outer, inner in pairwise(axes):
+        if key.strides[outer] < key.strides[inner] * key.sizes[inner]:
+            raise ValueError(f"{key} is not a part of a tensor")
+    if axes and key.strides[axes[-1]] < 1:
+        raise ValueError(f"{key} repeats a value")

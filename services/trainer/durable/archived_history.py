@@ -1,0 +1,217 @@
+"""Archive and Redis as one history that a restarted trainer replays.
+
+Redis keeps what is in flight; what was trained on since the checkpoint is in the archive. That is sound while
+the archive is a beginning of what Redis holds. A server that comes back without its last entries breaks it:
+samples are made anew under keys that the archive has already, perhaps with lower ids. So whenever another
+server answers, the two are laid side by side before anything more is trimmed, or anything is replayed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import structlog
+import xxhash
+
+from tidemill.common.archive import archive_folder, stream_folder
+from tidemill.common.archive.manifest import Manifest, Segment
+from tidemill.common.errors import ArchiveError
+from tidemill.common.files import LockedError, file_checksum
+from tidemill.common.history import History, Selection, StreamName
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.streams import (
+    START,
+    Entry,
+    continue_after,
+    decoded,
+    entry_id_of,
+    has_claim,
+    id_before,
+    id_order,
+    read_raw,
+    trimmed_below,
+)
+from tidemill.common.streams.entries import Garbled
+from tidemill.common.wire import codec
+
+log = structlog.get_logger(__name__)
+
+NUMBERED = (StreamName.PROMPTS, StreamName.COMMITS)
+ALIGNED = (*NUMBERED, StreamName.TRAJECTORIES, StreamName.SCORES)
+"""Streams that a replay reads beyond the checkpoint."""
+Positions = Mapping[StreamName, str]
+
+
+class ArchivedHistory:
+    """The archive of a run, held against what its Redis says."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self.broker, self.keys, self.run_dir = context.broker, context.keys, context.run_dir
+        self.is_used = context.config.streams.archive.enabled or self.folder.is_dir()
+
+    def read(self) -> History:
+        """Both as one."""
+        return History(self.keys.run_id, self.run_dir if self.is_used else None, self.broker)
+
+    async def begins_at_start(self) -> bool:
+        """Whether tickets and commits go back to the first one, so that all can be replayed."""
+        history = self.read()
+        for stream in (StreamName.PROMPTS, StreamName.COMMITS):
+            first = await anext(history.scan(stream), None)
+            if first is None or first.entry_id != entry_id_of(0):
+                return False
+        return True
+
+    async def repair(self) -> bool:
+        """List again what a torn manifest has lost; False where the archive is being written just now."""
+        from tidemill.common.archive.writer import sweep, writing  # brings pyarrow, which takes its time
+
+        if not self.is_used:
+            return True
+        try:
+            with writing(self.run_dir):
+                for stream in ALIGNED:
+                    await asyncio.to_thread(sweep, self._folder(stream), stream.message_type)
+        except LockedError:
+            return False
+        return True
+
+    async def align(self, settled: Positions | None = None) -> bool:
+        """Make the archive a beginning of what Redis holds; False where it is being written just now.
+
+        A trainer that goes on keeps what it has: all that is archived was settled before it was lost. One
+        that starts knows that only of what its checkpoint had `settled`: entries above are forgotten where
+        Redis has lost them, because their tickets are open again.
+        """
+        from tidemill.common.archive.writer import sweep, writing
+
+        if not self.is_used:
+            return True
+        try:
+            with writing(self.run_dir):
+                for stream in ALIGNED:
+                    folder = self._folder(stream)
+                    manifest = await asyncio.to_thread(sweep, folder, stream.message_type)
+                    if manifest.last_id != START:
+                        await self._align(stream, manifest, settled)
+        except LockedError:
+            return False
+        return True
+
+    async def _align(self, stream: StreamName, manifest: Manifest, settled: Positions | None) -> None:
+        from tidemill.common.archive.writer import cut_back
+
+        last, standing = manifest.last_id, await self._standing(stream, manifest)
+        if id_order(standing) >= id_order(last):
+            return
+        keep = last
+        if settled is not None:
+            keep = max(standing, min(last, settled.get(stream, START), key=id_order), key=id_order)
+        key, is_numbered = stream.key(self.keys), stream in NUMBERED
+        if not await continue_after(self.broker, key, standing, keep, is_numbered=is_numbered):
+            keep = standing  # what came since would never be archived
+        if keep == last:
+            return
+        num_lost = await asyncio.to_thread(cut_back, manifest.folder, stream.message_type, keep)
+        log.warning(
+            "Redis has lost entries that were archived; the archive forgets them too",
+            stream=str(stream),
+            after=keep,
+            count=num_lost,
+        )
+
+    async def _standing(self, stream: StreamName, manifest: Manifest) -> str:
+        """Up to here, what is archived is what Redis holds, or has trimmed. It loses the newest first."""
+        key = stream.key(self.keys)
+        below = await trimmed_below(self.broker, self.keys.state, key)
+        standing = id_before(below)
+        first = await read_raw(self.broker, key, count=1)
+        if not first or id_order(standing) >= id_order(manifest.last_id):
+            return standing
+        first_id = max(first[0][0], below, key=id_order)
+        async for record in _newest_first(manifest, stream, first_id):
+            found = await read_raw(self.broker, key, record.entry_id, record.entry_id, 1)
+            if found and _payload(
+                decoded(found[0][0].encode(), found[0][1], stream.message_type)
+            ) == _payload(record):
+                return record.entry_id
+        return standing
+
+    async def missing(self, needed: Positions) -> list[str]:
+        """What of the entries after these positions neither the archive nor Redis has, in words."""
+        if not self.is_used:
+            return []
+        problems: list[str] = []
+        for stream, position in needed.items():
+            below = await trimmed_below(self.broker, self.keys.state, stream.key(self.keys))
+            try:
+                problems += await asyncio.to_thread(
+                    _missing, self._folder(stream), position, id_before(below)
+                )
+            except ArchiveError as error:
+                problems.append(str(error))
+        return problems
+
+    def _folder(self, stream: StreamName) -> Path:
+        return stream_folder(self.run_dir, stream)
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return archive_folder(self.run_dir)
+
+
+def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
+    manifest = Manifest.load(folder)
+
+    def matters(entry_id: str) -> bool:
+        return id_order(entry_id) > id_order(position)
+
+    found: list[str] = []
+    if matters(manifest.removed.last_id):
+        found.append(f"{folder}: entries up to {manifest.removed.last_id} were removed by retention")
+    before = max(position, manifest.removed.last_id, key=id_order)
+    segments = [segment for segment in manifest.segments if matters(segment.last_id)]
+    is_first = bool(segments) and segments[0] is manifest.segments[0]
+    if is_first and id_order(segments[0].previous_id or START) > id_order(before):
+        found.append(f"{folder}: entries after {before} up to {segments[0].previous_id} are not there")
+    for one, other in pairwise(manifest.segments):
+        if matters(other.previous_id or START) and other.previous_id != one.last_id:
+            found.append(f"{folder}: entries after {one.last_id} up to {other.previous_id} are not there")
+    found += [problem for segment in segments if (problem := _damage(manifest.path(segment), segment))]
+    last = max(before, manifest.last_id, key=id_order)
+    if id_order(trimmed) > id_order(last):
+        found.append(
+            f"{folder}: entries after {last} up to {trimmed}, which Redis has trimmed, are not there"
+        )
+    return found
+
+
+def _damage(path: Path, segment: Segment) -> str:
+    try:
+        is_whole = file_checksum(path) == segment.checksum
+    except OSError as error:
+        return f"{path}, with {segment.entries} entries, cannot be read: {error.strerror}"
+    return "" if is_whole else f"{path}, with {segment.entries} entries, is damaged: its checksum differs"
+
+
+async def _newest_first(
+    manifest: Manifest, stream: StreamName, first_id: str
+) -> AsyncIterator[Entry[Any] | Garbled]:
+    from tidemill.common.archive.reader import select
+
+    parts = select(manifest, stream, Selection(first_id, manifest.last_id), backwards=True)
+    while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        for record in part:
+            yield record
+
+
+def _payload(record: Entry[Any] | Garbled) -> Any:
+    """Tells records apart; a claim is the same as what it claims."""
+    if isinstance(record, Garbled):
+        return record.fields
+    if has_claim(record.message):
+        return record.message.claim.digest
+    return xxhash.xxh3_128_hexdigest(codec.encode_payload(record.message))

@@ -1,0 +1,124 @@
+"""Which attention kernel a model is trained with, and torch's variable-length attention for transformers.
+
+On GPUs sequences lie end to end in one row and a kernel keeps them apart at their boundaries: flash attention
+where it is installed, else torch's own (`torch.nn.attention.varlen`), which is the same algorithm (arXiv
+2307.08691) with windows and grouped keys. Dense masks are what is left for a model that neither computes.
+"""
+
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from tidemill.common.run.chat_template import exact_attention, has_capped_attention
+
+log = structlog.get_logger(__name__)
+
+FLASH = "flash_attention_2"
+VARLEN = "torch_varlen"
+"""The name under which transformers finds `attend_varlen`."""
+MAX_HEAD_SIZE = 256
+"""Of the kernels behind `varlen_attn`; a multiple of 8."""
+OLDEST_GPU = (8, 0)
+"""Compute capability that they need: Ampere."""
+
+
+def choose_attention(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> str | dict[str, str] | None:
+    """The value of `attn_implementation` for a model of this configuration; None is transformers' choice.
+
+    Both kernels take half precision on GPUs only; of a model with several parts they are for the text alone.
+    """
+    if device.type != "cuda" or dtype == torch.float32:
+        return exact_attention(config)
+    kernel, reason = FLASH, why_no_flash(config)
+    if not reason and not is_flash_attn_2_available():
+        kernel, reason = VARLEN, why_no_varlen(config, torch.cuda.get_device_capability(device))
+    if reason:
+        log.warning(
+            "training with dense attention masks, which is slow", model=config.model_type, reason=reason
+        )
+        return exact_attention(config)
+    return kernel if config.get_text_config() is config else {"text_config": kernel}
+
+
+def why_no_flash(config: PreTrainedConfig) -> str:
+    """Why a model of this configuration does not run with flash attention 2; empty where it does."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return ""  # loading it says what is wrong
+    name = model_class.__name__
+    if not model_class._supports_flash_attn:
+        return f"transformers has no flash attention for {name}"
+    if getattr(config, "alibi", False):
+        return f"{name} with ALiBi adds distances to its attention scores, which {FLASH} leaves out"
+    own = getattr(model_class, "_compatible_flash_implementations", None)
+    if own and FLASH not in own:
+        return f"{name} has attention sinks or blocks of its own, which {FLASH} leaves out"
+    return ""
+
+
+def why_no_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> str:
+    """Why a model that flash attention could run does not run with torch's kernel; empty where it does."""
+    text = config.get_text_config()
+    if capability < OLDEST_GPU:
+        return f"torch's varlen attention needs a GPU of compute capability 8.0, this one has {capability}"
+    if has_capped_attention(config):
+        return "torch's varlen attention does not cap scores; flash-attn does, where it is installed"
+    heads = max(1, int(getattr(text, "num_attention_heads", 1)))
+    size = int(getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads)
+    if size > MAX_HEAD_SIZE or size % 8:
+        return (
+            f"torch's varlen attention takes heads of up to {MAX_HEAD_SIZE} in steps of 8, these have {size}"
+        )
+    return ""
+
+
+def attend_varlen(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of the sequences that lie end to end.
+
+    Shapes: query [B, heads, T, D], key [B, key heads, T, D], value [B, key heads, T, E] with E <= D; returns
+    [B, T, heads, E]. Boundaries are those of `cu_seq_lens_q`; without it each of the B rows is a sequence.
+    A window of W is the token itself and the W - 1 before it.
+    """
+    if attention_mask is not None or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError(f"{VARLEN} takes no mask, no cap of scores and no sinks")
+    num_rows, _, width, size = query.shape
+    own_size = value.shape[-1]
+    if own_size < size:
+        value = F.pad(value, [0, size - own_size])
+    flat = [_half(x).transpose(1, 2).reshape(num_rows * width, x.shape[1], size) for x in (query, key, value)]
+    boundaries, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", width)
+    if boundaries is None:
+        boundaries = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=query.device)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    attended = varlen_attn(
+        flat[0], flat[1], flat[2], boundaries, boundaries, longest, longest,
+        scale=scaling, window_size=window, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    assert isinstance(attended, Tensor), "nothing else was asked for"
+    return attended[..., :own_size].reshape(num_rows, width, query.shape[1], own_size), None
+
+
+def _half(tensor: Tensor) -> Tensor:
+    """Rotary embeddings of some models give float32, and autocast does not know this kernel."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+AttentionInterface.register(VARLEN, attend_varlen)

@@ -1,0 +1,122 @@
+"""How a policy's weights leave it: what is published of them, compared, digested and written.
+
+The digest covers what engines get, in the dtype in which they get it, so that they can prove it; it needs no
+gather and is the same for any number of ranks. Master weights that differ by less than its rounding are not
+seen at once; a replay that went another way shows as soon as one of all weights rounds differently, and where
+models are exported in float32 at once. What is trained and does not travel (value head, adapters before
+they are merged) has a sum of its own, after a `+`, in commits.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tidemill.common.weights.bits import TensorInfo
+from tidemill.common.weights.digest import PREFIX, Digest, digest_of, is_additive
+from tidemill.common.wire.messages import WeightFile
+from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters
+from tidemill.services.trainer.policy.side_models import VALUE_PREFIX
+from tidemill.services.trainer.weights.exported import DTYPES
+from tidemill.services.trainer.weights.shard_writer import Alone, Peers, ShardWriter
+from tidemill.services.trainer.weights.store import (
+    WeightState,
+    digest_parameters,
+    export_tensors,
+    list_files,
+    model_tensors,
+    save_model,
+    whole_tensor,
+)
+
+
+class ExportsWeights:
+    """The part of `TransformersPolicy` that publishes weights. Where several ranks train, all make each
+    call."""
+
+    _model: PreTrainedModel
+    _dtype: torch.dtype
+    _adapters: Adapters | None
+    _parameters: Sequence[tuple[str, nn.Parameter]]
+    max_share_changed = 1.0
+    """Where more of the weights changes, nobody wants a delta: `weights.max_share_changed`."""
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks that train this model."""
+        return Alone()
+
+    @cached_property
+    def _writer(self) -> ShardWriter:
+        return ShardWriter(
+            self._model, self._sources(), self._dtype, self.peers, max_share=self.max_share_changed
+        )
+
+    def _sources(self) -> dict[str, Tensor]:
+        """What is published, by the model's names: adapters are merged."""
+        return self._adapters.merged(self._dtype) if self._adapters else model_tensors(self._model)
+
+    def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
+        merged."""
+        return export_tensors(self._model, self._dtype, self._sources())
+
+    def save_weights(self, folder: Path) -> list[Path]:
+        """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
+        if self._adapters:
+            self._adapters.save(folder / ADAPTER_FOLDER)
+        return save_model(self._model, self._dtype, folder, self._sources())
+
+    def compare_weights(self) -> WeightState:
+        """What the weights are now, and what has changed since the last call."""
+        found = self._writer.compare(self._sources())
+        has_delta = found.before is not None and self._writer.shadow.is_held
+        return WeightState(
+            digest=str(found.digest),
+            committed=self._committed(found.digest),
+            before=str(found.before) if has_delta else "",
+            share_changed=found.share_changed if has_delta else -1.0,
+            num_bytes=found.num_bytes,
+        )
+
+    def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        """Beside training where the version is held; weights of four bytes are written here and now."""
+        if self._writer.shadow.is_held:
+            if self._adapters:
+                self._adapters.save(folder / ADAPTER_FOLDER)
+            return self._writer.begin(folder, int(version), int(parent))
+        written: Future[tuple[WeightFile, ...]] = Future()
+        self.save_weights(folder)
+        written.set_result(list_files(folder) if self.peers.rank == 0 else ())
+        return written
+
+    def finish_writing(self) -> None:
+        """Wait for what is being written."""
+        self._writer.wait()
+
+    def digest(self, like: str = "") -> str:
+        """Of the weights as they are, as commits have it; of the kind that `like` is."""
+        if like and not is_additive(like):
+            base = [("base", self._adapters.mark)] if self._adapters else []
+            return digest_parameters([*self._parameters, *base])
+        return self._committed(self._writer.measure(self._sources()))
+
+    def _committed(self, exported: Digest) -> str:
+        """The digest of what travels, and where something else is trained the sum of that."""
+        own = [(n, p) for n, p in self._parameters if self._adapters or n.startswith(VALUE_PREFIX)]
+        kept = [(name, whole_tensor(parameter.detach())) for name, parameter in own]
+        if self._adapters:
+            kept.append(("base", self._adapters.mark))
+        if not kept:
+            return str(exported)
+        rest = digest_of((TensorInfo(n, DTYPES[t.dtype], tuple(t.shape)), _words(t)) for n, t in kept)
+        return f"{exported}+{str(rest).removeprefix(PREFIX)}"
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8 if flat.element_size() == 1 else torch.int16)

@@ -1,0 +1,132 @@
+"""Which elements of a model's tensors are which elements of its published ones.
+
+Export renames tensors, and cuts or fuses some (packed experts become a tensor for each expert). Most
+published tensors are consecutive elements of one tensor of the model: each rank knows which of them lie in
+its shard. The rest are made whole: gathered, converted, and kept by rank 0. Which is which is found by
+converting tensors of consecutive numbers, `PROBED` columns wide: what comes out consecutive and as wide is a
+slice.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tidemill.common.weights.bits import TensorInfo
+
+DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Safetensors' names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A published tensor: the elements of `source` from flat position `first` on."""
+
+    info: TensorInfo
+    source: str
+    first: int
+
+    @property
+    def end(self) -> int:
+        """The flat position in `source` after the last one."""
+        return self.first + self.info.num_elements
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """All published tensors: slices by source, and those that only a conversion of whole tensors gives."""
+
+    slices: tuple[Slice, ...]
+    converted: tuple[TensorInfo, ...]
+    sources_of_converted: frozenset[str]
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """Of all, sorted by name."""
+        return sorted([*(part.info for part in self.slices), *self.converted], key=lambda info: info.name)
+
+
+PROBED = 4
+"""Columns of a probe: enough to show a conversion that moves elements within rows."""
+
+
+def plan_export(model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> ExportPlan:
+    """How `tensors`, by the names of `model_tensors`, are published in `dtype`; only shapes are looked at."""
+    shapes = {
+        name: torch.empty(tensor.shape, dtype=exported_dtype(tensor, dtype), device="meta")
+        for name, tensor in tensors.items()
+    }
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in shapes.items()}
+    slices: list[Slice] = []
+    converted: list[TensorInfo] = []
+    for name, tensor in revert_weight_conversion(model, dict(shapes)).items():
+        info = TensorInfo(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+        source = owners.get(tensor.untyped_storage()._cdata)
+        if source is not None and tensor.is_contiguous():
+            slices.append(Slice(info, source, int(tensor.storage_offset())))
+        else:
+            converted.append(info)
+    slices += _probed(model, _uncovered(shapes, slices), converted) if converted else []
+    known = {part.info.name for part in slices}
+    left = tuple(info for info in converted if info.name not in known)
+    # What a conversion reads together is not known from outside: it gets all that slices do not stand for.
+    return ExportPlan(tuple(slices), left, frozenset(_uncovered(shapes, slices)) if left else frozenset())
+
+
+def _uncovered(tensors: dict[str, Tensor], slices: list[Slice]) -> dict[str, Tensor]:
+    """The tensors of which slices do not stand for every element."""
+    counts: Counter[str] = Counter()
+    for part in slices:
+        counts[part.source] += part.info.num_elements
+    return {name: tensor for name, tensor in tensors.items() if counts[name] < tensor.numel()}
+
+
+def _probed(model: PreTrainedModel, sources: dict[str, Tensor], infos: list[TensorInfo]) -> list[Slice]:
+    """The tensors that are slices although their conversion copies them."""
+    probes, firsts, end = {}, {}, 0
+    for name, tensor in sources.items():
+        width = min(PROBED, tensor.shape[-1]) if tensor.ndim else 1
+        shape = (*tensor.shape[:-1], width) if tensor.ndim else ()
+        count = tensor.numel() // (tensor.shape[-1] if tensor.ndim else 1) * width
+        probes[name] = torch.arange(end, end + count).reshape(shape)
+        firsts[name], end = end, end + count
+    try:
+        out = revert_weight_conversion(model, dict(probes))
+    except (RuntimeError, ValueError):  # its shapes must be what they are
+        return []
+    names, starts, slices = list(firsts), list(firsts.values()), []
+    for info in infos:
+        probe = out.get(info.name)
+        if probe is None or not probe.numel():
+            continue
+        flat = probe.reshape(-1)
+        source = names[bisect_right(starts, int(flat[0])) - 1]
+        width = probes[source].shape[-1]
+        is_run = bool((flat == torch.arange(int(flat[0]), int(flat[0]) + len(flat))).all())
+        if is_run and tuple(probe.shape) == (*info.shape[:-1], width):
+            row = sources[source].shape[-1]
+            slices.append(Slice(info, source, (int(flat[0]) - firsts[source]) // width * row))
+    return slices
+
+
+def exported_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Floating point tensors are published in `dtype`, others as they are."""
+    return dtype if tensor.is_floating_point() else tensor.dtype

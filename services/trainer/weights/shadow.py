@@ -1,0 +1,237 @@
+"""What the version before held, on each rank for its own shard, in the dtype of the export.
+
+After an update the shadow is compared with the weights bit by bit: NaN equals itself, 0.0 and -0.0 differ.
+What changed is kept until it is written, and the digest follows from it. A shadow is a version: nothing but
+`compare` changes it, so files can be written from it while the weights move on.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tidemill.common.weights.bits import Bits, TensorInfo
+from tidemill.common.weights.delta import WINDOW, DeltaWriter
+from tidemill.common.weights.digest import Digest, header_digest, run_digest, updated
+from tidemill.services.trainer.weights.exported import ExportPlan, exported_dtype
+
+CHUNK = 1 << 20
+"""Elements compared at once: what is converted for it stays in a CPU's cache."""
+DENSE_SHARE = 0.4
+"""Of a chunk: where more has changed, its values are written as they stand, without positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a version is, and what became of the one before; over the parts of one rank, or of all."""
+
+    digest: Digest
+    before: Digest | None
+    """The shadow's digest before; None of the first comparison of a process."""
+    num_changed: int
+    num_elements: int
+    num_bytes: int
+    """Of the version in full, without its header."""
+
+    @property
+    def share_changed(self) -> float:
+        """Of the elements."""
+        return self.num_changed / max(self.num_elements, 1)
+
+    def __add__(self, other: "Comparison") -> "Comparison":
+        has_before = self.before is not None and other.before is not None
+        before = self.before + other.before if has_before else None  # type: ignore[operator]
+        counts = [getattr(self, n) + getattr(other, n) for n in ("num_changed", "num_elements", "num_bytes")]
+        return Comparison(self.digest + other.digest, before, *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive elements of a published tensor, which this rank holds from `start` on."""
+
+    info: TensorInfo
+    start: int
+    source: str
+    first: int
+    """In the flat shard of `source`, where they begin."""
+    count: int
+
+
+@dataclass(slots=True)
+class Change:
+    """What changed in a chunk of a part; `values` is None where all of it is to be written."""
+
+    part: Part
+    offset: int
+    count: int
+    positions: Bits | None = None
+    values: Bits | None = None
+
+
+@dataclass(slots=True)
+class Shadow:
+    """One rank's. Weights of two bytes are held; wider ones are measured anew each time, and written in full.
+    `max_share`: where more has changed since the last comparison the version will be full, so no more is kept
+    of what changed."""
+
+    plan: ExportPlan
+    dtype: torch.dtype
+    is_leader: bool = True
+    max_share: float = 1.0
+    parts: list[Part] = field(default_factory=list)
+    num_changed: int = 0
+    _held: dict[str, Tensor] = field(default_factory=dict)
+    _digest: Digest | None = None
+    _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    """For the weights of a chunk in the dtype of the export: fresh memory each time would cost more."""
+    _changes: list[Change] = field(default_factory=list)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether files can be written from it."""
+        return self.dtype.itemsize == 2
+
+    def compare(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Comparison:
+        """Take in the weights as they are: `tensors` by the names of the model, local or sharded by rows, and
+        on rank 0 the published tensors that no slice stands for."""
+        self._changes, self.num_changed, before = [], 0, self._digest
+        if before is None or not self.is_held:
+            digest, self.num_changed = self.measure(tensors, converted), self._num_elements
+            if self.is_held:
+                for name, flat in _flats(tensors, converted).items():
+                    if any(part.source == name for part in self.parts):
+                        self._held[name] = flat.to(exported_dtype(flat, self.dtype), copy=True)
+        else:
+            digest, flats = before, _flats(tensors, converted)
+            for part in self.parts:
+                for offset in range(0, part.count, CHUNK):
+                    digest = self._compare_chunk(part, offset, flats[part.source], digest)
+        self._digest = digest
+        num_bytes = sum(part.count * part.info.bits_dtype.itemsize for part in self.parts)
+        return Comparison(digest, before, self.num_changed, self._num_elements, num_bytes)
+
+    def measure(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Digest:
+        """The digest of the weights as they are, of what this rank holds; the shadow stays as it is."""
+        if not self.parts:
+            self._begin(tensors)
+        flats, digest = _flats(tensors, converted), Digest()
+        for part in self.parts:
+            flat = flats[part.source]
+            for offset in range(0, part.count, WINDOW):
+                begin = part.first + offset
+                values = flat[begin : min(begin + WINDOW, part.first + part.count)]
+                bits = _as_bits(values.to(exported_dtype(values, self.dtype)))
+                digest += run_digest(part.info, part.start + offset, _words(bits))
+        return sum((header_digest(info) for info in self.plan.infos), digest) if self.is_leader else digest
+
+    def _compare_chunk(self, part: Part, offset: int, flat: Tensor, digest: Digest) -> Digest:
+        count = min(CHUNK, part.count - offset)
+        begin = part.first + offset
+        values = self._held[part.source]
+        if values.dtype not in self._buffers:
+            self._buffers[values.dtype] = values.new_empty(CHUNK)
+        held = _as_bits(values[begin : begin + count])
+        now = _as_bits(self._buffers[values.dtype][:count].copy_(flat[begin : begin + count]))
+        places = _unlike(now, held)
+        if not len(places):
+            return digest
+        old, new = held[places], now[places]
+        digest = updated(digest, part.info, places + (part.start + offset), _words(old), _words(new))
+        held.copy_(now)
+        self.num_changed += len(places)
+        if len(places) > DENSE_SHARE * count or self.num_changed > self.max_share * self._num_elements:
+            self._changes.append(Change(part, offset, count))
+        else:
+            positions = places.to(torch.int32).cpu().numpy()
+            self._changes.append(Change(part, offset, count, positions, _numpy(new, part.info)))
+        return digest
+
+    @property
+    def _num_elements(self) -> int:
+        return sum(part.count for part in self.parts)
+
+    def write_changes(self, writer: DeltaWriter) -> None:
+        """What the last comparison found."""
+        for change in self._changes:
+            start = change.part.start + change.offset
+            if change.positions is None or change.values is None:
+                values = self._bits(change.part)[change.offset : change.offset + change.count]
+                writer.add_run(change.part.info, start, _numpy(values, change.part.info))
+            else:
+                writer.add(change.part.info, change.positions.astype(np.int64) + start, change.values)
+
+    def runs(self) -> Iterator[tuple[TensorInfo, int, Bits]]:
+        """All that this rank holds, at most `WINDOW` elements at once: tensor, first position, values."""
+        for part in self.parts:
+            for offset in range(0, part.count, WINDOW):
+                values = self._bits(part)[offset : min(offset + WINDOW, part.count)]
+                yield part.info, part.start + offset, _numpy(values, part.info)
+
+    def _begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Find out what of the published tensors this rank holds."""
+        for piece in self.plan.slices:
+            low, high = _local_range(tensors[piece.source], self.is_leader)
+            begin, end = max(low, piece.first), min(high, piece.end)
+            if begin < end:
+                where = begin - piece.first, piece.source, begin - low, end - begin
+                self.parts.append(Part(piece.info, *where))
+        if self.is_leader:
+            infos = self.plan.converted
+            self.parts += [Part(info, 0, _own_name(info.name), 0, info.num_elements) for info in infos]
+
+    def _bits(self, part: Part) -> Tensor:
+        return _as_bits(self._held[part.source][part.first : part.first + part.count])
+
+
+def _unlike(now: Tensor, held: Tensor) -> Tensor:
+    """Where they differ, ascending. In the CPU's memory numpy finds it in half the time."""
+    if now.device.type != "cpu":
+        return torch.nonzero(now != held).squeeze(1)
+    return torch.from_numpy(np.flatnonzero(now.numpy() != held.numpy()))
+
+
+def _own_name(name: str) -> str:
+    """Under which a converted tensor is held: beside sources, which may have the same name."""
+    return f"exported:{name}"
+
+
+def _flats(tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's elements of each, in their order."""
+    named = dict(tensors) | {_own_name(name): tensor for name, tensor in converted.items()}
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in named.items()}
+    return {name: tensor.detach().contiguous().reshape(-1) for name, tensor in local.items()}
+
+
+def _local_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
+    """Which flat elements of the whole tensor this rank holds; of what all have, rank 0 is the owner, and of
+    several copies of the model the first."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.numel() if is_leader else 0
+    mesh = tensor.device_mesh
+    if mesh.ndim > 1 and mesh.get_local_rank(0):
+        return 0, 0
+    rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
+    first = min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1)) * (
+        tensor.numel() // max(tensor.shape[0], 1)
+    )
+    return first, first + tensor.to_local().numel()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _words(bits: Tensor) -> Tensor:
+    """As the digest takes them."""
+    return bits if bits.element_size() <= 2 else bits.view(torch.int16)
+
+
+def _numpy(bits: Tensor, info: TensorInfo) -> Any:
+    return bits.cpu().numpy().view(info.bits_dtype)

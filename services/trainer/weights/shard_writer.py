@@ -1,0 +1,180 @@
+"""Writes a version from the shadows of all ranks, each its own shard, beside the next step's work.
+
+A delta is one file of each rank. A full version is one safetensors file, into which each rank writes its rows
+where they belong: no rank gathers or holds a whole model. All ranks must see the same folder. What they wrote
+is on the disk before rank 0 is told.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgpack
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tidemill.common.files import StorageError, storage_errors
+from tidemill.common.weights.bits import safetensors_layout
+from tidemill.common.weights.delta import DeltaWriter, delta_name
+from tidemill.common.weights.digest import Digest
+from tidemill.common.wire.messages import WeightFile
+from tidemill.services.trainer.weights.exported import plan_export
+from tidemill.services.trainer.weights.shadow import Comparison, Shadow
+from tidemill.services.trainer.weights.store import WEIGHTS_FILE, list_files, whole_tensor
+
+
+class Peers(Protocol):
+    """The other ranks."""
+
+    rank: int
+    size: int
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, on every rank; only in the policy's thread."""
+
+    def gather_beside(self, payload: bytes) -> list[bytes]:
+        """The same, only in the thread that writes."""
+
+
+class Alone:
+    """Implements `Peers` where one rank trains."""
+
+    rank, size = 0, 1
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Its own."""
+        return [payload]
+
+    gather_beside = gather
+
+
+class ShardWriter:
+    """One rank's part of every version. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        peers: Peers,
+        max_share: float = 1.0,
+    ) -> None:
+        self._model, self._peers = model, peers
+        self.shadow = Shadow(plan_export(model, tensors, dtype), dtype, peers.rank == 0, max_share)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._pending: Future[tuple[WeightFile, ...]] | None = None
+
+    def compare(self, tensors: Mapping[str, Tensor]) -> Comparison:
+        """What changed, over all ranks. Waits for what is being written: it is written from the shadow."""
+        self.wait()
+        own = self.shadow.compare(tensors, self._converted(tensors))
+        parts = [_decoded(part) for part in self._peers.gather(_encoded(own))]
+        return sum(parts[1:], parts[0])
+
+    def measure(self, tensors: Mapping[str, Tensor]) -> Digest:
+        """The digest of the weights as they are, over all ranks."""
+        own = self.shadow.measure(tensors, self._converted(tensors))
+        parts = self._peers.gather(msgpack.packb([own.low, own.high]))
+        return sum((Digest(*msgpack.unpackb(part)) for part in parts), Digest())
+
+    def begin(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
+        """Start to write what the last comparison took in, as a delta to `parent`, or in full where that is
+        -1.
+
+        The result, on rank 0, are the files; it raises StorageError where a rank's disk did not take its own.
+        """
+        self.wait()
+        self._pending = self._thread.submit(self._write, folder, version, parent)
+        return self._pending
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._pending is not None:
+            wait([self._pending])
+
+    def _write(self, folder: Path, version: int, parent: int) -> tuple[WeightFile, ...]:
+        receipt: tuple[object, ...]
+        try:
+            with storage_errors(f"the weights of version {version}", folder):
+                if parent < 0:
+                    receipt = self._write_full(folder)
+                else:
+                    file = self._write_delta(folder, version, parent)
+                    receipt = file.name, file.num_bytes, file.checksum
+        except StorageError as error:
+            receipt = (error.errno, error.reason)
+        receipts = [msgpack.unpackb(part) for part in self._peers.gather_beside(msgpack.packb(receipt))]
+        for rank, failed in enumerate(receipts):
+            if len(failed) == 2:
+                raise StorageError(f"the weights of version {version}, rank {rank},", folder, *failed)
+        if parent < 0:
+            # Nobody has seen all of its bytes: rank 0 reads them once more for the checksum.
+            return list_files(folder) if self._peers.rank == 0 else ()
+        return tuple(WeightFile(name=n, num_bytes=size, checksum=check) for n, size, check in receipts)
+
+    def _write_delta(self, folder: Path, version: int, parent: int) -> WeightFile:
+        rank, size = self._peers.rank, self._peers.size
+        path = folder / delta_name(rank, size)
+        writer = DeltaWriter(path, version, parent, rank, size)
+        try:
+            self.shadow.write_changes(writer)
+            file = writer.close()
+        finally:
+            writer.abandon()
+        with _opened(path):
+            return file
+
+    def _write_full(self, folder: Path) -> tuple[()]:
+        """This rank's elements, at their places in the one file; rank 0 writes its head too."""
+        head, offsets = safetensors_layout(self.shadow.plan.infos)
+        with _opened(folder / WEIGHTS_FILE) as file:
+            if self._peers.rank == 0:
+                _write_at(file, head, 0)
+            for info, start, values in self.shadow.runs():
+                _write_at(file, values.data.cast("B"), offsets[info.name] + start * values.dtype.itemsize)
+        return ()
+
+    def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What no slice stands for: gathered by all, converted and held by rank 0."""
+        plan = self.shadow.plan
+        whole = {name: whole_tensor(tensors[name].detach()) for name in sorted(plan.sources_of_converted)}
+        if not whole or self._peers.rank:
+            return {}
+        wanted = {info.name for info in plan.converted}
+        converted = revert_weight_conversion(self._model, whole).items()
+        return {name: tensor for name, tensor in converted if name in wanted}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The file, made where it is not there; flushed to the disk at the end."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield file
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _encoded(own: Comparison) -> bytes:
+    before = own.before and (own.before.low, own.before.high)
+    counts = own.num_changed, own.num_elements, own.num_bytes
+    packed: bytes = msgpack.packb([own.digest.low, own.digest.high, before, *counts])
+    return packed
+
+
+def _decoded(part: bytes) -> Comparison:
+    low, high, before, *counts = msgpack.unpackb(part)
+    return Comparison(Digest(low, high), Digest(*before) if before else None, *counts)

@@ -1,0 +1,98 @@
+"""Calls of one turn of the loop share a round trip, and nothing else."""
+
+import asyncio
+
+import pytest
+from redis import exceptions as redis_errors
+
+from tests.support.trajectories import make_trajectory
+from tidemill.common.redis import lines
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import OffsetReader, append
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Trajectory
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+async def client(redis_server: EmbeddedRedis):
+    broker = await Broker.connect(redis_server.url)
+    yield broker.redis
+    await broker.close()
+
+
+async def reads_of(client: lines.Client) -> int:
+    """How often the server has read from a socket so far."""
+    text = (await client.execute_command("INFO", "stats")).decode()
+    return int(text.partition("total_reads_processed:")[2].split()[0])
+
+
+async def test_what_is_called_in_one_turn_is_read_at_once_and_answered_to_each(client, keys: Keys) -> None:
+    key = f"{keys.state}:counter"
+    before = await reads_of(client)
+    calls = [client.execute_command("INCR", key) for _ in range(50)]
+    unit = client.exchange([("SET", keys.config, "x"), ("INCR", key)], is_atomic=True)
+    *counted, unit_replies = await asyncio.gather(*calls, unit)
+    assert await reads_of(client) - before == 2, "one for all of them, one for the question"
+    assert (counted, unit_replies) == (list(range(1, 51)), [b"OK", 51])
+
+
+async def test_an_error_of_one_call_does_not_touch_the_others(client, keys: Keys) -> None:
+    await client.execute_command("SET", keys.config, "text")
+    refused = client.exchange([("INCR", keys.state), ("NO_SUCH_COMMAND",)], is_atomic=True)
+    found = await asyncio.gather(
+        client.execute_command("GET", keys.config),
+        client.execute_command("INCR", keys.config),
+        refused,
+        client.exchange([("LPUSH", keys.config, "x"), ("STRLEN", keys.config)]),
+        client.execute_command("STRLEN", keys.config),
+        client.execute_command("EXISTS", keys.state),
+        return_exceptions=True,
+    )
+    assert found[0] == b"text" and "not an integer" in str(found[1]) and "unknown command" in str(found[2])
+    assert "WRONGTYPE" in str(found[3][0]) and found[3][1] == 4
+    assert found[4:] == [4, 0], "nothing was done of the refused transaction"
+
+
+async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(client, keys: Keys) -> None:
+    tasks = [asyncio.create_task(client.execute_command("ECHO", str(number))) for number in range(9)]
+    await asyncio.sleep(0)
+    for task in tasks[::3]:
+        task.cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [reply for reply in found if isinstance(reply, bytes)] == [b"1", b"2", b"4", b"5", b"7", b"8"]
+    blocked = asyncio.create_task(
+        client.execute_command("XREAD", "BLOCK", 5000, "STREAMS", keys.dead, "0", is_blocking=True)
+    )
+    await asyncio.sleep(0.01)
+    assert await client.execute_command("ECHO", "a") == b"a", "a command that blocks holds up no other"
+    blocked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await blocked
+
+
+async def test_a_connection_that_breaks_fails_all_who_wait_and_the_next_call_has_a_new_one(client) -> None:
+    await client.execute_command("PING")
+    own = client._shared
+    calls = [client.execute_command("PING") for _ in range(3)]
+    waiting = asyncio.gather(*calls, return_exceptions=True)
+    await asyncio.sleep(0)
+    own.connection_lost(ConnectionResetError("reset"))
+    assert [type(error) for error in await waiting] == [redis_errors.ConnectionError] * 3
+    assert await client.execute_command("PING") == b"PONG"
+    assert client._shared is not own
+
+
+async def test_a_stream_that_flows_is_read_without_blocking(redis_server: EmbeddedRedis, keys: Keys) -> None:
+    broker = await Broker.connect(redis_server.url)
+    reader = OffsetReader(broker, keys.trajectories(), Trajectory)
+    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(3)))
+    assert [len(await reader.read(1, 1.0)) for _ in range(3)] == [1, 1, 1]
+    assert len(broker.redis._idle) == 1, "the first read blocks"
+    waiting = asyncio.create_task(reader.read(9, 5.0))  # finds nothing at once, and blocks again
+    await asyncio.sleep(0.01)
+    await append(broker, keys.trajectories(), make_trajectory(3))
+    assert len(await waiting) == 1
+    await broker.close()

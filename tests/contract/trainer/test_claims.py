@@ -1,0 +1,110 @@
+"""A run whose trajectories lie beside the stream trains, archives and replays as any other."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import SERVERS
+from tests.support.training import commits_of, make_score
+from tests.support.trajectories import make_trajectory
+from tests.support.whole_trainer import GROUPS, crash_after_commit, run
+from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import archive_run
+from tidemill.common.history import History, StreamName
+from tidemill.common.redis.broker import Broker
+from tidemill.common.store import ClaimStore
+from tidemill.common.streams import OffsetReader, append, read_raw
+from tidemill.common.wire import codec
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
+from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
+
+pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
+
+
+def large(ticket: Ticket, index: int) -> Trajectory:
+    ids = np.arange(400, dtype=np.int32) + index
+    return make_trajectory(
+        ticket.ticket,
+        index,
+        step=ticket.step,
+        group_size=ticket.group_size,
+        completion_ids=ids,
+        logprobs=np.full(400, -1.0, np.float32),
+        spans=((ticket.min_version, 0),),
+    )
+
+
+async def answer(broker: Broker, keys: Keys, store: ClaimStore, lost: tuple[int, int] | None = None) -> None:
+    """Claims for every ticket, with scores; the file of one sample is lost before anybody reads it."""
+    tickets = OffsetReader(broker, keys.prompts(), Ticket)
+    while True:
+        for entry in await tickets.read(block_s=0.2):
+            ticket: Ticket = entry.message  # type: ignore[union-attr]
+            for index in range(ticket.group_size):
+                claim = store.check_in(large(ticket, index))
+                assert claim.claim is not None
+                if (ticket.ticket, index) == lost:
+                    (store.folder / claim.claim.pointer).unlink()
+                await append(broker, keys.trajectories(), claim)
+                score = make_score(ticket.ticket, index, float(index % 2))
+                await append(broker, keys.scores(), score)
+
+
+@pytest.fixture
+def archives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(jobs: ArchiveJobs, until: Any, is_urgent: bool) -> None:
+        context = jobs.context
+        config = context.config.streams.archive
+        await archive_run(context.broker, context.keys, context.run_dir, config, until, is_last=True)
+        await jobs.on_progress()
+
+    monkeypatch.setattr(ArchiveJobs, "ask", ask)
+
+
+@pytest.mark.parametrize("lost", [None, (3, 1)])
+async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behind(
+    make, broker, keys, archives_at_once, capfd, lost
+) -> None:
+    options: dict[str, Any] = {"trims": True, "archives": True, "keep_checkpoints": 1, "group_size": 3}
+    options["reward"] = {"min_group_size": 2}
+    context = make(checkpoint_every=100, **options)
+    store = broker.claims = ClaimStore(context.run_dir, 1000)
+    working = asyncio.create_task(answer(broker, keys, store, lost))
+    await crash_after_commit(context, 3)
+    assert len(list(store.folder.iterdir())) >= 4 * GROUPS * 3 - (lost is not None)
+    await run(make(checkpoint_every=100, **options))
+    working.cancel()
+    told = capfd.readouterr().out
+    assert told.count("step replayed, same weights") == 4 and "weights differ" not in told
+    left_out = [one for commit in await commits_of(broker, keys) for one in commit.dropped]
+    assert left_out == ([(3, 1, "no_payload")] if lost else [])
+    claimed = {p for p in map(_pointer, await read_raw(broker, keys.trajectories())) if p}
+    assert {path.name for path in store.folder.iterdir()} <= claimed, "the last checkpoint needs no others"
+    archived = History(keys.run_id, context.run_dir, None)
+    samples = [m async for m in archived.messages(StreamName.TRAJECTORIES, Trajectory)]
+    tickets = {t.ticket: t async for t in archived.messages(StreamName.PROMPTS, Ticket)}
+    assert len(samples) > 4 * GROUPS * 3
+    for sample in samples:
+        if sample.key == lost:
+            assert "cannot be had" in sample.fault
+        elif sample.ticket in tickets:
+            whole = large(tickets[sample.ticket], sample.index)
+            assert codec.encode_payload(sample) == codec.encode_payload(whole)
+    assert stream_folder(context.run_dir, StreamName.TRAJECTORIES).is_dir()
+
+
+def _pointer(entry: Any) -> str:
+    claim = codec.decode(entry[1], Trajectory).claim
+    return claim.pointer if claim else ""
+
+
+async def test_without_a_folder_a_claim_is_no_trajectory_and_never_an_empty_one(
+    broker, keys, tmp_path
+) -> None:
+    store = ClaimStore(tmp_path, 1)
+    await append(broker, keys.trajectories(), store.check_in(make_trajectory(0, 0)))
+    entry = (await OffsetReader(broker, keys.trajectories(), Trajectory).read())[0]
+    assert "was not looked into" in fault_of(entry.message)  # type: ignore[union-attr]

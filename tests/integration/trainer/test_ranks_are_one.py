@@ -1,0 +1,132 @@
+"""Losses, gradients and weights do not depend on the number of ranks: in float64, to 1e-12."""
+
+import copy
+from dataclasses import asdict
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from tests.support.architectures import make_model
+from tests.support.models import make_samples, tiny_llama
+from tests.support.rank_runs import FIELDS, on_ranks, options_of, train_alone, train_cases, update
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.model_loading import compile_model
+
+SUMS: dict[str, Any] = {
+    "kl": {"place": "loss", "coefficient": 0.1},
+    "kl_control": {"target": 0.01, "horizon": 20.0},
+    "importance": {"normalise": True},
+    "rejection": {"seq_mean_k3": 20.0, "denominator": "kept"},
+}
+HEAD: dict[str, Any] = {"advantage": "gae", "value": {"head": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all sums": {"algorithm": {"reference": {"model": "frozen"}, **SUMS}},
+    "a sum with every micro-batch": {"sum_gradients": "micro_batch"},
+    "updated reference": {
+        "algorithm": {
+            "kl": {"place": "loss", "coefficient": 0.1},
+            "reference": {"model": "updated", "every": 1},
+        }
+    },
+    "value head": {"algorithm": HEAD},
+    "critic": {"algorithm": HEAD | {"value": {"head": True, "model": "own"}}},
+    "recomputed layers": {"gradient_checkpointing": True},
+    "experts": {},
+    "compiled": {},
+}
+OF_FOUR = {"all sums": {}, "value head": {}, "two copies": {"shard_ranks": 2}}
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """Norms of most models compute in float32, whatever their weights; those of GPT-NeoX do not."""
+    if name == "experts":
+        return make_model("Mixtral", experts_implementation="eager").double()
+    model = make_model("GPTNeoX", num_hidden_layers=1 if name == "compiled" else 2).double()
+    if name == "compiled":
+        assert compile_model(model, backend="eager")
+    return model
+
+
+def config_of(name: str, **more: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate(FIELDS | OPTIONS.get(name, {}) | more)
+
+
+@cache
+def alone(name: str) -> dict[str, Any]:
+    return train_alone(copy.deepcopy(model_of(name)), config_of(name))
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = [(name, model_of(name), config_of(name, num_ranks=2)) for name in OPTIONS]
+    return on_ranks(2, partial(train_cases, cases=cases), tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = [(name, model_of(name), config_of(name, num_ranks=4, **more)) for name, more in OF_FOUR.items()]
+    return on_ranks(4, partial(train_cases, cases=cases), tmp_path_factory.mktemp("four"))
+
+
+def assert_same(mine: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
+    for (sums, result), (other_sums, other_result) in zip(mine["numbers"], expected["numbers"], strict=True):
+        assert asdict(sums) == pytest.approx(asdict(other_sums), rel=tolerance, abs=tolerance)
+        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=tolerance)
+        assert (result.lr, result.skipped) == (other_result.lr, False)
+    assert mine["digest"] == expected["digest"]
+    assert mine["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(mine["weights"][name], weight, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_ranks_are_one(name, of_two):
+    assert_same(of_two[name], alone(name), tolerance=1e-6 if name == "experts" else 1e-12)
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_ranks_are_one(name, of_four):
+    assert_same(of_four[name], alone(name))
+
+
+def count_collectives(ranks: Ranks, model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Operation and dtype of every collective of an update with several micro-batches, in bfloat16."""
+    ranks.lay_out(None)
+    config = TrainerConfig.model_validate(FIELDS | {"num_ranks": 2})
+    policy = RankPolicy(model, config, ranks, **options_of(config) | {"dtype": torch.bfloat16})
+    update(policy, make_samples(12))
+    mode = Collectives()
+    with mode:
+        update(policy, make_samples(12))
+    return mode.seen
+
+
+class Collectives(TorchDispatchMode):
+    """Notes what was reduced and gathered, and in which dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith("c10d."):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.seen.append((str(function), str(tensors[0].dtype) if tensors else ""))
+        return function(*args, **(kwargs or {}))
+
+
+def test_gradients_are_reduced_once_an_update_and_weights_gathered_in_half_precision(tmp_path):
+    layers = 2
+    seen = on_ranks(2, partial(count_collectives, model=tiny_llama(num_hidden_layers=layers)), tmp_path)
+    reduced = [dtype for name, dtype in seen if "reduce_scatter" in name]
+    gathered = {dtype for name, dtype in seen if "allgather_base" in name}
+    assert reduced == ["torch.float32"] * (layers + 1), seen
+    assert gathered == {"torch.bfloat16"}

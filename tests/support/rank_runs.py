@@ -1,0 +1,136 @@
+"""Processes of this machine that train one float64 model together, each a copy of the test's own."""
+
+import multiprocessing
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.losses import with_statistics
+from tests.support.models import MAX_COMPLETION, emptied, make_samples, masked
+from tests.support.sessions import session_samples
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
+from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
+from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.weights.store import whole_tensor
+
+STEPS = 3
+TIMEOUT_S = 300.0
+FIELDS: dict[str, Any] = {"groups_per_step": 4, "mini_batches": 2, "optimizer": {"lr": 1e-2, "eps": 1e-3}}
+
+Numbers = list[tuple[MicroBatchMetrics, UpdateResult]]
+
+
+def batches_of(step: int) -> tuple[list[Sample], list[Sample]]:
+    """Two mini-batches of unequal lengths, one with samples that carry no loss, both with sessions."""
+    samples, sessions = make_samples(18, seed=step), session_samples(6, seed=step)
+    return [*samples[:9], *sessions[:3]], [
+        *samples[9:],
+        *sessions[3:],
+        masked(samples[0]),
+        emptied(samples[1]),
+    ]
+
+
+def train(policy: Any, config: TrainerConfig, steps: range) -> Numbers:
+    """Steps of two updates, the second with logprobs of the weights at the start; every number it gave."""
+    numbers: Numbers = []
+    for step in steps:
+        first, second = batches_of(step)
+        numbers.append(update(policy, prepared(policy, config, first, proximal=False)))
+        policy.hold_weights()
+        numbers.append(update(policy, prepared(policy, config, second)))
+        policy.release_weights()
+        policy.adapt(0.5, 3.0, 20.0)
+    return numbers
+
+
+def prepared(
+    policy: Any, config: TrainerConfig, samples: list[Sample], proximal: bool = True
+) -> list[Sample]:
+    """With what the policy computes beforehand; values are their own returns but for half a point."""
+    tokens = policy.precompute(samples)
+    done = [
+        replace(
+            sample,
+            reference_logprobs=item.reference_logprobs,
+            proximal_logprobs=item.proximal_logprobs if proximal else None,
+            start_logprobs=item.start_logprobs,
+            entropies=item.entropies,
+            values=item.values,
+            returns=None if item.values is None else item.values + 0.5,
+        )
+        for sample, item in zip(samples, tokens, strict=True)
+    ]
+    return with_statistics(done, config.algorithm)
+
+
+def update(policy: Any, samples: list[Sample]) -> tuple[MicroBatchMetrics, UpdateResult]:
+    """One optimizer update over micro-batches of 80 tokens."""
+    sums = sum((policy.accumulate(b) for b in form_micro_batches(samples, 80)), MicroBatchMetrics())
+    return sums, policy.update(sums.denominator)
+
+
+def options_of(config: TrainerConfig) -> dict[str, Any]:
+    """What else a float64 policy is made of."""
+    return {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION}
+
+
+def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, Any]:
+    """Three steps: every number, the digest before and the weights after them."""
+    digest = policy.digest()
+    numbers = train(policy, config, range(STEPS))
+    weights = {name: whole_tensor(weight.detach()).clone() for name, weight in policy._parameters}
+    return {"numbers": numbers, "weights": weights, "digest": digest}
+
+
+def train_alone(model: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
+    """One process and its outcome."""
+    return outcome_of(TransformersPolicy(model, config, **options_of(config)), config)
+
+
+def on_ranks(size: int, work: Callable[[Ranks], Any], folder: Path) -> Any:
+    """What `work` returns on rank 0 of so many processes, which share what this one has in memory."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context, result = multiprocessing.get_context("fork"), folder / f"rank-0-of-{size}-{port}.pt"
+    arguments = [(rank, size, port, work, result) for rank in range(size)]
+    processes = [context.Process(target=_run_rank, args=own) for own in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * size, f"exit codes of the ranks: {codes}"
+    return torch.load(result, weights_only=False)
+
+
+def _run_rank(rank: int, size: int, port: int, work: Callable[[Ranks], Any], result: Path) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = join_ranks(address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
+    outcome = work(ranks)
+    if ranks.is_leader:
+        torch.save(outcome, result)
+    ranks.close()
+
+
+def train_cases(
+    ranks: Ranks, cases: Sequence[tuple[str, PreTrainedModel, TrainerConfig]]
+) -> dict[str, dict[str, Any]]:
+    """The outcome of each case, one after the other in the same processes."""
+    found = {}
+    for name, model, config in cases:
+        ranks.lay_out(config.shard_ranks)
+        found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config)), config)
+    return found

@@ -1,0 +1,134 @@
+"""A large trajectory lies beside the stream; what comes back is the same, or says what is wrong."""
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+
+from tests.support.sessions import played
+from tests.support.training import make_score, trainer_config
+from tests.support.trajectories import make_trajectory
+from tidemill.common.files import StorageError
+from tidemill.common.store import ClaimStore
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
+from tidemill.services.trainer.groups.group_filter import (
+    NO_PAYLOAD,
+    CompleteGroup,
+    GroupFilter,
+    Refusal,
+    TrainableGroup,
+)
+
+
+def large(ticket: int = 3, index: int = 1, num_tokens: int = 5000) -> Trajectory:
+    ids, logprobs = np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -0.25, np.float32)
+    return make_trajectory(ticket, index, group_size=4, completion_ids=ids, logprobs=logprobs, text="x" * 99)
+
+
+def sent(message: Trajectory) -> Trajectory:
+    """Through the stream."""
+    return codec.decode_payload(codec.encode_payload(message), Trajectory)
+
+
+def test_a_claim_is_pointer_size_and_digest_and_its_file_the_bytes_of_the_entry(tmp_path):
+    store, whole = ClaimStore(tmp_path, 1000), large()
+    payload = codec.encode_payload(whole)
+    claim = store.check_in(whole)
+    digest = xxhash.xxh3_128(payload).hexdigest()
+    wire = msgpack.unpackb(codec.encode_payload(claim))
+    assert wire["claim"] == {"pointer": f"3-1-{digest}", "num_bytes": len(payload), "digest": digest}
+    assert (wire["ticket"], wire["index"], wire["completion_ids"]) == (3, 1, b"")
+    assert len(codec.encode_payload(claim)) < 400
+    assert (tmp_path / "claims" / f"3-1-{digest}").read_bytes() == payload
+    assert codec.encode_payload(store.resolve(sent(claim))) == payload
+
+
+def test_sessions_come_back_byte_for_byte(tmp_path):
+    store, whole = ClaimStore(tmp_path, 1), played(make_trajectory(0, 0))
+    assert whole.session is not None
+    assert codec.encode_payload(store.resolve(sent(store.check_in(whole)))) == codec.encode_payload(whole)
+
+
+def test_what_is_small_goes_through_the_stream_as_it_always_did(tmp_path):
+    sample, limit = make_trajectory(), len(codec.encode_payload(make_trajectory()))
+    assert ClaimStore(tmp_path).check_in(sample) is sample
+    assert ClaimStore(tmp_path, limit + 1).check_in(sample) is sample
+    assert not (tmp_path / "claims").exists() and b"claim" not in codec.encode_payload(sample)
+    assert ClaimStore(tmp_path, limit).check_in(sample).claim is not None
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "instead of"),
+        (lambda path: path.write_bytes(bytes(len(path.read_bytes()))), "does not match its digest"),
+    ],
+    ids=["missing", "half-written", "wrong digest"],
+)
+def test_a_missing_or_wrong_payload_is_a_fault_of_its_sample_that_says_why(tmp_path, damage, said):
+    store = ClaimStore(tmp_path, 1000)
+    claim = store.check_in(large())
+    damage(next((tmp_path / "claims").iterdir()))
+    broken = store.resolve(sent(claim))
+    assert broken.key == (3, 1) and broken.num_tokens == 0
+    assert said in fault_of(broken) and "claims" in fault_of(broken)
+
+
+def test_a_claim_of_another_sample_is_a_fault(tmp_path):
+    store = ClaimStore(tmp_path, 1000)
+    claim = store.check_in(large())
+    assert "is of sample (3, 1), claimed for (4, 1)" in fault_of(
+        store.resolve(claim.model_copy(update={"ticket": 4}))
+    )
+
+
+def test_half_a_file_never_has_a_name_that_a_claim_could_give(tmp_path, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tidemill.common.files.os.fsync", fail)
+    with pytest.raises(StorageError, match="free some space"):
+        ClaimStore(tmp_path, 1000).check_in(large())
+    assert not list((tmp_path / "claims").iterdir())
+
+
+def test_a_file_goes_only_when_its_ticket_is_settled_and_no_entry_claims_it(tmp_path):
+    store = ClaimStore(tmp_path, 1000)
+    claims = {ticket: store.check_in(large(ticket)).claim for ticket in (1, 2, 3, 10)}
+    (tmp_path / "claims" / ".aside").write_text("of a writer at work")
+    pointers = {ticket: claim.pointer for ticket, claim in claims.items() if claim}
+    assert store.collect(3, {pointers[2]}) == 1
+    left = {path.name for path in (tmp_path / "claims").iterdir()}
+    assert left == {".aside", pointers[2], pointers[3], pointers[10]}
+
+
+def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> CompleteGroup:
+    """Four samples; the second one's payload is gone."""
+    store = ClaimStore(tmp_path, 1000)
+    samples = {index: make_trajectory(0, index, group_size=4) for index in range(4)}
+    claim = store.check_in(large(0, 1))
+    next((tmp_path / "claims").iterdir()).unlink()
+    samples[1] = store.resolve(claim)
+    scores = {i: make_score(0, i, float(i) if s is ScoreStatus.OK else None) for i, s in statuses.items()}
+    return CompleteGroup(0, 0, samples, scores)
+
+
+@pytest.mark.parametrize("status", [ScoreStatus.OK, ScoreStatus.FAILED])
+@pytest.mark.parametrize("value", [None, 0.5])
+def test_a_sample_without_its_payload_is_left_out_whatever_its_score_and_the_policy(tmp_path, status, value):
+    """It may have been scored while its file was there."""
+    statuses = dict.fromkeys(range(4), ScoreStatus.OK) | {1: status}
+    policy = {"reward__on_failure": "value", "reward__failure_value": value} if value else {}
+    config = trainer_config(**policy, group_size=4)
+    outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
+    assert isinstance(outcome, TrainableGroup)
+    assert outcome.left_out == [(1, NO_PAYLOAD)] and [s.key[1] for s in outcome.samples] == [0, 2, 3]
+
+
+def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):
+    statuses = dict.fromkeys(range(4), ScoreStatus.OK)
+    config = trainer_config(reward__on_failure="drop_group", group_size=4)
+    outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
+    assert isinstance(outcome, Refusal) and "cannot be had" in outcome.detail

@@ -1,0 +1,88 @@
+"""The additive digest, by its formula, in parts, and from changes."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from tidemill.common.weights.bits import TensorInfo
+from tidemill.common.weights.digest import Digest, digest_of, header_digest, is_additive, run_digest, updated
+
+pytestmark = pytest.mark.unit
+
+MASK = (1 << 64) - 1
+INFO = TensorInfo("layer.weight", "BF16", (4, 70_001))
+RNG = np.random.default_rng(14)
+BITS = RNG.integers(0, 1 << 16, INFO.num_elements).astype("<u2")
+
+
+def key(seed: int, counter: int) -> int:
+    """splitmix64 in Python's integers."""
+    state = ((counter + 1) * 0x9E3779B97F4A7C15 + seed) & MASK
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+    return (state ^ (state >> 31)) | 1
+
+
+def by_formula(info: TensorInfo, words: dict[int, int]) -> Digest:
+    lanes = []
+    for lane in range(2):
+        seed = xxhash.xxh3_64_intdigest(info.name.encode(), seed=lane + 1)
+        columns = 0x9E3779B97F4A7C15 * (lane + 1)
+        terms = (key(seed, i >> 16) * key(columns, i & 0xFFFF) * word for i, word in words.items())
+        lanes.append(sum(terms) & MASK)
+    return Digest(*lanes)
+
+
+def test_it_is_the_sum_of_its_formula() -> None:
+    words = {0: 1, 1: 0xFFFF, 65_535: 7, 65_536: 8, 280_003: 0x8000}
+    bits = np.zeros(INFO.num_elements, "<u2")
+    bits[list(words)] = list(words.values())
+    assert run_digest(INFO, 0, bits) == by_formula(INFO, words)
+    assert digest_of([(INFO, bits)]) == by_formula(INFO, words) + header_digest(INFO)
+
+
+def test_a_float_counts_as_two_words_and_a_byte_as_one() -> None:
+    wide, narrow = TensorInfo("w", "F32", (3,)), TensorInfo("n", "U8", (3,))
+    bits = np.array([0x00020001, 0, 0x80000000], "<u4")
+    assert run_digest(wide, 0, bits) == by_formula(wide, {0: 1, 1: 2, 5: 0x8000})
+    assert run_digest(narrow, 1, np.array([5, 255], np.uint8)) == by_formula(narrow, {1: 5, 2: 255})
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_add_up_in_any_order_and_in_torch_too(size: int) -> None:
+    bounds = [INFO.num_elements * i // size for i in range(size + 1)]
+    total = header_digest(INFO)
+    for start, end in sorted(pairwise(bounds), reverse=True):
+        total += run_digest(INFO, start, torch.from_numpy(BITS[start:end].view(np.int16)))
+    assert total == digest_of([(INFO, BITS)])
+    assert Digest.parse(str(total)) == total and is_additive(str(total))
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "U8"])
+def test_changes_update_it(dtype: str) -> None:
+    info = TensorInfo("w", dtype, (150_000,))
+    old = RNG.integers(0, 250, 150_000).astype(info.bits_dtype)
+    positions = np.sort(RNG.choice(150_000, 999, replace=False))
+    new = old.copy()
+    new[positions] += 1
+    before, after = digest_of([(info, old)]), digest_of([(info, new)])
+    assert before != after == updated(before, info, positions, old[positions], new[positions])
+    pair = torch.from_numpy(positions), torch.from_numpy(old[positions]), torch.from_numpy(new[positions])
+    assert updated(before, info, *pair) == after
+
+
+def test_names_shapes_and_moved_values_count() -> None:
+    zeros = np.zeros(6, "<u2")
+    infos = [TensorInfo("a", "BF16", (6,)), TensorInfo("a", "BF16", (2, 3)), TensorInfo("b", "BF16", (6,))]
+    infos.append(TensorInfo("a", "F16", (6,)))
+    assert len({digest_of([(info, zeros)]) for info in infos}) == len(infos)
+    assert run_digest(INFO, 0, zeros + 1) != run_digest(INFO, 1, zeros + 1)
+
+
+def test_a_digest_of_an_older_release_is_told_apart() -> None:
+    assert not is_additive("0" * 32)
+    with pytest.raises(ValueError, match="not a digest over weights"):
+        Digest.parse("0" * 32)

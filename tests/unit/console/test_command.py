@@ -1,0 +1,83 @@
+"""The command line itself: version, completion, runs by every name, and whether a run learned."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.common.config import ModelConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.__main__ import app
+from tidemill.services.console.check.model_folder import inspect_model
+from tidemill.services.console.options import runs_here
+from tidemill.services.console.run.folder import RunFolder, find_run
+from tidemill.services.console.status.summary import RunSummary, learning_of
+
+
+def answer(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_the_version_is_said_and_shells_can_complete() -> None:
+    said = answer("--version")
+    assert said.exit_code == 0 and said.output.startswith("tidemill")
+    assert "--install-completion" in answer("--help").output
+
+
+def test_a_run_is_named_by_its_place_or_by_an_option_on_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill.services.console.status.attach.show_status", lambda *given: print(given[0]))
+    monkeypatch.setattr(
+        "tidemill.services.console.dead.commands.show_list", lambda given, *_: print(given.run_id)
+    )
+    for command in (["status"], ["dead", "list"]):
+        for words in (["one"], ["--run", "one"], ["one", "--run", "one"]):
+            assert answer(*command, *words).output == "one\n"
+        said = answer(*command, "one", "--run", "two")
+        assert isinstance(said.exception, ConfigError) and "two runs are named" in str(said.exception)
+
+
+def test_a_run_is_found_by_id_folder_and_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    (runs / "one").mkdir(parents=True)
+    (runs / "latest").symlink_to("one")
+    elsewhere = tmp_path / "elsewhere" / "two"
+    elsewhere.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for given in ("one", "runs/one", "runs/one/", str(runs / "one"), "latest", "runs/latest", None):
+        assert find_run(given, runs) == RunFolder(runs, "one"), given
+    assert find_run(str(elsewhere), runs) == RunFolder(elsewhere.parent, "two")
+    assert find_run("gone/three", runs) == RunFolder(runs, "three")
+    assert runs_here("o") == ["one"] and runs_here("x") == []
+    os.chdir(elsewhere)
+    assert runs_here("") == []
+
+
+def test_a_model_without_a_slash_is_a_folder_or_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"modle: there is no such folder; did you mean model\?"):
+        inspect_model(ModelConfig(path="modle"))
+    assert inspect_model(ModelConfig(path="Qwen/Qwen3-0.6B")).is_remote
+
+
+@pytest.mark.parametrize(
+    ("curve", "verdict", "words"),
+    [
+        ([0.1] * 8, "too_short", "too short to tell: 8 steps"),
+        ([0.5] * 9, "", ""),
+        # Thirds of means 0.2 and 0.8: 0.6 apart, with an error of sqrt((0.01 + 0.01) / 3) = 0.082.
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], "learned", "rose from 0.200 in the first third"),
+        ([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], "fell", "to 0.200 in the last"),
+        # Means 0.2 and 0.3: 0.1 apart, below twice the error.
+        ([0.1, 0.2, 0.3, 0.2, 0.2, 0.2, 0.2, 0.3, 0.4], "nothing", "ran correctly, learned nothing"),
+    ],
+)
+def test_a_report_says_whether_the_reward_rose(curve: list[float], verdict: str, words: str) -> None:
+    found, text = learning_of(RunSummary("r", reward_curve=curve))
+    assert found == verdict and words in text

@@ -1,0 +1,68 @@
+"""`tidemill weights`, over a chain and its faults; `tidemill export` from a chain."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.models import make_policy, tiny_model
+from tidemill.common.run.weight_files import read_manifest
+from tidemill.services.console.exports.weights import list_versions
+from tidemill.services.jobs.export import export
+from tidemill.services.trainer.weights.store import WeightStore
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A run with a full version and two deltas."""
+    store, policy = WeightStore(tmp_path / "one"), make_policy(dtype=torch.bfloat16)
+    for version in range(3):
+        with torch.no_grad():
+            policy._model.get_input_embeddings().weight[version] += 0.5
+        store.write(version, policy)
+    policy.save_weights(tmp_path / "expected")
+    return tmp_path
+
+
+def rows(runs: Path, capsys: pytest.CaptureFixture[str], verify: bool) -> list[dict[str, object]]:
+    is_whole = list_versions("one", True, runs, verify)
+    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    assert is_whole == (not any(row["problem"] for row in found))
+    return found
+
+
+def test_versions_are_listed_and_verified(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [(row["kind"], row["chain"]) for row in rows(runs, capsys, verify=True)] == [
+        ("full", 1),
+        ("delta to 0", 2),
+        ("delta to 1", 3),
+    ]
+    list_versions("one", False, runs)
+    assert "delta to 1" in capsys.readouterr().out
+
+
+def test_what_is_not_whole_says_why(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = runs / "one" / "weights" / "v00000001" / "delta-00000-of-00001.tmd"
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    assert [bool(row["problem"]) for row in rows(runs, capsys, verify=True)] == [False, True, False]
+    assert not any(row["problem"] for row in rows(runs, capsys, verify=False)), "ls reads no bytes"
+    shutil.rmtree(runs / "one" / "weights" / "v00000000")
+    assert ["which is not there" in str(row["problem"]) for row in rows(runs, capsys, verify=False)] == [
+        True
+    ] * 2
+
+
+def test_a_version_is_exported_from_its_chain(runs: Path) -> None:
+    model = tiny_model(runs / "model")
+    result = export(str(runs / "one"), str(model), "bfloat16", "last", str(runs / "out"))
+    manifest = read_manifest(runs / "one", 2)
+    assert manifest is not None and (result["version"], result["digest"]) == (2, manifest.digest)
+    found = load_file(runs / "out" / "model.safetensors")
+    expected = load_file(runs / "expected" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,182 @@
+"""A real policy's versions as chains: bases, deltas, what is kept, and that each chain leads to its
+digest."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import make_policy
+from tidemill.common.config.weights import WeightsConfig
+from tidemill.common.errors import WeightsError
+from tidemill.common.files import StorageError
+from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
+from tidemill.common.weights.bits import read_safetensors
+from tidemill.common.weights.whole import check_whole, write_whole
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.weights.shadow import Shadow
+from tidemill.services.trainer.weights.store import WeightStore
+
+
+def policy_in_bf16(**options: object) -> TransformersPolicy:
+    return make_policy(dtype=torch.bfloat16, **options)
+
+
+@torch.no_grad()
+def change(policy: TransformersPolicy, share: float, seed: int) -> None:
+    """About this share of all weights gets other values, in bfloat16 too."""
+    torch.manual_seed(seed)
+    for parameter in policy._model.parameters():
+        parameter[torch.rand(parameter.shape) < share] += 0.25
+
+
+def assert_leads_there(run: Path, manifest: WeightManifest, policy: TransformersPolicy) -> None:
+    """The chain's bytes are those of a full version of the same weights."""
+    base, *deltas = [verified_files(run, part) for part in read_chain(run, manifest)]
+    shutil.rmtree(run / "whole", ignore_errors=True)
+    shutil.rmtree(run / "full", ignore_errors=True)
+    (run / "whole").mkdir()
+    paths = write_whole(base, deltas, run / "whole")
+    check_whole(paths, manifest)
+    policy.save_weights(run / "full")
+    found = {info: bits.tolist() for path in paths for info, bits in read_safetensors(path)}
+    expected = read_safetensors(run / "full" / "model.safetensors")
+    assert found == {info: bits.tolist() for info, bits in expected}
+
+
+def kinds(run: Path, versions: range) -> list[tuple[str, int]]:
+    found = [read_manifest(run, version) for version in versions]
+    return [(manifest.encoding, manifest.base) for manifest in found if manifest]
+
+
+def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, WeightsConfig(base_every=4, max_chain_share=10.0))
+    policy = policy_in_bf16()
+    for version, share in enumerate([0.0, 0.02, 0.0, 0.5, 0.02, 0.02, 0.02, 0.02]):
+        change(policy, share, version)
+        manifest = store.write(version, policy)
+        assert manifest.share_changed == pytest.approx(share if version else -1.0, abs=0.01)
+        assert manifest.digest == policy.digest()
+        assert_leads_there(tmp_path, manifest, policy)
+    full = ("full", -1)
+    expected = [full, ("delta-1", 0), ("delta-1", 0), full, *[("delta-1", 3)] * 3, full]
+    assert kinds(tmp_path, range(8)) == expected
+
+
+def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, WeightsConfig(max_chain_share=0.2))
+    policy = policy_in_bf16()
+    for version in range(4):
+        change(policy, 0.05, version)
+        store.write(version, policy)
+    # 5 % of the values are about 7 % of the bytes: two deltas are more than a fifth, with their heads.
+    assert [kind for kind, _ in kinds(tmp_path, range(4))] == ["full", "delta-1", "delta-1", "full"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_and_delta_off_write_in_full(tmp_path: Path, dtype: torch.dtype) -> None:
+    store = WeightStore(tmp_path, WeightsConfig(delta="off" if dtype == torch.bfloat16 else "auto"))
+    policy = make_policy(dtype=dtype)
+    for version in range(2):
+        change(policy, 0.01, version)
+        manifest = store.write(version, policy)
+        assert not manifest.is_delta and manifest.digest == policy.digest()
+        assert_leads_there(tmp_path, manifest, policy)
+
+
+def test_adapters_and_value_heads_travel_as_far_as_they_go(tmp_path: Path) -> None:
+    store, policy = WeightStore(tmp_path), policy_in_bf16(lora={"rank": 4, "alpha": 8})
+    first = store.write(0, policy)
+    with torch.no_grad():
+        for name, parameter in policy._parameters:
+            parameter += 0.01 if "lora_B" in name else 0.0
+    state = policy.compare_weights()
+    manifest = store.finish(store.begin(1, policy, state))
+    assert state.committed.startswith(f"{manifest.digest}+") and policy.digest() == state.committed
+    assert first.digest != manifest.digest
+    assert_leads_there(tmp_path, manifest, policy)
+    assert (tmp_path / "weights" / manifest.folder / "adapter").is_dir()
+
+
+def test_bits_count_not_values() -> None:
+    policy = policy_in_bf16()
+    before = policy.compare_weights()
+    weight = next(policy._model.parameters()).detach().view(-1)
+    weight[0], weight[1] = 0.0, float("nan")
+    policy.compare_weights()
+    weight[0] = -0.0
+    state = policy.compare_weights()
+    num_elements = round(1 / state.share_changed)
+    assert num_elements * 2 == before.num_bytes, "the sign of zero changed, and the NaN did not"
+    assert policy.compare_weights().share_changed == 0.0
+
+
+def test_pruning_keeps_what_a_chain_needs_and_no_more(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, WeightsConfig(base_every=3, max_chain_share=10.0))
+    policy = policy_in_bf16()
+    for version in range(8):
+        change(policy, 0.01, version)
+        store.write(version, policy)
+    assert store.prune(keep=1, in_use={4}) == [0, 1, 2, 5]
+    assert store.versions() == [3, 4, 6, 7]
+    assert store.prune(keep=2) == [3, 4]
+    assert store.prune(keep=1, newest=6) == [7]
+    assert store.versions() == [6]
+
+
+def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path: Path) -> None:
+    policy = policy_in_bf16()
+    store = WeightStore(tmp_path)
+    written = [store.write(version, policy) for version in range(2) if change(policy, 0.01, version) is None]
+    again = policy_in_bf16()
+    for version in range(2):
+        change(again, 0.01, version)
+    restarted = WeightStore(tmp_path)
+    assert restarted.write(1, again) == written[1], "it is there and whole"
+    change(again, 0.01, 2)
+    assert restarted.write(2, again).parent == 1
+    os.truncate(tmp_path / "weights" / "v00000000" / "model.safetensors", 100)
+    third = policy_in_bf16()
+    for version in range(2):
+        change(third, 0.01, version)
+    manifest = WeightStore(tmp_path).write(1, third)
+    assert not manifest.is_delta and manifest.digest == written[1].digest
+    with pytest.raises(WeightsError, match="torn"):
+        verified_files(tmp_path, written[0])
+
+
+def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    policy, store = policy_in_bf16(), WeightStore(tmp_path)
+    store.write(0, policy)
+    change(policy, 0.01, 1)
+    delta = store.write(1, policy)
+    change(policy, 0.01, 2)
+    forged = delta.model_copy(update={"parent_digest": "w1:" + "0" * 32})
+    with pytest.raises(WeightsError, match="of other weights"):
+        read_chain(tmp_path, forged)
+    shutil.rmtree(tmp_path / "weights" / "v00000000")
+    with pytest.raises(WeightsError, match="not there"):
+        read_chain(tmp_path, delta)
+
+
+def test_a_disk_that_is_full_beside_the_step_is_told_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, store = policy_in_bf16(), WeightStore(tmp_path)
+    store.write(0, policy)
+    change(policy, 0.01, 1)
+    state = policy.compare_weights()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shadow, "write_changes", full)
+        begun = store.begin(1, policy, state)
+        with pytest.raises(StorageError, match="No space left") as caught:
+            store.finish(begun)
+    assert caught.value.can_clear and os.listdir(store.folder) == ["v00000000"]
+    assert_leads_there(tmp_path, store.finish(store.begin(1, policy, state)), policy)
