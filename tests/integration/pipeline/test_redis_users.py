@@ -215,7 +215,7 @@ WRITES = [
     ("acknowledgements of tickets", ("XACK", RUN.prompts(), "rollout", "1-0"), {"rollout", "trainer"}),
     ("acknowledgements of trajectories", ("XACK", RUN.trajectories(), "reward", "1-0"), {"reward"}),
     ("trimmed trajectories", ("XTRIM", RUN.trajectories(), "MINID", "5-0"), {"trainer"}),
-    ("trimmed commits", ("XTRIM", RUN.commits, "MINID", "5-0"), set()),
+    ("trimmed commits", ("XTRIM", RUN.commits, "MINID", "5-0"), {"trainer"}),
     ("deleted streams", ("DEL", RUN.trajectories()), set()),
     ("jobs of archiving", ("HSET", f"rq:job:{RUN.jobs_names}1", "data", "x"), {"trainer", "jobs"}),
     ("the queue of archiving", ("RPUSH", f"rq:queue:{RUN.jobs_queue}", "x"), {"trainer", "jobs"}),
