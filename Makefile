@@ -73,6 +73,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/python -m services.console.reference.fields --check docs/config.md
 	$(BIN)/python -m services.console.reference.metric_table --check docs/metrics.md
 	$(BIN)/python -m services.console.reference.option_tables --check docs/coming-from.md
+	$(BIN)/python -m services.console.reference.fits_table --check docs/operations/memory.md
 	$(BIN)/python -m infra.grafana --check
 	$(BIN)/python -m infra.helm --check
 	$(BIN)/python -m infra.docs --check

@@ -23,6 +23,8 @@ class Program(StrEnum):
     REWARD = "services.reward"
     TRAINER_CHECK = "services.trainer.check"
     """Loads and tries a user's own advantage and loss."""
+    TRAINER_MEMORY = "services.trainer.policy.memory.report"
+    """Computes what a run takes of GPUs and hosts."""
     REWARD_CHECK = "services.reward.check"
     """Loads every reward, and calls those that are functions."""
     ROLLOUT_CHECK = "services.rollout.check"

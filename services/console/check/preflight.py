@@ -21,6 +21,7 @@ from common.redis.client import URL_VARIABLE
 from common.run.dataset import Row
 from common.run.prompt_lengths import NotMeasuredError, with_steps
 from common.run.training_rows import read_evaluation_rows, read_training_rows
+from services.console.check.memory import Machine, check_memory
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from services.console.check.teachers import check_teachers
 
@@ -50,13 +51,20 @@ class Findings:
     """What came of calling the rewards, where that was asked for."""
     reads: dict[str, str] = field(default_factory=dict)
     """What judges and reward models will read of the first training row."""
+    memory: list[str] = field(default_factory=list)
+    """What the run takes of GPUs and hosts, where that was computed."""
     session: list[str] = field(default_factory=list)
     """What came of playing one session with a script in place of the model."""
     notes: list[str] = field(default_factory=list)
 
 
-def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
-    """Check a run's config and all it refers to.
+def examine(
+    path: Path,
+    overrides: Iterable[str] = (),
+    calls_reward: bool = False,
+    machine: Machine | None = None,
+) -> Findings:
+    """Check a run's config and all it refers to; with a machine, also whether the run fits into its memory.
 
     Raises:
         ConfigError: the config itself is bad.
@@ -73,6 +81,7 @@ def examine(path: Path, overrides: Iterable[str] = (), calls_reward: bool = Fals
             lambda: _check_engine(findings.config),
             lambda: _check_lora(findings.config),
             lambda: _check_gpus(findings.config),
+            lambda: _check_memory(findings, machine),
             lambda: check_teachers(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: _check_rewards(findings, rows, calls_reward),
@@ -167,6 +176,19 @@ def _check_gpus(config: RunConfig) -> None:
     ]
     if wrong:
         raise PreflightError("; ".join(wrong) + ". Name GPUs that are there, or leave gpus out.")
+
+
+def _check_memory(findings: Findings, machine: Machine | None) -> None:
+    if machine is None or findings.model is None:
+        return
+    if findings.model.is_remote:
+        findings.notes.append(
+            "`tidemill check --memory` fetches config.json of a hub name, and says what fits"
+        )
+        return
+    findings.memory, problems = check_memory(findings.config, machine)
+    if problems:
+        raise PreflightError("\n\n".join(problems))
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -29,19 +29,27 @@ def check(options: CheckOptions) -> None:
     """Find every mistake of a run before it starts, and say what the run will do.
 
     Reads the config, all rows of the datasets, the model folder and the reward function, and tries Redis if
-    TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
+    TIDEMILL_REDIS_URL is set. Where there are GPUs, or --gpus and --gpu-gib say which, computes what the run
+    takes of them and of hosts, and what to set where it does not fit. Starts nothing. Exits with 2 where
+    something is wrong.
     """
     if options.fields:
         from services.console.reference.fields import print_fields
 
         print_fields(str(options.config or ""))
         return
+    from services.console.check.memory import machine_named, print_memory
     from services.console.check.preflight import examine
     from services.console.plan.explain import explain
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
-    explain(examine(options.config, options.overrides, options.calls_reward), with_preset=options.explains)
+    machine = machine_named(options.gpus, options.gpu_gib, options.host_gib)
+    if options.memory:
+        print_memory(options.config, options.overrides, machine)
+        return
+    findings = examine(options.config, options.overrides, options.calls_reward, machine)
+    explain(findings, with_preset=options.explains)
 
 
 @grouped

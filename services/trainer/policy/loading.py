@@ -3,6 +3,7 @@
 from common.config import RunConfig
 from services.trainer.policy.fsdp.ranks import lead_ranks
 from services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from services.trainer.policy.memory.model import with_fitting_passes
 from services.trainer.policy.policy import Policy
 
 
@@ -13,6 +14,7 @@ def open_policy(config: RunConfig) -> Policy:
         from services.trainer.policy.simulated_policy import SimulatedPolicy
 
         return SimulatedPolicy(config)
+    config = with_fitting_passes(config)
     ranks = lead_ranks(config.trainer)
     if ranks is not None:
         from services.trainer.policy.fsdp.rank_policy import load_rank_policy
