@@ -250,7 +250,8 @@ class TrainerConfig(Section):
     """When ranks sum their gradients. Once an `update`, or with every `micro_batch`, which saves 4 bytes a
     parameter on each GPU; `auto` is once where that takes at most a quarter of the memory."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for the trainer; empty leaves the choice to CUDA_VISIBLE_DEVICES."""
+    """GPUs of this machine for the trainer; empty takes the first that nobody has (`tidemill up`), of
+    CUDA_VISIBLE_DEVICES where that is set."""
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, faster steps. Where that fails, a warning
     says why, and the run goes on without."""

@@ -24,6 +24,7 @@ from common.run.training_rows import read_evaluation_rows, read_training_rows
 from services.console.check.memory import Machine, check_memory
 from services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from services.console.check.teachers import check_teachers
+from services.console.processes.placement import find_overlaps, named_gpus
 
 SANDBOX_TIMEOUT_S = 120.0
 
@@ -160,12 +161,13 @@ def _check_environment(findings: Findings, rows: Rows) -> None:
 
 def _check_gpus(config: RunConfig) -> None:
     """What `tidemill up` is to hand out has to be on this machine."""
-    named = {"trainer.gpus": config.trainer.gpus, "rollout.gpus": config.rollout.gpus}
-    for name, reward in config.reward.named.items():
-        if reward.model is not None:
-            named[f"reward.rewards.{name}.model.gpus"] = reward.model.gpus
-        if reward.teacher is not None:
-            named[f"reward.rewards.{name}.teacher.gpus"] = reward.teacher.gpus
+    if overlaps := find_overlaps(config):
+        raise PreflightError(
+            "; ".join(overlaps)
+            + ". Give each process GPUs of its own, or leave gpus out, and `tidemill up` deals "
+            "them out; to share on purpose: rollout.shares_trainer_gpus, or shares_rollout_gpus of a reward model."
+        )
+    named = {".".join(field): gpus for field, gpus in named_gpus(config).items()}
     if not any(named.values()) or (count := count_gpus()) is None:
         return
     there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from common.config import Change, RunConfig, changed_fields
 from common.errors import ConfigError
+from common.process.gpu_sharing import count_gpus
 from common.process.programs import run_main
 from common.process.service import METRICS_HOST_VARIABLE
 from common.redis.broker import Broker
@@ -26,6 +27,7 @@ from common.wire.keys import Keys
 from services.console.check.preflight import examine
 from services.console.launch.local_run import LocalRun
 from services.console.options import UpOptions
+from services.console.processes.placement import gpus_here, place
 from services.console.processes.service import (
     ServiceSpec,
     exporter_spec,
@@ -42,6 +44,7 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
     config = with_steps(examine(options.config, options.overrides).config)
+    config, placement = place(config, gpus_here(count_gpus()))
     runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
@@ -54,6 +57,8 @@ def run_up(options: UpOptions, specs_of: Callable[[RunConfig], Sequence[ServiceS
     console = Console(highlight=False)
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal
+    for line in placement:
+        console.print(Text(line), soft_wrap=True)
     for change in changes:
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)

@@ -150,7 +150,8 @@ def _fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
     trains, generates = trains_on_gpus(config), config.rollout.engine == "vllm"
     ranks, ways = trainer.num_ranks if trains else 0, vllm.tensor_parallel_size
     engines = config.rollout.workers if generates else 0
-    shares = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
+    is_crowded = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
+    shares = generates and (config.rollout.shares_trainer_gpus or is_crowded)
     engine = engine_take(config, model, machine.gpu_bytes) if generates else None
     room = usable(machine.gpu_bytes)
     if shares:
@@ -220,7 +221,7 @@ def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Set
         smaller = {**auto, "trainer.algorithm.reference.dtype": "bfloat16"}
         yield from ({**smaller, **placement} for placement in placements)
     if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
-        adapters = {**auto, "trainer.lora": {}, "trainer.num_ranks": 1, "trainer.shard_ranks": None}
+        adapters: Settings = {**auto, "trainer.lora": {}, "trainer.num_ranks": 1, "trainer.shard_ranks": None}
         if reference.model != "off":
             adapters["trainer.algorithm.reference.dtype"] = "float32"
         yield from ({**placement, **adapters} for placement in placements)

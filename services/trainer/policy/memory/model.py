@@ -56,8 +56,10 @@ def with_fitting_passes(config: RunConfig) -> RunConfig:
         return config
     gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     room = usable(gpu_bytes)
-    if count_gpus() == 1 and config.rollout.engine == "vllm" and config.rollout.workers:
-        room -= config.rollout.vllm.gpu_memory_utilization * gpu_bytes
+    rollout = config.rollout
+    shares = rollout.shares_trainer_gpus or count_gpus() == 1
+    if shares and rollout.engine == "vllm" and rollout.workers:
+        room -= rollout.vllm.gpu_memory_utilization * gpu_bytes
     tokens, recomputed, take = choose_passes(config, model, gpu_bytes, room)
     told = log.info if take.running <= room else log.warning
     told(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,8 @@ def build_on_meta(config: PreTrainedConfig, attention: Any, dtype: torch.dtype) 
         raise ConfigError(
             f"model.path: transformers makes no language model of config.json: {reason}"
         ) from None
-    return model.eval()
+    model.eval()
+    return model
 
 
 def attention_on_gpus(config: PreTrainedConfig) -> Any:
@@ -108,8 +109,8 @@ def count_sizes(model: PreTrainedModel, lora: LoraConfig | None = None) -> Model
     config = model.config.get_text_config()
     blocks = layers_of(model)
     total, inside = _count(model.parameters()), _count(p for block in blocks for p in block.parameters())
-    embedding = model.get_input_embeddings().weight
-    head = getattr(model.get_output_embeddings(), "weight", embedding)
+    embedding = cast(Tensor, model.get_input_embeddings().weight)
+    head = cast(Tensor, getattr(model.get_output_embeddings(), "weight", embedding))
     linears = [
         (name, module)
         for name, module in model.named_modules()
@@ -214,7 +215,7 @@ def _saved_once(
     is_varlen = str(model.config.get_text_config()._attn_implementation) == VARLEN
     rows, width = (1, width * times) if is_varlen else (times, width)
     is_cast = dtype not in (torch.float32, torch.float64)
-    cast = torch.autocast("cpu", dtype=dtype) if is_cast else nullcontext()
+    casting = torch.autocast("cpu", dtype=dtype) if is_cast else nullcontext()
     with FakeTensorMode():
         _fake(model, weights)
         owned = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -223,7 +224,7 @@ def _saved_once(
             bounds = torch.zeros(2, dtype=torch.int32)
             kwargs |= {"position_ids": kwargs["input_ids"], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             kwargs |= {"max_length_q": width, "max_length_k": width}
-        with cast, _told_unpacked(), counted(kept, owned) as found:
+        with casting, _told_unpacked(), counted(kept, owned) as found:
             model.base_model(**kwargs, use_cache=False)
     return found
 
