@@ -112,8 +112,8 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
         return [text + (left if config.rollout.engine == "vllm" else "")]
     parts = ", ".join(f"{count} for {_told(field[:-1])}" for field, count in missing.items())
     raise ConfigError(
-        f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here are free. "
-        "Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
+        f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here are "
+        "free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
         "rollout.shares_trainer_gpus; `tidemill check` says what fits"
     )
 
@@ -121,7 +121,7 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
 def _judges(config: RunConfig) -> list[str]:
     """Their servers have a command line of their own, so nothing is given to them."""
     return [
-        f"reward {name}: the judge's servers see all GPUs; give them some in judge.local_replicas.env ({VISIBLE})"
+        f"reward {name}: the judge's servers see all GPUs; give them {VISIBLE} in judge.local_replicas.env"
         for name, reward in config.reward.rewards.items()
         if reward.judge and reward.judge.local_replicas and VISIBLE not in reward.judge.local_replicas.env
     ]
@@ -133,7 +133,13 @@ def _shared(config: RunConfig) -> RunConfig:
     count = rollout.workers * rollout.vllm.tensor_parallel_size
     if rollout.gpus or not gpus:
         return config
-    return _with_gpus(config, ROLLOUT, tuple(gpus[i % len(gpus)] for i in range(count)))
+    if rollout.vllm.tensor_parallel_size > len(gpus):
+        raise ConfigError(
+            f"rollout.vllm.tensor_parallel_size is {rollout.vllm.tensor_parallel_size}, and the trainer, whose "
+            f"GPUs rollout workers share, has {len(gpus)}: lower it"
+        )
+    shared: RunConfig = _with_gpus(config, ROLLOUT, tuple(gpus[i % len(gpus)] for i in range(count)))
+    return shared
 
 
 def _with_gpus(section: Any, path: Sequence[str], gpus: tuple[int, ...]) -> Any:

@@ -97,7 +97,7 @@ def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
 
 
 def test_too_few_gpus_are_refused_with_what_to_lower() -> None:
-    with pytest.raises(ConfigError, match="wants 5 GPUs .1 for trainer, 4 for rollout.* 4 of the 4 here"):
+    with pytest.raises(ConfigError, match=r"wants 5 GPUs .1 for trainer, 4 for rollout.* 4 of the 4 here"):
         place(config(workers=4), range(4))
     ranks = parse_config(
         {"model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"num_ranks": 2, "gpus": [0]}}, "t"

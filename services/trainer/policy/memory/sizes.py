@@ -231,8 +231,8 @@ def _saved_once(
 
 @contextmanager
 def _told_unpacked() -> Iterator[None]:
-    """Let transformers make no masks. It would read from positions whether rows are packed, and fake ones have
-    no values. Padded rows really get no mask, and boundaries take the place of masks."""
+    """Let transformers make no masks. It would read from positions whether rows are packed, and fake ones
+    have no values. Padded rows really get no mask, and boundaries take the place of masks."""
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *_: None
     try:
