@@ -164,8 +164,8 @@ def _check_gpus(config: RunConfig) -> None:
     if overlaps := find_overlaps(config):
         raise PreflightError(
             "; ".join(overlaps)
-            + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To share "
-            "on purpose: rollout.shares_trainer_gpus, shares_rollout_gpus of a reward model"
+            + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
+            "share on purpose: rollout.shares_trainer_gpus, shares_rollout_gpus of a reward model"
         )
     named = {".".join(field): gpus for field, gpus in named_gpus(config).items()}
     if not any(named.values()) or (count := count_gpus()) is None:

@@ -135,8 +135,8 @@ def _shared(config: RunConfig) -> RunConfig:
         return config
     if rollout.vllm.tensor_parallel_size > len(gpus):
         raise ConfigError(
-            f"rollout.vllm.tensor_parallel_size is {rollout.vllm.tensor_parallel_size}, and the trainer, whose "
-            f"GPUs rollout workers share, has {len(gpus)}: lower it"
+            f"rollout.vllm.tensor_parallel_size is {rollout.vllm.tensor_parallel_size}, and the trainer, "
+            f"whose GPUs rollout workers share, has {len(gpus)}: lower it"
         )
     shared: RunConfig = _with_gpus(config, ROLLOUT, tuple(gpus[i % len(gpus)] for i in range(count)))
     return shared
