@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import RunConfig, load_config
-from common.errors import TidemillError
+from common.errors import ConfigError, TidemillError
 from common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from common.process.gpu_sharing import count_gpus
 from common.process.programs import Program, run_main, run_own
@@ -188,7 +188,11 @@ def _check_memory(findings: Findings, machine: Machine | None) -> None:
             "`tidemill check --memory` fetches config.json of a hub name, and says what fits"
         )
         return
-    findings.memory, problems = check_memory(findings.config, machine)
+    try:
+        findings.memory, problems = check_memory(findings.config, machine)
+    except ConfigError as error:
+        findings.notes.append(f"the memory that the run takes was not computed: {error}")
+        return
     if problems:
         raise PreflightError("\n\n".join(problems))
 

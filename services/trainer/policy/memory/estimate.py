@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.config import RunConfig
+from services.trainer.policy.attention import head_size, layer_configs
 from services.trainer.policy.head import LOGITS_ELEMENTS
 from services.trainer.policy.memory.sizes import ModelSizes, Saved
 
@@ -211,21 +212,31 @@ def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
     """Of a sequence, on each of `ways` GPUs. Keys and values of each head; the compressed ones of MLA; layers
     with a window keep that much; recurrent layers keep nothing that grows."""
     text = config.get_text_config()
-    layers, heads = int(text.num_hidden_layers), int(text.num_attention_heads)
+    num_layers = int(text.num_hidden_layers)
     window = getattr(text, "sliding_window", None) or length
     usual = "sliding_attention" if window < length else "full_attention"
-    kinds = list(getattr(text, "layer_types", None) or [usual] * layers)
+    kinds = list(getattr(text, "layer_types", None) or [usual] * num_layers)
     lengths = {
         "full_attention": length,
         "sliding_attention": min(window, length),
         "chunked_attention": length,
     }
-    positions = sum(lengths.get(kind, 0) for kind in kinds)
+    own = layer_configs(config)
+    layers = own if len(own) == num_layers else own * num_layers
+    return float(
+        sum(
+            lengths.get(kind, 0) * _key_bytes(layer, width, ways)
+            for kind, layer in zip(kinds, layers, strict=True)
+        )
+    )
+
+
+def _key_bytes(text: Any, width: int, ways: int) -> int:
+    """Of a position in one layer."""
     if (rank := getattr(text, "kv_lora_rank", None)) is not None:
-        return float(positions * width * (rank + text.qk_rope_head_dim))
-    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return float(positions * 2 * width * size * max(1, -(-key_heads // ways)))
+        return int(width * (rank + text.qk_rope_head_dim))
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    return 2 * width * head_size(text) * max(1, -(-heads // ways))
 
 
 def host_take(config: RunConfig, sizes: ModelSizes, ranks: int, engines: int) -> Take:

@@ -177,7 +177,9 @@ def measure_saved(
         layer=max(layers),
         inputs=float(len(blocks) * model.config.get_text_config().hidden_size * size),
         rest=slopes.get("", 0.0),
-        copies=round(sum(n * fixed.get(str(i), 0.0) for i, n in enumerate(counts)) + fixed.get("", 0.0)),
+        copies=max(
+            0, round(sum(n * fixed.get(str(i), 0.0) for i, n in enumerate(counts)) + fixed.get("", 0.0))
+        ),
     )
 
 

@@ -200,6 +200,8 @@ def test_the_kv_cache_by_hand():
     assert kv_bytes(config, 1000, width=2, ways=16) == 1000 * 36 * 2 * 1 * 128 * 2, "a head on each GPU"
     windowed = make_config("Gemma3Text")  # one layer of 4 positions, one of all; 2 heads of 8
     assert kv_bytes(windowed, 100, width=4) == (4 + 100) * 2 * 2 * 8 * 4
+    unlike = make_config("Gemma4Text", global_head_dim=16, num_key_value_heads=2)  # heads of 8, and of 16
+    assert kv_bytes(unlike, 100, width=2) == (4 * 8 + 100 * 16) * 2 * 2 * 2
     engine = engine_take(config_of(vllm={"gpu_memory_utilization": 0.5}), model_of(), 4 * GIB)
     assert engine.sequence == 1024 * 4 * 2 * 2 * 16 * 2
     assert engine.room == 2 * GIB - 2000 - 1.5 * GIB - 8 * 256 * 30
