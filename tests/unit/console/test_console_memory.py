@@ -8,8 +8,11 @@ import pytest
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.process import gpu_sharing
-from services.console.check import memory
+from common.process.checks import RewardFindings
+from services.console.check import memory, preflight
 from services.console.check.memory import GIB, check_memory, machine_named, print_memory
+from services.console.check.preflight import PreflightError, examine
+from tests.support.checked_runs import write_run
 
 PARTS = {
     "parts": {"master weights": 3.0 * GIB, "crumbs": 0.001 * GIB},
@@ -75,3 +78,22 @@ def test_the_machine_is_the_one_named_else_this_one(monkeypatch: pytest.MonkeyPa
     here = machine_named(None, None, None)
     assert here is not None and (here["gpus"], here["gpu_bytes"]) == (2, 40 * GIB), "the smaller of two"
     assert here["host_bytes"] > 0
+
+
+def test_a_check_tells_memory_and_a_model_that_cannot_be_measured_is_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preflight, "check_reward", lambda *_: RewardFindings())
+    path = write_run(tmp_path)
+    answer(monkeypatch)
+    assert "2 x 3.0 of 8.0 GiB" in examine(path, machine=MACHINE).memory[0]
+    answer(monkeypatch, problems=["too large"])
+    with pytest.raises(PreflightError, match="too large"):
+        examine(path, machine=MACHINE)
+
+    def refuse(*_: Any) -> Any:
+        raise ConfigError("no layers")
+
+    monkeypatch.setattr(memory, "compute_memory", refuse)
+    assert "was not computed: no layers" in examine(path, machine=MACHINE).notes[-1]
+    assert examine(path).memory == []
