@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PYTHON ?=
 ENGINE ?= transformers
 # Tests wait more than they compute. Files stay whole, and the longest come first (tests/conftest.py).
-PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder
 V ?=
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
@@ -74,6 +74,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/python -m tidemill.services.console.reference.metric_table --check docs/metrics.md
 	$(BIN)/python -m tidemill.services.console.reference.option_tables --check docs/coming-from.md
 	$(BIN)/python -m tidemill.services.console.reference.api_page --check docs/api.md
+	$(BIN)/python -m tidemill.services.console.reference.fits_table --check docs/operations/memory.md
 	$(BIN)/python -m infra.grafana --check
 	$(BIN)/python -m infra.helm --check
 	$(BIN)/python -m infra.docs --check

@@ -22,6 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 LONGEST = (
+    "integration/docs/test_commands.py",
+    "integration/pipeline/test_distillation.py",
+    "integration/pipeline/test_agent_run.py",
     "integration/pipeline/test_algorithms.py",
     "integration/pipeline/test_algorithm_parts.py",
     "integration/rollout/test_vllm_engine.py",
@@ -30,6 +33,9 @@ LONGEST = (
     "chaos/test_short_chaos.py",
     "integration/pipeline/test_vllm_training.py",
     "integration/docs/test_tutorial.py",
+    "integration/docs/test_notebook.py",
+    "integration/pipeline/test_lora.py",
+    "integration/reward/test_reward_async.py",
     "integration/infra/test_prometheus.py",
     "integration/console/test_rescore.py",
     "integration/console/test_console_up.py",

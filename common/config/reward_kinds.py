@@ -265,7 +265,7 @@ class RewardModelConfig(RemoteConfig):
     max_tokens: int = Field(0, ge=0, le=1 << 20)
     """Longer inputs lose their beginning; 0 refuses what the model cannot take, and never cuts."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for local replicas, dealt out in turn; empty leaves it to the environment."""
+    """GPUs of this machine for local replicas, dealt out in turn; empty takes some that nobody has."""
     shares_rollout_gpus: bool = False
     """Local replica i takes turns with rollout worker i on its GPUs: one generates, or the other scores."""
     turn_s: float = Field(5.0, ge=0.05, le=3600.0)

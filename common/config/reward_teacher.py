@@ -30,7 +30,7 @@ class TeacherConfig(RemoteConfig):
     """Put the text of `prompt_column` or `template` into the teacher's chat template, as the user's message.
     Messages always go into it."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for local replicas, dealt out in turn; empty leaves it to the environment."""
+    """GPUs of this machine for local replicas, dealt out in turn; empty takes some that nobody has."""
 
     @property
     def has_own_prompt(self) -> bool:

@@ -78,7 +78,10 @@ class RolloutConfig(Section):
     """What generates: vLLM, plain transformers (no GPU library needed), or delays."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine for its rollout workers, dealt out in turn, `vllm.tensor_parallel_size` to each;
-    empty leaves the choice to the environment (CUDA_VISIBLE_DEVICES)."""
+    empty takes GPUs that nobody has (`tidemill up`), of CUDA_VISIBLE_DEVICES where that is set."""
+    shares_trainer_gpus: bool = False
+    """Rollout workers are on GPUs of the trainer, both at once: `vllm.gpu_memory_utilization` has to leave
+    what the trainer takes."""
     workers: int = Field(1, ge=0, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)

@@ -194,6 +194,10 @@ class SimulatedPolicyConfig(Section):
     """Time of one optimizer update, in seconds."""
 
 
+DEFAULT_TILE_TOKENS = 16_384
+"""What `micro_batch_tokens: auto` begins with."""
+
+
 class TrainerConfig(Section):
     """How the trainer schedules, trains, and keeps what it did."""
 
@@ -228,12 +232,14 @@ class TrainerConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
-    micro_batch_tokens: int = Field(16_384, ge=16)
-    """Most tokens (prompt plus completion) in one forward pass, of each rank."""
+    micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
+    """Most tokens (prompt plus completion) in one forward pass, of each rank. `auto` is 16,384; on a GPU as
+    many, from there down, as fit by the estimate of `tidemill check`."""
     packing: bool = True
     """Pack sequences without padding where the attention allows it; else pad rows of like length."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass to save memory. `auto` does on a GPU where half of
+    `micro_batch_tokens` would not fit without, by the estimate of `tidemill check`; elsewhere it does not."""
     num_ranks: int = Field(1, ge=1, le=4096)
     """Processes that train one model together, a GPU each, sharded with FSDP2. The trainer starts them on its
     own machine; for several machines start it with torchrun."""
@@ -244,7 +250,8 @@ class TrainerConfig(Section):
     """When ranks sum their gradients. Once an `update`, or with every `micro_batch`, which saves 4 bytes a
     parameter on each GPU; `auto` is once where that takes at most a quarter of the memory."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this machine for the trainer; empty leaves the choice to CUDA_VISIBLE_DEVICES."""
+    """GPUs of this machine for the trainer; empty takes the first that nobody has (`tidemill up`), of
+    CUDA_VISIBLE_DEVICES where that is set."""
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, faster steps. Where that fails, a warning
     says why, and the run goes on without."""
@@ -349,6 +356,16 @@ class TrainerConfig(Section):
                 "algorithm.reference.dtype out"
             )
         return self
+
+    @property
+    def tile_tokens(self) -> int:
+        """`micro_batch_tokens`, where nothing has chosen yet."""
+        return DEFAULT_TILE_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """`gradient_checkpointing`, where nothing has chosen yet."""
+        return self.gradient_checkpointing is True
 
     @property
     def updates_per_step(self) -> int:

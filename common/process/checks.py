@@ -3,8 +3,9 @@
 import importlib.util
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tidemill.common.config import RewardConfig, RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
@@ -12,7 +13,12 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.run.dataset import Row
 
-TIMEOUT_S = {Program.TRAINER_CHECK: 180.0, Program.REWARD_CHECK: 120.0, Program.ROLLOUT_CHECK: 180.0}
+TIMEOUT_S = {
+    Program.TRAINER_CHECK: 180.0,
+    Program.TRAINER_MEMORY: 300.0,
+    Program.REWARD_CHECK: 120.0,
+    Program.ROLLOUT_CHECK: 180.0,
+}
 """Importing torch on a busy machine takes its time."""
 CALLED, READS, PLAYED = "tidemill-called: ", "tidemill-reads: ", "tidemill-played: "
 """Begin the lines of a check's output that tell of a call, of what is read, and of a session; a user's module
@@ -78,6 +84,23 @@ def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
         arguments.append(_row_json(row))
     lines = _run(Program.ROLLOUT_CHECK, arguments, f"rollout.environment.use {section.use}").splitlines()
     return [line.removeprefix(PLAYED) for line in lines if line.startswith(PLAYED)]
+
+
+def compute_memory(
+    config: RunConfig, machines: Sequence[Mapping[str, Any]], finds: bool = False
+) -> list[dict[str, Any]]:
+    """Have a process of the trainer compute what the run takes of machines (`gpus`, `gpu_bytes`,
+    `host_bytes`), from the model's config.json alone: a map for each. With `finds`, settings that fit take
+    the place of the config's.
+
+    Raises:
+        ConfigError: the model cannot be measured.
+    """
+    tree = config.model_dump(mode="json")
+    request = json.dumps({"config": tree, "machines": list(machines), "finds": finds})
+    output = _run(Program.TRAINER_MEMORY, [request], f"model.path {config.model.path}")
+    fits: list[dict[str, Any]] = json.loads(output.splitlines()[-1])["fits"]
+    return fits
 
 
 def _row_json(row: Row) -> str:

@@ -127,6 +127,9 @@ Full = Annotated[bool, flag("--full", "Show texts to their ends.")]
 LaneChoice = Annotated[Literal["train", "eval"], flag("--lane", "Training or evaluation.")]
 
 
+_GPUS_TEXT = "GPUs of the whole run, for the memory that it takes. Without it: those of this machine."
+
+
 @dataclass(frozen=True)
 class CheckOptions:
     """`tidemill check`."""
@@ -140,6 +143,19 @@ class CheckOptions:
     explains: Annotated[
         bool, flag("--explain", "Also list what the preset of the algorithm sets, field by field.")
     ] = False
+    memory: Annotated[
+        bool,
+        flag(
+            "--memory", "Only compute what the run takes of GPUs and hosts; config.json of the model will do."
+        ),
+    ] = False
+    gpus: Annotated[int | None, option("--gpus", _GPUS_TEXT, "N", min=1, max=100_000)] = None
+    gpu_gib: Annotated[
+        float | None, option("--gpu-gib", "Memory of each GPU. Without it: this machine's.", "GIB", min=1.0)
+    ] = None
+    host_gib: Annotated[
+        float | None, option("--host-gib", "Memory of each host. Without it: this machine's.", "GIB", min=1.0)
+    ] = None
     fields: Annotated[bool, flag("--fields", "List all fields of a config instead, or of one SECTION.")] = (
         False
     )

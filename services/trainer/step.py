@@ -150,7 +150,7 @@ class StepRunner:
         self.algorithm = self.trainer.algorithm
         """With the coefficients of the current step."""
         # One forward pass on each rank.
-        self.micro_batch_tokens = self.trainer.micro_batch_tokens * self.trainer.num_ranks
+        self.micro_batch_tokens = self.trainer.tile_tokens * self.trainer.num_ranks
         self.has_begun = False
         """Whether the weights are those within a step: after its first update, before its last."""
 

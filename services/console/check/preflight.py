@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.common.config import RunConfig, load_config, override_config
-from tidemill.common.errors import TidemillError
+from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
@@ -21,8 +21,10 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
+from tidemill.services.console.check.memory import Machine, check_memory
 from tidemill.services.console.check.model_folder import ModelFacts, check_lengths, inspect_model
 from tidemill.services.console.check.teachers import check_teachers
+from tidemill.services.console.processes.placement import find_overlaps, named_gpus
 
 SANDBOX_TIMEOUT_S = 120.0
 
@@ -50,13 +52,21 @@ class Findings:
     """What came of calling the rewards, where that was asked for."""
     reads: dict[str, str] = field(default_factory=dict)
     """What judges and reward models will read of the first training row."""
+    memory: list[str] = field(default_factory=list)
+    """What the run takes of GPUs and hosts, where that was computed."""
     session: list[str] = field(default_factory=list)
     """What came of playing one session with a script in place of the model."""
     notes: list[str] = field(default_factory=list)
 
 
-def examine(given: Path | RunConfig, overrides: Iterable[str] = (), calls_reward: bool = False) -> Findings:
-    """Check a run's config, or the file that holds it, and all it refers to.
+def examine(
+    given: Path | RunConfig,
+    overrides: Iterable[str] = (),
+    calls_reward: bool = False,
+    machine: Machine | None = None,
+) -> Findings:
+    """Check a run's config, or the file that holds it, and all it refers to; with a machine, also whether the
+    run fits into its memory.
 
     Raises:
         ConfigError: the config itself is bad.
@@ -75,6 +85,7 @@ def examine(given: Path | RunConfig, overrides: Iterable[str] = (), calls_reward
             lambda: _check_engine(findings.config),
             lambda: _check_lora(findings.config),
             lambda: _check_gpus(findings.config),
+            lambda: _check_memory(findings, machine),
             lambda: check_teachers(findings.config),
             lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
             lambda: _check_rewards(findings, rows, calls_reward),
@@ -155,12 +166,13 @@ def _check_environment(findings: Findings, rows: Rows) -> None:
 
 def _check_gpus(config: RunConfig) -> None:
     """What `tidemill up` is to hand out has to be on this machine."""
-    named = {"trainer.gpus": config.trainer.gpus, "rollout.gpus": config.rollout.gpus}
-    for name, reward in config.reward.named.items():
-        if reward.model is not None:
-            named[f"reward.rewards.{name}.model.gpus"] = reward.model.gpus
-        if reward.teacher is not None:
-            named[f"reward.rewards.{name}.teacher.gpus"] = reward.teacher.gpus
+    if overlaps := find_overlaps(config):
+        raise PreflightError(
+            "; ".join(overlaps)
+            + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
+            "share on purpose: rollout.shares_trainer_gpus, shares_rollout_gpus of a reward model"
+        )
+    named = {".".join(field): gpus for field, gpus in named_gpus(config).items()}
     if not any(named.values()) or (count := count_gpus()) is None:
         return
     there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"
@@ -171,6 +183,23 @@ def _check_gpus(config: RunConfig) -> None:
     ]
     if wrong:
         raise PreflightError("; ".join(wrong) + ". Name GPUs that are there, or leave gpus out.")
+
+
+def _check_memory(findings: Findings, machine: Machine | None) -> None:
+    if machine is None or findings.model is None:
+        return
+    if findings.model.is_remote:
+        findings.notes.append(
+            "`tidemill check --memory` fetches config.json of a hub name, and says what fits"
+        )
+        return
+    try:
+        findings.memory, problems = check_memory(findings.config, machine)
+    except ConfigError as error:
+        findings.notes.append(f"the memory that the run takes was not computed: {error}")
+        return
+    if problems:
+        raise PreflightError("\n\n".join(problems))
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -31,19 +31,26 @@ def check(options: CheckOptions) -> None:
     """Find every mistake of a run before it starts, and say what the run will do.
 
     Reads the config, all rows of the datasets and the model folder, calls the reward functions once, and
-    tries Redis if TIDEMILL_REDIS_URL is set. Starts nothing. Exits with 2 where something is wrong.
+    tries Redis if TIDEMILL_REDIS_URL is set. Where there are GPUs, or --gpus and --gpu-gib say which,
+    computes what the run takes of them and of hosts, and what to set where it does not fit. Starts nothing.
+    Exits with 2 where something is wrong.
     """
     if options.fields:
         from tidemill.services.console.reference.fields import print_fields
 
         print_fields(str(options.config or ""))
         return
+    from tidemill.services.console.check.memory import machine_named, print_memory
     from tidemill.services.console.check.preflight import examine
     from tidemill.services.console.plan.explain import explain, print_findings
 
     if options.config is None:
         raise ConfigError("tidemill check needs a config file, or --fields.")
-    findings = examine(options.config, options.overrides, options.calls_reward)
+    machine = machine_named(options.gpus, options.gpu_gib, options.host_gib)
+    if options.memory:
+        print_memory(options.config, options.overrides, machine)
+        return
+    findings = examine(options.config, options.overrides, options.calls_reward, machine)
     if options.as_json:
         print_findings(findings)
     else:

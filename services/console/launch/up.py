@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tidemill.common.config import Change, RunConfig, changed_fields
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.redis.broker import Broker
@@ -28,6 +29,7 @@ from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.launch.views import View
 from tidemill.services.console.options import UpOptions
+from tidemill.services.console.processes.placement import gpus_here, place
 from tidemill.services.console.processes.service import (
     ServiceSpec,
     exporter_spec,
@@ -65,6 +67,7 @@ def prepare(
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
     config = with_steps(examine(config or options.config, options.overrides).config)
+    config, placement = place(config, gpus_here(count_gpus()))
     runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
@@ -76,6 +79,8 @@ def prepare(
     _check_ports(specs)
     resume_command = options.command(config.run_id, resume=True)
     is_live = options.live and console.is_terminal
+    for line in placement:
+        console.print(Text(line), soft_wrap=True)
     for change in changes:
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)

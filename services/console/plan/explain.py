@@ -75,6 +75,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("reward", f"{_rewards(reward)}; {reward.workers} worker{'' if reward.workers == 1 else 's'}"),
         ("", _rewards_checked(findings)),
         ("session", "; ".join(findings.session)),
+        *(("" if i else "memory", line) for i, line in enumerate(findings.memory)),
         ("redis", _redis(findings)),
     ]
     return [(name, text) for name, text in lines if text]

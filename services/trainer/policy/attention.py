@@ -66,18 +66,32 @@ def why_no_flash(config: PreTrainedConfig) -> str:
 
 def why_no_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> str:
     """Why a model that flash attention could run does not run with torch's kernel; empty where it does."""
-    text = config.get_text_config()
     if capability < OLDEST_GPU:
         return f"torch's varlen attention needs a GPU of compute capability 8.0, this one has {capability}"
     if has_capped_attention(config):
         return "torch's varlen attention does not cap scores; flash-attn does, where it is installed"
-    heads = max(1, int(getattr(text, "num_attention_heads", 1)))
-    size = int(getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads)
+    size = max(map(head_size, layer_configs(config)), key=lambda size: (size % 8, size))
     if size > MAX_HEAD_SIZE or size % 8:
         return (
             f"torch's varlen attention takes heads of up to {MAX_HEAD_SIZE} in steps of 8, these have {size}"
         )
     return ""
+
+
+def layer_configs(config: PreTrainedConfig) -> list[Any]:
+    """The text's configuration, or one for each layer where layers have heads of different sizes."""
+    text = config.get_text_config()
+    try:
+        getattr(text, "head_dim", None)
+    except RuntimeError:  # transformers refuses to say one size for all
+        return [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
+    return [text]
+
+
+def head_size(text: Any) -> int:
+    """Of the heads of a layer, as its configuration says."""
+    heads = max(1, int(getattr(text, "num_attention_heads", 1)))
+    return int(getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads)
 
 
 def attend_varlen(

@@ -3,6 +3,7 @@
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.memory.model import with_fitting_passes
 from tidemill.services.trainer.policy.policy import Policy
 
 
@@ -13,6 +14,7 @@ def open_policy(config: RunConfig) -> Policy:
         from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
         return SimulatedPolicy(config)
+    config = with_fitting_passes(config)
     ranks = lead_ranks(config.trainer)
     if ranks is not None:
         from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy

@@ -180,7 +180,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def recompute_layers(model: PreTrainedModel) -> None:
     """Wrap the layers that transformers would checkpoint, in place. Raises ConfigError: the model has no such
     layers."""
-    layers = _outermost(model)
+    layers = recomputable_layers(model)
     if not layers:
         raise ConfigError(
             f"trainer.gradient_checkpointing: transformers marks no layers of {type(model).__name__} for it; "
@@ -202,8 +202,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def _outermost(module: nn.Module) -> list[nn.Module]:
-    """Layers made for it that are in no other such layer."""
+def recomputable_layers(module: nn.Module) -> list[nn.Module]:
+    """Layers that transformers would checkpoint, and that are in no other such layer."""
     if isinstance(module, GradientCheckpointingLayer):
         return [module]
-    return [layer for child in module.children() for layer in _outermost(child)]
+    return [layer for child in module.children() for layer in recomputable_layers(child)]

@@ -139,11 +139,11 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         self.layout = pick_layout(model, self._scorer, config.packing, model.device)
         # What looks at a whole sequence needs all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
-        self._tile_tokens = config.micro_batch_tokens
+        self._tile_tokens = config.tile_tokens
         """Of one forward pass."""
         if model.device.type == "cpu":
-            self._tile_tokens = min(CPU_TILE_TOKENS, config.micro_batch_tokens)
-        if config.gradient_checkpointing:
+            self._tile_tokens = min(CPU_TILE_TOKENS, config.tile_tokens)
+        if config.recomputes_layers:
             recompute_layers(model)
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)

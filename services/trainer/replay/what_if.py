@@ -158,7 +158,7 @@ class WhatIf:
             tuple(
                 batch.keys
                 for batch in form_micro_batches(
-                    (sample for group in chunk for sample in group.samples), trainer.micro_batch_tokens
+                    (sample for group in chunk for sample in group.samples), trainer.tile_tokens
                 )
             )
             for chunk in chunks

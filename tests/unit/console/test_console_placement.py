@@ -6,6 +6,7 @@ import pytest
 
 from tidemill.common.config import RunConfig, parse_config
 from tidemill.common.errors import ConfigError
+from tidemill.services.console.processes.placement import find_overlaps, gpus_here, place
 from tidemill.services.console.processes.service import (
     replica_gpus,
     rollout_gpus,
@@ -66,3 +67,59 @@ def test_without_a_word_the_environment_decides() -> None:
 def test_what_does_not_fit_is_refused(model: Any, rollout: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(model, **rollout)
+
+
+def test_every_process_gets_gpus_of_its_own_where_none_are_named() -> None:
+    run = config({}, workers=2, vllm={"tensor_parallel_size": 2})
+    run, said = place(run, range(8))
+    assert (run.trainer.gpus, run.rollout.gpus, seen(run, 0), seen(run, 1)) == ((0,), (1, 2, 3, 4), "5", "6")
+    assert said == ["GPUs: trainer 0, rollout 1,2,3,4, reward.rewards.rm.model 5,6, 7 unused"]
+    assert find_overlaps(run) == []
+
+
+def test_what_is_named_stays_and_is_given_to_nobody_else() -> None:
+    run, _ = place(config({"gpus": [0]}, trainer=[2], workers=2), range(5))
+    assert (run.trainer.gpus, run.rollout.gpus, seen(run, 0)) == ((2,), (1, 3), "0")
+    whole = config(trainer=[0], gpus=[1])
+    assert place(whole, range(2)) == (whole, ["GPUs: trainer 0, rollout 1"])
+
+
+def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
+    run = config({}, workers=2)
+    assert place(run, []) == (run, [])
+    placed, said = place(run, [3])
+    assert placed is run and "all processes are on GPU 3 at once" in said[0] and "leaves 15%" in said[0]
+    simulated = RunConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engine": "simulated"}}
+        | {"trainer": {"policy": "simulated"}}
+    )
+    assert place(simulated, range(2)) == (simulated, [])
+
+
+def test_too_few_gpus_are_refused_with_what_to_lower() -> None:
+    with pytest.raises(ConfigError, match=r"wants 5 GPUs .1 for trainer, 4 for rollout.* 4 of the 4 here"):
+        place(config(workers=4), range(4))
+    ranks = parse_config(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"num_ranks": 2, "gpus": [0]}}, "t"
+    )
+    with pytest.raises(ConfigError, match="names 1 GPUs for 2 ranks"):
+        place(ranks, range(4))
+
+
+def test_a_gpu_belongs_to_one_unless_sharing_is_asked_for() -> None:
+    assert find_overlaps(config(trainer=[0], gpus=[0])) == ["GPU 0 is in trainer.gpus and in rollout.gpus"]
+    assert find_overlaps(config(trainer=[0], gpus=[0], shares_trainer_gpus=True)) == []
+    assert "reward.rewards.rm.model.gpus" in find_overlaps(config({"gpus": [1]}, gpus=[1]))[0]
+    assert find_overlaps(config({"gpus": [7]}, trainer=[0], gpus=[1])) == []
+    assert find_overlaps(config(trainer=[0, 0])) == ["trainer.gpus names a GPU twice"]
+    shared, _ = place(config(workers=2, shares_trainer_gpus=True), range(2))
+    assert (shared.trainer.gpus, shared.rollout.gpus) == ((0,), (0, 0))
+
+
+def test_gpus_that_the_environment_names_are_those_to_hand_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (gpus_here(3), gpus_here(None)) == ([0, 1, 2], [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    assert gpus_here(8) == [4, 6]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a1c")
+    assert gpus_here(8) == []

@@ -156,6 +156,8 @@ def test_heads_that_the_kernel_does_not_take_are_told():
     assert why_no_varlen(transformers.LlamaConfig(hidden_size=128, num_attention_heads=2), (8, 0)) == ""
     wide = transformers.LlamaConfig(hidden_size=1024, num_attention_heads=2)
     assert "these have 512" in why_no_varlen(wide, (8, 0))
+    unlike = make_config("Gemma4Text")  # of its layers, some have heads of 8 and some of 512
+    assert "these have 512" in why_no_varlen(unlike, (8, 0))
 
 
 def per_sequence(

@@ -1,0 +1,118 @@
+"""Says whether a run fits into the memory of GPUs and hosts. A process of the trainer computes it."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tidemill.common.config import RunConfig, load_config
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.checks import compute_memory
+from tidemill.common.process.gpu_sharing import count_gpus, smallest_gpu_bytes
+
+GIB = 1 << 30
+Machine = dict[str, Any]
+"""`gpus` of the whole run, `gpu_bytes` of each, and `host_bytes` of each host or None."""
+
+
+def machine_named(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> Machine | None:
+    """What is named, and what is here where nothing is; None where neither says what GPUs there are.
+
+    Raises:
+        ConfigError: GPUs are named, and their memory is not known.
+    """
+    is_named = gpus is not None or gpu_gib is not None
+    gpu_bytes = smallest_gpu_bytes() if gpu_gib is None else gpu_gib * GIB
+    if gpu_bytes is None:
+        if is_named:
+            raise ConfigError("--gpus needs --gpu-gib on a machine without GPUs: the memory of each.")
+        return None
+    # Of other machines the hosts are not known either.
+    here = None if is_named else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    host_bytes = here if host_gib is None else host_gib * GIB
+    return {"gpus": gpus or count_gpus() or 1, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
+
+
+def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[str]]:
+    """What the run takes, a line each, and what does not fit, with what to set.
+
+    Raises:
+        ConfigError: the model cannot be measured.
+    """
+    if config.trainer.policy == "simulated" and config.rollout.engine != "vllm":
+        return [], []
+    (fit,) = compute_memory(config, [machine])
+    problems = [f"memory: {problem}" for problem in fit["problems"]]
+    if problems:
+        problems.append(advice(fit["settings"]))
+    return list(describe(fit, config, machine)), problems
+
+
+def describe(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Iterable[str]:
+    """Lines of what is computed."""
+    if (trainer := fit["trainer"]) is not None:
+        again = ", layers computed again" if fit["recomputed"] else ""
+        yield (
+            f"trainer: {fit['ranks']} x {_gib(trainer['peak'])} of {_gib(machine['gpu_bytes'])} GiB, passes "
+            f"of {max(fit['tokens'], config.model.max_model_len):,} tokens{again}: {_parts(trainer['parts'])}"
+        )
+    if (engine := fit["engine"]) is not None and fit["engines"]:
+        yield (
+            f"engines: {fit['engines']} on {fit['ways']} GPU{'s' * (fit['ways'] > 1)} each: "
+            f"{_parts(engine['parts'])}; the KV cache holds {engine['num_sequences']:,} sequences of "
+            f"{config.model.max_model_len:,} tokens"
+        )
+    if fit["host"]["peak"]:
+        yield f"host: {_gib(fit['host']['peak'])} GiB: {_parts(fit['host']['parts'])}"
+
+
+def advice(settings: Mapping[str, Any]) -> str:
+    """What to set, in words."""
+    if not settings:
+        return (
+            "Nothing that could be set was found to fit: take more GPUs or larger ones, or a smaller model."
+        )
+    return f"It fits, by the estimate, with {told(settings)}"
+
+
+def told(settings: Mapping[str, Any]) -> str:
+    """Settings as `--set` takes them."""
+    return ", ".join(f"{name}={_yaml(value)}" for name, value in settings.items())
+
+
+def _yaml(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+    )
+
+
+def print_memory(path: Path, overrides: Iterable[str], machine: Machine | None) -> None:
+    """Print what the run takes; nothing but its config and the model's config.json has to exist.
+
+    Raises:
+        ConfigError: it does not fit, or it cannot be told.
+    """
+    config = load_config(path, overrides)
+    if machine is None:
+        raise ConfigError("this machine has no GPU: say what there is, as in --gpus 8 --gpu-gib 80.")
+    lines, problems = check_memory(config, machine)
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    if problems:
+        raise ConfigError("\n\n".join(problems))
+    console.print("[green]ok[/]  it fits, by an estimate; nothing was started")
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    """The largest first; what is below a hundredth of all is left out."""
+    total = sum(parts.values())
+    shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
+    return ", ".join(f"{name} {_gib(value)}" for value, name in shown)
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f}"

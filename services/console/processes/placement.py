@@ -1,0 +1,159 @@
+"""Which GPUs of this machine the processes of `tidemill up` get, where the config names none.
+
+Every rank of the trainer, every engine (`rollout.vllm.tensor_parallel_size` each) and every local server of a
+reward model or teacher gets GPUs of its own, in this order, from those that nobody has named. What is named
+stays. On a machine with one GPU they share it, as without any word.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.console.processes.service import VISIBLE
+
+TRAINER, ROLLOUT = ("trainer", "gpus"), ("rollout", "gpus")
+
+
+def gpus_here(count: int | None) -> list[int]:
+    """Numbers of the GPUs that may be handed out: CUDA_VISIBLE_DEVICES, else all; none where it is not known,
+    or names them otherwise than by number."""
+    named = os.environ.get(VISIBLE)
+    if named is None:
+        return list(range(count or 0))
+    numbers = [name.strip() for name in named.split(",") if name.strip()]
+    return [int(number) for number in numbers] if all(number.isdigit() for number in numbers) else []
+
+
+Field = tuple[str, ...]
+"""The way to a list of GPUs in the config."""
+
+
+def named_gpus(config: RunConfig) -> dict[Field, tuple[int, ...]]:
+    """GPUs of each field that can name some."""
+    named: dict[Field, tuple[int, ...]] = {TRAINER: config.trainer.gpus, ROLLOUT: config.rollout.gpus}
+    for name, reward in config.reward.rewards.items():
+        for kind, section in (("model", reward.model), ("teacher", reward.teacher)):
+            if section is not None:
+                named["reward", "rewards", name, kind, "gpus"] = section.gpus
+    return named
+
+
+def wanted_gpus(config: RunConfig) -> dict[Field, int]:
+    """How many GPUs each of these fields should have, for processes that use any."""
+    trainer, rollout = config.trainer, config.rollout
+    wanted: dict[Field, int] = {}
+    if trainer.policy == "transformers" and not trainer.device.startswith("cpu"):
+        wanted[TRAINER] = trainer.num_ranks
+    on_cpu = rollout.engine == "transformers" and rollout.transformers.device.startswith("cpu")
+    if rollout.engine != "simulated" and not on_cpu:
+        wanted[ROLLOUT] = rollout.workers * rollout.vllm.tensor_parallel_size
+    for name, reward in config.reward.rewards.items():
+        for kind, section in (("model", reward.model), ("teacher", reward.teacher)):
+            local = section.local_replicas if section else None
+            shares = kind == "model" and reward.model is not None and reward.model.shares_rollout_gpus
+            if local is not None and not shares and VISIBLE not in local.env:
+                wanted["reward", "rewards", name, kind, "gpus"] = local.count
+    return wanted
+
+
+def find_overlaps(config: RunConfig) -> list[str]:
+    """GPUs that two processes are given, where no sharing is asked for."""
+    owners: dict[int, Field] = {}
+    problems = []
+    for field, gpus in named_gpus(config).items():
+        if field == TRAINER and len(set(gpus)) < len(gpus):
+            problems.append("trainer.gpus names a GPU twice")
+        for gpu in dict.fromkeys(gpus):
+            owner = owners.setdefault(gpu, field)
+            is_asked = (owner, field) == (TRAINER, ROLLOUT) and config.rollout.shares_trainer_gpus
+            if owner != field and not is_asked:
+                problems.append(f"GPU {gpu} is in {_told(owner)} and in {_told(field)}")
+    return problems
+
+
+def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]:
+    """The config with GPUs for every process, and what there is to say of them.
+
+    Raises:
+        ConfigError: there are several GPUs, and still too few.
+    """
+    named, wanted = named_gpus(config), wanted_gpus(config)
+    if config.trainer.gpus and len(config.trainer.gpus) < wanted.get(TRAINER, 0):
+        raise ConfigError(
+            f"trainer.gpus names {len(config.trainer.gpus)} GPUs for {config.trainer.num_ranks} ranks "
+            "(trainer.num_ranks): each has one of its own"
+        )
+    if config.rollout.shares_trainer_gpus:
+        wanted.pop(ROLLOUT, None)
+    missing = {field: count for field, count in wanted.items() if count and not named.get(field)}
+    free = [gpu for gpu in here if not any(gpu in gpus for gpus in named.values())]
+    needed = sum(missing.values())
+    if not here or needed > len(free):
+        return config, _too_few(config, here, missing, len(free))
+    for field, count in missing.items():
+        config, free = _with_gpus(config, field, tuple(free[:count])), free[count:]
+    if config.rollout.shares_trainer_gpus:
+        config = _shared(config)
+    told = [f"{_told(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
+    unused = [f"{_list(free)} unused"] if free else []
+    return config, [f"GPUs: {', '.join([*told, *unused])}", *_judges(config)] if told else []
+
+
+def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], num_free: int) -> list[str]:
+    """What to say where nothing is handed out."""
+    if not here or not missing:
+        return []
+    if len(here) == 1:
+        share = config.rollout.vllm.gpu_memory_utilization
+        left = f"; rollout.vllm.gpu_memory_utilization leaves {1.0 - share:.0%} of its memory to the others"
+        text = f"one GPU: all processes are on GPU {here[0]} at once"
+        return [text + (left if config.rollout.engine == "vllm" else "")]
+    parts = ", ".join(f"{count} for {_told(field[:-1])}" for field, count in missing.items())
+    raise ConfigError(
+        f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here are "
+        "free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
+        "rollout.shares_trainer_gpus; `tidemill check` says what fits"
+    )
+
+
+def _judges(config: RunConfig) -> list[str]:
+    """Their servers have a command line of their own, so nothing is given to them."""
+    return [
+        f"reward {name}: the judge's servers see all GPUs; give them {VISIBLE} in judge.local_replicas.env"
+        for name, reward in config.reward.rewards.items()
+        if reward.judge and reward.judge.local_replicas and VISIBLE not in reward.judge.local_replicas.env
+    ]
+
+
+def _shared(config: RunConfig) -> RunConfig:
+    """Rollout workers on the trainer's GPUs, dealt out in turn."""
+    rollout, gpus = config.rollout, config.trainer.gpus
+    count = rollout.workers * rollout.vllm.tensor_parallel_size
+    if rollout.gpus or not gpus:
+        return config
+    if rollout.vllm.tensor_parallel_size > len(gpus):
+        raise ConfigError(
+            f"rollout.vllm.tensor_parallel_size is {rollout.vllm.tensor_parallel_size}, and the trainer, "
+            f"whose GPUs rollout workers share, has {len(gpus)}: lower it"
+        )
+    shared: RunConfig = _with_gpus(config, ROLLOUT, tuple(gpus[i % len(gpus)] for i in range(count)))
+    return shared
+
+
+def _with_gpus(section: Any, path: Sequence[str], gpus: tuple[int, ...]) -> Any:
+    """A copy; sections within mappings are found by their keys."""
+    name, *rest = path
+    if isinstance(section, dict):
+        return {**section, name: _with_gpus(section[name], rest, gpus)}
+    value = _with_gpus(getattr(section, name), rest, gpus) if rest else gpus
+    return section.model_copy(update={name: value})
+
+
+def _told(field: Field) -> str:
+    return ".".join(field)
+
+
+def _list(gpus: Sequence[int]) -> str:
+    return ",".join(map(str, gpus))

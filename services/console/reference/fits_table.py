@@ -1,0 +1,79 @@
+"""Which models fit on which GPUs, and with what settings: the last part of docs/operations/memory.md.
+
+Run as a module with the page's path it writes it; `--check` says whether it is current. It is what
+`tidemill check --memory` computes, of the configurations beside the page.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.common.config import RunConfig
+from tidemill.common.process.checks import compute_memory
+from tidemill.services.console.check.memory import GIB, told
+from tidemill.services.console.reference.page_part import write_or_check
+
+HEADING = "## Which models fit"
+MAX_MODEL_LEN = 8192
+NUMBERS, GIBS = (1, 8, 32), (80, 141)
+SHORT = {
+    "trainer.num_ranks": "num_ranks",
+    "trainer.lora": "lora",
+    "trainer.gradient_checkpointing": "gradient_checkpointing",
+    "rollout.workers": "workers",
+    "rollout.vllm.tensor_parallel_size": "tensor_parallel_size",
+    "rollout.vllm.gpu_memory_utilization": "gpu_memory_utilization",
+}
+
+PREAMBLE = f"""{HEADING}
+
+Written by `services/console/reference/fits_table.py` from the files in `docs/operations/models/`.
+bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no reference model,
+hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough. "needs" is GiB of a
+GPU at the peak, "sequences" of full length are what the KV cache of one engine holds, "host" is GiB of the
+fullest host. `tokens` are `trainer.micro_batch_tokens`. Where it does not fit, the largest part of the
+closest try is named.
+
+| model | GPUs | GiB each | fits | settings | trainer needs | tokens | sequences | host |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def as_markdown(folder: Path) -> str:
+    """Heading and table."""
+    machines = [
+        {"gpus": gpus, "gpu_bytes": gib * GIB, "host_bytes": None} for gpus in NUMBERS for gib in GIBS
+    ]
+    lines = []
+    for path in sorted(folder.glob("*/config.json"), key=lambda path: path.parent.name):
+        tree = {"path": str(path.parent), "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
+        config = RunConfig.model_validate({"model": tree, "data": {"train": "rows.jsonl"}})
+        for machine, fit in zip(machines, compute_memory(config, machines, finds=True), strict=True):
+            lines.append("| " + " | ".join(_cells(path.parent.name, machine, fit)) + " |")
+    return PREAMBLE + "\n".join(lines) + "\n"
+
+
+def _cells(name: str, machine: Mapping[str, Any], fit: Mapping[str, Any]) -> Iterator[str]:
+    yield from (name, str(machine["gpus"]), f"{machine['gpu_bytes'] / GIB:g}")
+    if fit["problems"]:
+        part, value = max(fit["trainer"]["parts"].items(), key=lambda item: item[1])
+        yield from ("no", f"{part}: {value / GIB:.0f}", f"{fit['trainer']['peak'] / GIB:.0f}", "", "", "")
+        return
+    settings = {SHORT[field]: value for field, value in fit["settings"].items() if field in SHORT}
+    yield "with LoRA" if "lora" in settings else "yes"
+    yield f"`{told(settings)}`" if settings else "defaults"
+    yield f"{fit['trainer']['peak'] / GIB:.0f}"
+    yield f"{fit['tokens']:,}" + (", layers again" if fit["recomputed"] else "")
+    yield f"{fit['engine']['num_sequences']:,}"
+    yield f"{fit['host']['peak'] / GIB:.0f}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the table into a page, or check it with `--check`; returns the exit code."""
+    folder = Path(arguments[-1]).parent / "models"
+    return write_or_check(arguments, HEADING, lambda: as_markdown(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What a run takes of GPUs and hosts, computed before it starts."""

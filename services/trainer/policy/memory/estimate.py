@@ -1,0 +1,258 @@
+"""What one GPU of the trainer, one GPU of an engine, and one host take: arithmetic on a model's sizes.
+
+Bytes throughout. With P parameters, T of them trained, in S shards (`trainer.shard_ranks`): master weights
+4P / S, gradients 4T / S, AdamW's moments 8T / S, the version before in 16 bits 2P / S. What a pass saves is
+measured (`sizes.py`). A peak is what is always there with the larger of what training and scoring take
+beside it, or what starting takes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.common.config import RunConfig
+from tidemill.services.trainer.policy.attention import head_size, layer_configs
+from tidemill.services.trainer.policy.head import LOGITS_ELEMENTS
+from tidemill.services.trainer.policy.memory.sizes import ModelSizes, Saved
+
+GIB = float(1 << 30)
+CONTEXT_BYTES = 1.0 * GIB
+"""Of a GPU: CUDA's context and libraries."""
+FRAGMENTED = 0.05
+"""Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
+ENGINE_WORK_BYTES = 1.5 * GIB
+"""Of an engine: activations of a prefill, graphs."""
+
+Parts = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What one device takes, by what it is for."""
+
+    always: Parts
+    training: Parts = field(default_factory=dict)
+    scoring: Parts = field(default_factory=dict)
+    starting: Parts = field(default_factory=dict)
+    """In place of all others."""
+
+    @property
+    def running(self) -> float:
+        """The peak of a step."""
+        return sum(self.always.values()) + max(sum(self.training.values()), sum(self.scoring.values()))
+
+    @property
+    def peak(self) -> float:
+        """The most at any time."""
+        return max(self.running, sum(self.starting.values()))
+
+    @property
+    def largest(self) -> Parts:
+        """The parts of the peak."""
+        if sum(self.starting.values()) > self.running:
+            return self.starting
+        is_training = sum(self.training.values()) >= sum(self.scoring.values())
+        return {**self.always, **(self.training if is_training else self.scoring)}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as the estimate knows it."""
+
+    sizes: ModelSizes
+    alone: Saved
+    """On one rank, whose weights are float32."""
+    sharded: Saved
+    """On one of several, whose gathered weights are in the dtype of the products."""
+    config: Any
+    """Transformers' configuration."""
+
+
+def usable(gpu_bytes: float) -> float:
+    """What a process can count on, of a GPU's memory."""
+    return gpu_bytes * (1.0 - FRAGMENTED) - CONTEXT_BYTES
+
+
+def element_bytes(config: RunConfig) -> int:
+    """Of a weight in the dtype of the products."""
+    return 2 if config.model.dtype == "bfloat16" else 4
+
+
+def num_trained(config: RunConfig, sizes: ModelSizes) -> int:
+    """Parameters with a gradient."""
+    lora = config.trainer.lora
+    return sizes.parameters if lora is None else sizes.adapters_per_rank * lora.rank
+
+
+def sums_once(config: RunConfig, trained: int, gpu_bytes: float) -> bool:
+    """As `rank_policy.reduces_once`: whether a rank holds the gradients of whole layers until an update."""
+    trainer = config.trainer
+    if trainer.num_ranks == 1 or trainer.sum_gradients == "micro_batch":
+        return False
+    return trainer.sum_gradients == "update" or 4 * trained <= gpu_bytes / 4
+
+
+def trainer_take(
+    config: RunConfig, model: Model, gpu_bytes: float, num_tokens: int, recomputed: bool
+) -> Take:
+    """A GPU of the trainer with forward passes of `num_tokens`, or of the longest sequence where that is
+    more."""
+    trainer, sizes = config.trainer, model.sizes
+    num_tokens = max(num_tokens, config.model.max_model_len)
+    shards = trainer.shard_ranks or trainer.num_ranks
+    trained = num_trained(config, sizes)
+    has_critic = trainer.algorithm.value.head and trainer.algorithm.value.model == "own"
+    states = _states(config, sizes, gpu_bytes, shards, trained, has_critic)
+    saved = model.alone if trainer.num_ranks == 1 else model.sharded
+    copies = 1 + has_critic
+    training = {
+        "activations": copies * saved.of(num_tokens, recomputed),
+        "gradients of one layer's activations": num_tokens * saved.layer,
+        "logits": _logits(sizes, num_tokens, element_bytes(config)),
+        **_working_weights(config, sizes, saved, copies),
+    }
+    holds = trainer.updates_per_step > 1 and "held weights" in states
+    scoring = {"held weights, swapped": 4.0 * trained / shards} if holds else {}
+    if trainer.lora is not None:
+        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters)
+    return Take(states, training, scoring, _starting(config, sizes, shards, trained, has_critic))
+
+
+def _states(
+    config: RunConfig, sizes: ModelSizes, gpu_bytes: float, shards: int, trained: int, has_critic: bool
+) -> dict[str, float]:
+    trainer, algorithm, count = config.trainer, config.trainer.algorithm, sizes.parameters
+    width = element_bytes(config)
+    masters = 4.0 * count
+    if trainer.lora is not None:
+        masters = float(width * sizes.linears + 4 * (count - sizes.linears) + 4 * trained)
+    parts = {
+        "master weights": masters / shards,
+        "gradients": 4.0 * trained / shards,
+        "AdamW moments": 8.0 * trained / shards,
+    }
+    if width == 2:
+        parts["version before, for deltas"] = 2.0 * count / shards
+    if sums_once(config, trained, gpu_bytes):
+        parts["gradients until an update"] = 4.0 * trained
+    if algorithm.needs_reference and trainer.lora is None:
+        size = 2.0 if algorithm.reference.dtype == "bfloat16" else 4.0
+        parts["reference model"] = size * count / shards
+    if has_critic:
+        parts["critic"] = 16.0 * count / shards
+    needs_start = trainer.needs_proximal or algorithm.needs_start_logprobs or algorithm.needs_start_entropies
+    if trainer.updates_per_step > 1 and (needs_start or algorithm.value.head):
+        parts["held weights"] = 4.0 * trained / shards
+    return parts
+
+
+def _working_weights(config: RunConfig, sizes: ModelSizes, saved: Saved, copies: int) -> dict[str, float]:
+    """Weights in the dtype of the products: all on one rank, else those of two layers and the root."""
+    width, trainer = element_bytes(config), config.trainer
+    if trainer.num_ranks == 1:
+        kept = 0 if trainer.lora is not None else copies * saved.copies
+        return {"weights in the compute dtype": float(kept)} if kept else {}
+    return {
+        "gathered layers": float(width * (sizes.root + 2 * sizes.layer)),
+        "gradients being summed": float((width + 4) * max(sizes.root, sizes.layer)),
+    }
+
+
+def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
+    """As `head.py` states it: chunks, the head's matrix, hidden states and their gradient."""
+    elements = num_tokens * sizes.vocabulary
+    if not sizes.has_whole_logits:
+        elements = min(elements, LOGITS_ELEMENTS)
+    return float(12 * elements + (width + 4) * sizes.head + 2 * width * num_tokens * sizes.hidden)
+
+
+def _starting(
+    config: RunConfig, sizes: ModelSizes, shards: int, trained: int, has_critic: bool
+) -> dict[str, float]:
+    """Every rank loads the whole model in float32, and what begins as a copy of it, before it is split."""
+    parts = {"whole model in float32, before it is split": 4.0 * sizes.parameters}
+    if shards > 1 and (config.trainer.algorithm.needs_reference or has_critic):
+        parts["its copy"] = 4.0 * sizes.parameters
+    if config.trainer.lora is not None:
+        parts["adapters"] = 4.0 * trained
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTake:
+    """A GPU of an engine."""
+
+    parts: Parts
+    """Without the KV cache."""
+    room: float
+    """For the KV cache, within `gpu_memory_utilization`."""
+    sequence: float
+    """KV cache of a sequence of `max_model_len`."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Of that length that fit at once."""
+        return max(0, int(self.room // self.sequence)) if self.sequence else 0
+
+
+def engine_take(config: RunConfig, model: Model, gpu_bytes: float, ways: int | None = None) -> EngineTake:
+    """A GPU of a vLLM engine that `ways` GPUs hold together; null takes those of the config."""
+    vllm, sizes, width = config.rollout.vllm, model.sizes, element_bytes(config)
+    ways = ways or vllm.tensor_parallel_size
+    parts = {
+        "weights": float(width * sizes.parameters) / ways,
+        "activations and graphs": ENGINE_WORK_BYTES,
+        "logits": 8.0 * vllm.max_num_seqs * sizes.vocabulary,
+    }
+    room = vllm.gpu_memory_utilization * gpu_bytes - sum(parts.values())
+    return EngineTake(parts, room, kv_bytes(model.config, config.model.max_model_len, width, ways))
+
+
+def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
+    """Of a sequence, on each of `ways` GPUs. Keys and values of each head; the compressed ones of MLA; layers
+    with a window keep that much; recurrent layers keep nothing that grows."""
+    text = config.get_text_config()
+    num_layers = int(text.num_hidden_layers)
+    window = getattr(text, "sliding_window", None) or length
+    usual = "sliding_attention" if window < length else "full_attention"
+    kinds = list(getattr(text, "layer_types", None) or [usual] * num_layers)
+    lengths = {
+        "full_attention": length,
+        "sliding_attention": min(window, length),
+        "chunked_attention": length,
+    }
+    own = layer_configs(config)
+    layers = own if len(own) == num_layers else own * num_layers
+    return float(
+        sum(
+            lengths.get(kind, 0) * _key_bytes(layer, width, ways)
+            for kind, layer in zip(kinds, layers, strict=True)
+        )
+    )
+
+
+def _key_bytes(text: Any, width: int, ways: int) -> int:
+    """Of a position in one layer."""
+    if (rank := getattr(text, "kv_lora_rank", None)) is not None:
+        return int(width * (rank + text.qk_rope_head_dim))
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    return 2 * width * head_size(text) * max(1, -(-heads // ways))
+
+
+def host_take(config: RunConfig, sizes: ModelSizes, ranks: int, engines: int) -> Take:
+    """A host with so many ranks of the trainer and engines."""
+    trainer, count = config.trainer, sizes.parameters
+    shards = trainer.shard_ranks or trainer.num_ranks
+    trained = num_trained(config, sizes)
+    checkpoint = (12.0 if trainer.lora is None else 0.0) * count / shards + (
+        12.0 * trained if trainer.lora is not None else 0.0
+    )
+    always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
+    training = {}
+    if ranks:
+        training["checkpoint on its way to the disk"] = checkpoint * min(ranks, shards)
+    if engines and config.weights.delta == "auto" and element_bytes(config) == 2:
+        share = config.weights.max_share_changed
+        training["changes that engines stage"] = 6.0 * share * count * engines
+    starting = {"whole model in float32, of each rank": 4.0 * count * ranks} if ranks else {}
+    return Take(always, training, starting={**always, **starting} if starting else {})

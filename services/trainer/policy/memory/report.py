@@ -1,0 +1,36 @@
+"""`python -m tidemill.services.trainer.policy.memory.report REQUEST`: what a run takes of machines, as JSON.
+
+The request is JSON: `config`, a whole run's; `machines`, a list of `gpus`, `gpu_bytes` and `host_bytes`; and
+`finds`, whether settings that use all GPUs are looked for, whatever the config's are. The last line of the
+output is the answer: a `Fit` for each machine, and the model's sizes. Exits with 2 and the reason on stderr
+where the model cannot be measured. A process of its own, because it imports torch and transformers.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.memory.fit import Machine, examine_fit, find_settings
+from tidemill.services.trainer.policy.memory.model import read_model
+
+
+def main(argument: str) -> int:
+    """Answer one request; returns the exit code."""
+    request = json.loads(argument)
+    config = RunConfig.model_validate(request["config"])
+    try:
+        model = read_model(config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    machines = [Machine(**machine) for machine in request["machines"]]
+    answer = find_settings if request.get("finds") else examine_fit
+    fits = [answer(config, model, machine) for machine in machines]
+    print(json.dumps({"sizes": asdict(model.sizes), "fits": [fit.as_json() for fit in fits]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,284 @@
+"""The estimate of what a run takes: counted where a pass saves, by hand where it is arithmetic."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.support.architectures import make_config, make_model
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.memory import model as memory_model
+from tidemill.services.trainer.policy.memory.estimate import (
+    GIB,
+    Model,
+    engine_take,
+    host_take,
+    kv_bytes,
+    trainer_take,
+    usable,
+)
+from tidemill.services.trainer.policy.memory.fit import Machine, choose_passes, examine_fit, find_settings
+from tidemill.services.trainer.policy.memory.report import main
+from tidemill.services.trainer.policy.memory.sizes import (
+    ModelSizes,
+    Saved,
+    attention_on_gpus,
+    build_on_meta,
+    count_sizes,
+    measure_saved,
+)
+
+MODELS = Path(__file__).parents[4] / "docs" / "operations" / "models"
+ROWS, WIDTH = 3, 64
+MANY = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160, "max_position_embeddings": 256}
+
+
+def bytes_saved(family: str, dtype: torch.dtype, **changes: Any) -> int:
+    """By a forward pass of a real model on the CPU: each storage once, weights not."""
+    model = make_model(family, **changes)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    cast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
+    ids = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 30
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cast:
+        output = model.base_model(input_ids=ids, use_cache=False)
+    assert output is not None
+    return sum(t.untyped_storage().nbytes() for address, t in found.items() if address not in weights)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", MANY),
+        ("Qwen3", MANY | {"head_dim": 16}),
+        ("Gemma3Text", {"num_hidden_layers": 2, "hidden_size": 64}),
+        ("Gemma2", {"hidden_size": 64}),  # dense attention: bytes grow with the square of the width
+        ("Mixtral", MANY | {"num_local_experts": 4}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_bytes_are_those_of_a_real_model_within_a_tenth(family, changes, dtype):
+    config = make_config(family, **changes)
+    attention = "eager" if family == "Gemma2" else None
+    saved = measure_saved(build_on_meta(config, attention, torch.float32), dtype, torch.float32, WIDTH)
+    estimate = saved.of(ROWS * WIDTH, recomputed=False) + saved.copies
+    if attention is not None:
+        changes = {**changes, "attn_implementation": attention}
+    measured = bytes_saved(family, dtype, **changes)
+    if family == "Mixtral" and dtype == torch.float32:
+        assert measured <= estimate < 1.5 * measured, "norms are in float32 in either case, and count twice"
+    else:
+        assert estimate == pytest.approx(measured, rel=0.1)
+
+
+def test_recomputed_layers_keep_their_inputs_and_one_layer():
+    saved = Saved(layers=400.0, layer=100.0, inputs=40.0, rest=5.0, copies=7)
+    assert saved.of(10, recomputed=False) == 10 * 405
+    assert saved.of(10, recomputed=True) == 10 * (40 + 100 + 5)
+    measured = measure_saved(build_on_meta(make_config("Llama", **MANY), None, torch.float32), torch.float32,
+                             torch.float32, WIDTH)  # fmt: skip
+    assert measured.inputs == 4 * 64 * 4, "layers x hidden x float32"
+    assert measured.layers == 4 * measured.layer
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "layer_bytes"),
+    [("Qwen3-4B", 4_022_468_096, 196_904), ("Qwen3-8B", 8_190_735_360, None),
+     ("Qwen3-30B-A3B", 30_532_122_624, None), ("Llama-3.1-70B", 70_553_706_496, None)],
+)  # fmt: skip
+def test_published_models_have_their_numbers_of_parameters(name, parameters, layer_bytes):
+    config = AutoConfig.from_pretrained(MODELS / name)
+    model = build_on_meta(config, attention_on_gpus(config), torch.float32)
+    assert count_sizes(model).parameters == parameters
+    if layer_bytes is not None:
+        saved = measure_saved(model, torch.bfloat16, torch.float32)
+        assert (saved.layer, saved.layers) == (layer_bytes, 36 * layer_bytes)
+        assert saved.copies == pytest.approx(36 * 2 * 100_925_440, rel=1e-3), "a layer's matrices in 16 bits"
+
+
+SIZES = ModelSizes(
+    parameters=1000, layer=200, root=400, head=300, vocabulary=30, hidden=10, linears=600,
+    adapters_per_rank=5, can_recompute=True, has_whole_logits=False,
+)  # fmt: skip
+
+
+def model_of(per_token: float = 100.0, sizes: ModelSizes = SIZES) -> Model:
+    saved = Saved(layers=4 * per_token, layer=per_token, inputs=per_token / 10, rest=0.0, copies=1800)
+    text = SimpleNamespace(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    return Model(sizes, saved, saved, SimpleNamespace(get_text_config=lambda: text))
+
+
+def config_of(trainer: Any = (), dtype: str = "bfloat16", length: int = 1024, **rollout: Any) -> RunConfig:
+    tree = {"path": "m", "dtype": dtype, "max_model_len": length}
+    return RunConfig.model_validate(
+        {
+            "model": tree,
+            "data": {"train": "t", "max_prompt_tokens": 64},
+            "trainer": dict(trainer),
+            "rollout": rollout,
+        }
+    )
+
+
+def test_states_of_one_rank_by_hand():
+    take = trainer_take(config_of(), model_of(), 1e9, 2048, recomputed=False)
+    assert take.always == {
+        "master weights": 4000,
+        "gradients": 4000,
+        "AdamW moments": 8000,
+        "version before, for deltas": 2000,
+    }
+    assert take.training == {
+        "activations": 2048 * 400,
+        "gradients of one layer's activations": 2048 * 100,
+        "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 2 * 2048 * 10,
+        "weights in the compute dtype": 1800,
+    }
+    assert take.starting == {"whole model in float32, before it is split": 4000}
+    assert take.running == 18000 + sum(take.training.values()) == take.peak
+
+
+def test_states_of_ranks_that_hold_copies_by_hand():
+    algorithm = {"reference": {"model": "frozen", "dtype": "bfloat16"},
+                 "value": {"head": True, "model": "own"}, "advantage": "gae"}  # fmt: skip
+    trainer = {"num_ranks": 8, "shard_ranks": 4, "mini_batches": 2, "algorithm": algorithm}
+    take = trainer_take(config_of(trainer), model_of(), 1e9, 16, recomputed=True)
+    assert take.always == {
+        "master weights": 1000,
+        "gradients": 1000,
+        "AdamW moments": 2000,
+        "version before, for deltas": 500,
+        "gradients until an update": 4000,
+        "reference model": 500,
+        "critic": 4000,
+        "held weights": 1000,
+    }
+    assert take.training["activations"] == 2 * 1024 * (10 + 100), "of the longest sequence, and the critic's"
+    assert take.training["gathered layers"] == 2 * (400 + 2 * 200)
+    assert take.training["gradients being summed"] == 6 * 400
+    assert take.scoring == {"held weights, swapped": 1000}
+    assert sum(take.starting.values()) == 8000, "whole, twice, on each GPU"
+    tight = trainer_take(config_of(trainer), model_of(), 15_000, 16, recomputed=True)
+    assert "gradients until an update" not in tight.always, "4000 are more than a quarter"
+
+
+def test_states_of_adapters_and_of_float32_by_hand():
+    take = trainer_take(config_of({"lora": {"rank": 4}}), model_of(), 1e9, 16, recomputed=False)
+    assert take.always["master weights"] == 2 * 600 + 4 * 400 + 4 * 20
+    assert (take.always["gradients"], take.always["AdamW moments"]) == (80, 160)
+    assert take.scoring == {"merged weights of an export": 2000}
+    assert "weights in the compute dtype" not in take.training
+    wide = trainer_take(config_of(dtype="float32"), model_of(), 1e9, 16, recomputed=False)
+    assert "version before, for deltas" not in wide.always
+
+
+def test_logits_come_in_chunks_where_the_head_is_plain():
+    many = model_of().sizes.__class__(
+        **{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"vocabulary": 1 << 17}
+    )
+    for is_whole, elements in ((False, 1 << 26), (True, (1 << 17) * 1024)):
+        sizes = ModelSizes(**{n: getattr(many, n) for n in many.__slots__} | {"has_whole_logits": is_whole})
+        take = trainer_take(config_of(), model_of(sizes=sizes), 1e12, 1024, recomputed=False)
+        assert take.training["logits"] == 12 * elements + 6 * 300 + 4 * 1024 * 10
+
+
+def test_the_kv_cache_by_hand():
+    config = AutoConfig.from_pretrained(MODELS / "Qwen3-8B")
+    assert kv_bytes(config, 1000, width=2) == 1000 * 36 * 2 * 8 * 128 * 2
+    assert kv_bytes(config, 1000, width=2, ways=4) == 1000 * 36 * 2 * 2 * 128 * 2
+    assert kv_bytes(config, 1000, width=2, ways=16) == 1000 * 36 * 2 * 1 * 128 * 2, "a head on each GPU"
+    windowed = make_config("Gemma3Text")  # one layer of 4 positions, one of all; 2 heads of 8
+    assert kv_bytes(windowed, 100, width=4) == (4 + 100) * 2 * 2 * 8 * 4
+    unlike = make_config("Gemma4Text", global_head_dim=16, num_key_value_heads=2)  # heads of 8, and of 16
+    assert kv_bytes(unlike, 100, width=2) == (4 * 8 + 100 * 16) * 2 * 2 * 2
+    engine = engine_take(config_of(vllm={"gpu_memory_utilization": 0.5}), model_of(), 4 * GIB)
+    assert engine.sequence == 1024 * 4 * 2 * 2 * 16 * 2
+    assert engine.room == 2 * GIB - 2000 - 1.5 * GIB - 8 * 256 * 30
+    assert engine.num_sequences == engine.room // engine.sequence
+
+
+def test_a_host_holds_the_model_once_for_each_rank_at_the_start():
+    take = host_take(config_of({"num_ranks": 8}), SIZES, ranks=4, engines=2)
+    assert sum(take.starting.values()) == 4 * 4000 + 6 * 4 * GIB
+    assert take.training == {
+        "checkpoint on its way to the disk": 12 * 1000 / 8 * 4,
+        "changes that engines stage": 6 * 0.3 * 1000 * 2,
+    }
+
+
+def test_passes_are_chosen_from_fast_to_small_and_what_is_set_is_kept():
+    def chosen(room: float, **trainer: Any) -> tuple[int, bool]:
+        return choose_passes(config_of(trainer), model_of(1e6), 1e12, room)[:2]
+
+    def needed(num_tokens: int, recomputed: bool) -> float:
+        return trainer_take(config_of(), model_of(1e6), 1e12, num_tokens, recomputed).running
+
+    for choice in ((16384, False), (8192, False), (16384, True), (8192, True), (1024, True)):
+        assert chosen(needed(*choice)) == choice
+    assert chosen(0.0) == (1024, True), "the smallest, where nothing fits"
+    assert chosen(needed(8192, False), micro_batch_tokens=16384) == (16384, True)
+    assert chosen(needed(1024, True), gradient_checkpointing=False)[1] is False
+    assert chosen(0.0, gradient_checkpointing=True, micro_batch_tokens=512) == (512, True)
+    long = choose_passes(config_of(length=32768), model_of(1e6), 1e12, 0.0)
+    assert long[:2] == (32768, True), "a pass holds the longest sequence"
+
+
+def test_what_does_not_fit_is_said_with_what_to_set():
+    big = ModelSizes(**{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"parameters": 4 * 10**9})
+    machine = Machine(gpus=8, gpu_bytes=40 * GIB)
+    found = examine_fit(config_of(), model_of(1e3, big), machine)
+    assert "the trainer takes" in found.problems[0] and "AdamW moments 29.8" in found.problems[0]
+    assert found.settings["trainer.num_ranks"] == 4
+    assert found.settings["trainer.gradient_checkpointing"] is False
+    assert not find_settings(config_of(), model_of(1e3, big), machine).problems
+    none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 8 * GIB))
+    assert none.settings == {} and "holds 14.9 GiB when it starts" in none.problems[-1]
+    crowded = examine_fit(config_of({"num_ranks": 8}), model_of(), machine)
+    assert crowded.problems == ("the run wants 9 GPUs (8 for the trainer, 1 for engines), and there are 8",)
+    shared = examine_fit(config_of(), model_of(1.0), Machine(1, 40 * GIB))
+    assert shared.problems == (), "on one GPU the engine leaves a part to the trainer"
+    full = examine_fit(config_of(), model_of(), Machine(8, 40 * GIB, host_bytes=1.0))
+    assert "a host takes" in full.problems[0]
+
+
+def test_a_request_is_answered_from_config_json_alone(capsys):
+    tree = config_of().model_dump(mode="json")
+    tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")
+    machines = [{"gpus": 2, "gpu_bytes": 80 * GIB, "host_bytes": None}]
+    assert main(json.dumps({"config": tree, "machines": machines, "finds": True})) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["sizes"]["parameters"] == 596_049_920
+    (fit,) = answer["fits"]
+    assert fit["problems"] == [] and (fit["ranks"], fit["engines"]) == (1, 1)
+    tree["model"]["path"] = str(MODELS)
+    assert main(json.dumps({"config": tree, "machines": machines})) == ConfigError.exit_code
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch):
+    config = config_of()
+    assert (config.trainer.tile_tokens, config.trainer.recomputes_layers) == (16384, False)
+    monkeypatch.setattr(memory_model, "pick_device", lambda _: torch.device("cpu"))
+    assert memory_model.with_fitting_passes(config) is config
+    monkeypatch.setattr(memory_model, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(memory_model, "read_model", lambda _: model_of(1e6))
+    monkeypatch.setattr(memory_model, "count_gpus", lambda: 2)
+    memory = SimpleNamespace(total_memory=12 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    trainer = memory_model.with_fitting_passes(config).trainer
+    expected = choose_passes(config, model_of(1e6), 12 * GIB, usable(12 * GIB))
+    assert (trainer.micro_batch_tokens, trainer.gradient_checkpointing) == expected[:2]
+    assert expected[1], "4 GB a thousand tokens do not fit without"
+    explicit = config_of({"micro_batch_tokens": 99, "gradient_checkpointing": False})
+    assert memory_model.with_fitting_passes(explicit) is explicit
