@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PYTHON ?=
 ENGINE ?= transformers
 # Tests wait more than they compute. Files stay whole, and the longest come first (tests/conftest.py).
-PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 V ?=
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
