@@ -44,6 +44,8 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
     def report(beat: Heartbeat) -> None:
         beat.version = engine.version
         beat.counts["requests"] = engine.num_running
+        if update := follower.last_update:
+            beat.counts |= {"weights_load_s": update.load_s, "weights_pause_s": update.paused_s}
         if follower.num_mismatches:
             beat.counts["weight_mismatches"] = follower.num_mismatches
         for worker in workers:

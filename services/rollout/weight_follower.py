@@ -48,6 +48,7 @@ class WeightFollower:
         self.history = 0
         """Counts up when the engine leaves a history that is lost: what it generated until then is too."""
         self._failing_since: float | None = None
+        self.last_update: WeightUpdate | None = None
         self.num_mismatches = 0
         """Updates after which the engine did not hold what the trainer committed."""
 
@@ -114,7 +115,7 @@ class WeightFollower:
                 "left weights of a history that is lost", version=manifest.version, term=manifest.term
             )
             self.history += 1  # and what was begun while the new ones were loaded
-        self._failing_since, self._held = None, manifest
+        self._failing_since, self._held, self.last_update = None, manifest, update
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
         metrics.WEIGHT_PAUSE_SECONDS.observe(update.paused_s)
         metrics.WEIGHT_DELAY_SECONDS.observe(max(0.0, time.time() - manifest.announced_at))

@@ -170,6 +170,12 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
     beat.version = trainer.version
     beat.counts["outstanding"] = len(trainer.scheduler.outstanding)
     beat.counts["complete"] = len(trainer.join.complete)
+    if last := trainer.outputs.weights.last:
+        beat.counts |= {
+            "weights_bytes": last.num_bytes,
+            "weights_changed": last.share_changed,
+            "weights_encode_s": last.encode_s,
+        }
 
 
 def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prompt]]]:

@@ -3,7 +3,7 @@
 Pure functions of what they are given; they gather nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -16,7 +16,7 @@ from tidemill.common.process.heartbeats import FAILURES, Heartbeat
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.snapshot import RunSnapshot
-from tidemill.services.console.text.formats import NOTHING, duration, printable
+from tidemill.services.console.text.formats import NOTHING, duration, printable, size
 
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""
@@ -189,12 +189,28 @@ def _flow(snapshot: RunSnapshot) -> Table:
         table.add_row(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", _job_text(states))
     for name, count in sorted(_reward_failures(snapshot).items()):
         table.add_row(Text(f"failed: {printable(name)}"), Text(f"{count:,.0f}", "red"))
+    for label, text in _weights_texts(snapshot.workers):
+        table.add_row(label, text)
     if wrong := sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers):
         table.add_row("engines with wrong weights", Text(f"{wrong:,.0f} times, repaired", "bold red"))
     for role in ("trainer", "rollout"):
         idle = snapshot.idle_share(role)
         table.add_row(f"{role} idle", f"{idle:.0%}" if idle is not None else NOTHING)
     return table
+
+
+def _weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
+    """What the newest version took to write beside training, and the slowest engine to take in."""
+    counts = [beat.counts for beat in workers if beat.is_alive]
+    for own in counts:
+        if "weights_bytes" in own:
+            changed = own.get("weights_changed", -1.0)
+            share = f", {changed:.1%} changed" if changed >= 0.0 else ""
+            yield "weights written", f"{size(own['weights_bytes'])}{share}"
+            yield "  beside training", f"{1000 * own.get('weights_encode_s', 0.0):,.0f} ms"
+    for name, label in (("weights_load_s", "weights staged in"), ("weights_pause_s", "  engine's pause")):
+        if seconds := [own[name] for own in counts if name in own]:
+            yield label, f"{1000 * max(seconds):,.0f} ms"
 
 
 def _job_text(states: Mapping[str, int]) -> Text:

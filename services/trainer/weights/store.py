@@ -102,6 +102,11 @@ class WeightStore:
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished weights of an earlier process", names=leftovers)
 
+    @property
+    def last(self) -> WeightManifest | None:
+        """The version that was written, or found whole, last."""
+        return self._last
+
     def write(self, version: int, policy: WeightSource) -> WeightManifest:
         """Publish the policy's weights as `version`, here and now: `begin` and `finish`."""
         state = policy.compare_weights()

@@ -49,6 +49,20 @@ def test_code_that_blocks_an_event_loop_is_a_warning_with_its_line() -> None:
     assert "warning  reward-2" not in text
 
 
+def test_what_a_version_of_the_weights_costs_is_shown() -> None:
+    writer, *engines = (
+        beat(name, role, "train") for name, role in (("t", "trainer"), ("a", "rollout"), ("b", "rollout"))
+    )
+    writer.counts = {"weights_bytes": 2_500_000.0, "weights_changed": 0.014, "weights_encode_s": 0.3}
+    for engine, pause_s in zip(engines, (0.01, 0.02), strict=True):
+        engine.counts = {"weights_load_s": 0.5, "weights_pause_s": pause_s}
+    text = " ".join(shown(dashboard(snapshot(workers=[writer, *engines])), width=160).split())
+    for words in ("written 2.5 MB, 1.4% changed", "beside training 300 ms", "in 500 ms", "pause 20 ms"):
+        assert words in text
+    writer.counts["weights_changed"] = -1.0
+    assert "changed" not in shown(dashboard(snapshot(workers=[writer])), width=160)
+
+
 def test_failures_are_seen_and_never_shown_as_numbers() -> None:
     evaluations = [{"version": 0, "dataset": "held", "score": float("nan"), "num_failed": 12}]
     run = snapshot(state={"evaluations": evaluations})
