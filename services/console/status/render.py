@@ -16,7 +16,7 @@ from tidemill.common.process.heartbeats import FAILURES, Heartbeat
 from tidemill.common.run.state import FINISHED
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.snapshot import RunSnapshot
-from tidemill.services.console.text.formats import NOTHING, duration, printable, size
+from tidemill.services.console.text.formats import NOTHING, duration, printable, size, took
 
 MAX_WARNINGS = 3
 """Warnings in the dashboard, the newest."""
@@ -207,10 +207,10 @@ def _weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
             changed = own.get("weights_changed", -1.0)
             share = f", {changed:.1%} changed" if changed >= 0.0 else ""
             yield "weights written", f"{size(own['weights_bytes'])}{share}"
-            yield "  beside training", f"{1000 * own.get('weights_encode_s', 0.0):,.0f} ms"
+            yield "  beside training", took(own.get("weights_encode_s", 0.0))
     for name, label in (("weights_load_s", "weights staged in"), ("weights_pause_s", "  engine's pause")):
         if seconds := [own[name] for own in counts if name in own]:
-            yield label, f"{1000 * max(seconds):,.0f} ms"
+            yield label, took(max(seconds))
 
 
 def _job_text(states: Mapping[str, int]) -> Text:
