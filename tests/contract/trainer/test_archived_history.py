@@ -20,25 +20,11 @@ from tidemill.common.streams import Mark, id_after, length, read_raw, trim_befor
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable import checkpointing
-from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 from tidemill.services.trainer.durable.archived_history import ArchivedHistory
 from tidemill.services.trainer.service import serve
 
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 TIGHT = {"trims": True, "archives": True, "checkpoint_every": 100}
-
-
-@pytest.fixture
-def archives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of a jobs worker: what may go is archived before the trainer goes on, in files of any size."""
-
-    async def ask(jobs: ArchiveJobs, until: Any, is_urgent: bool) -> None:
-        context = jobs.context
-        config = context.config.streams.archive
-        await archive_run(context.broker, context.keys, context.run_dir, config, until, is_last=True)
-        await jobs.on_progress()
-
-    monkeypatch.setattr(ArchiveJobs, "ask", ask)
 
 
 async def crashed(make: Any, broker: Broker, keys: Keys) -> Path:

@@ -11,7 +11,6 @@ from tests.support.training import commits_of, make_score
 from tests.support.trajectories import make_trajectory
 from tests.support.whole_trainer import GROUPS, crash_after_commit, run
 from tidemill.common.archive import stream_folder
-from tidemill.common.archive.archiver import archive_run
 from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
@@ -19,7 +18,6 @@ from tidemill.common.streams import OffsetReader, append, read_raw
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
-from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
@@ -51,17 +49,6 @@ async def answer(broker: Broker, keys: Keys, store: ClaimStore, lost: tuple[int,
                 await append(broker, keys.trajectories(), claim)
                 score = make_score(ticket.ticket, index, float(index % 2))
                 await append(broker, keys.scores(), score)
-
-
-@pytest.fixture
-def archives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(jobs: ArchiveJobs, until: Any, is_urgent: bool) -> None:
-        context = jobs.context
-        config = context.config.streams.archive
-        await archive_run(context.broker, context.keys, context.run_dir, config, until, is_last=True)
-        await jobs.on_progress()
-
-    monkeypatch.setattr(ArchiveJobs, "ask", ask)
 
 
 @pytest.mark.parametrize("lost", [None, (3, 1)])

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,6 @@ from tidemill.services.reward.worker import serve
 
 FAST = {"health_interval_s": 0.1, "breaker_cooldown_s": 0.05, "patience_s": 20.0}
 TEMPLATE = "{{ prompt }} {{ completion }} {{ ground_truth }}"
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
 
 
 class Worker:
