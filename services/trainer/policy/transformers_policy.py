@@ -133,7 +133,9 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         )
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
-        self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
+        self._optimizer = build_optimizer(
+            self._parameters, config.optimizer, own_rates, offloads=config.offload_optimizer
+        )
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, model.device)

@@ -252,7 +252,7 @@ class RankPolicy(TransformersPolicy):
         if not isinstance(own, DTensor):
             return reader.read(name)
         ranks = self._ranks
-        return DTensor.from_local(
+        tensor = DTensor.from_local(
             reader.read(name, *rows_of(own.shape[0], ranks.shard, ranks.shard_size)).to(ranks.device),
             ranks.mesh,
             own.placements,
@@ -260,6 +260,9 @@ class RankPolicy(TransformersPolicy):
             shape=own.shape,
             stride=own.stride(),
         )
+        # Else the moments of all parameters would be on the device before the first of them leaves it.
+        is_kept_there = name in owners or not self._config.offload_optimizer
+        return tensor if is_kept_there else tensor.to("cpu")
 
 
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:
