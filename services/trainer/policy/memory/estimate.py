@@ -14,6 +14,7 @@ from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.attention import head_size, layer_configs
 from tidemill.services.trainer.policy.head import LOGITS_ELEMENTS
 from tidemill.services.trainer.policy.memory.sizes import ModelSizes, Saved
+from tidemill.services.trainer.policy.offload import PLACES, SLICE
 
 GIB = float(1 << 30)
 CONTEXT_BYTES = 1.0 * GIB
@@ -22,6 +23,8 @@ FRAGMENTED = 0.05
 """Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
 ENGINE_WORK_BYTES = 1.5 * GIB
 """Of an engine: activations of a prefill, graphs."""
+PINNED = 4.0 / 3.0
+"""What torch takes of a host for a pinned tensor, on average: sizes are rounded up to powers of two."""
 
 Parts = Mapping[str, float]
 
@@ -131,6 +134,9 @@ def _states(
         "gradients": 4.0 * trained / shards,
         "AdamW moments": 8.0 * trained / shards,
     }
+    if trainer.offload_optimizer:
+        passing = float(8 * PLACES * min(SLICE, trained))
+        parts["AdamW moments"] = min(passing, parts["AdamW moments"])
     if width == 2:
         parts["version before, for deltas"] = 2.0 * count / shards
     if sums_once(config, trained, gpu_bytes):
@@ -248,6 +254,8 @@ def host_take(config: RunConfig, sizes: ModelSizes, ranks: int, engines: int) ->
         12.0 * trained if trainer.lora is not None else 0.0
     )
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
+    if ranks and trainer.offload_optimizer:
+        always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
     training = {}
     if ranks:
         training["checkpoint on its way to the disk"] = checkpoint * min(ranks, shards)

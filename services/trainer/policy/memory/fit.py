@@ -211,15 +211,17 @@ def _trainer_problem(fit: Fit, take: Take, room: float, machine: Machine, shares
 
 
 def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Settings]:
-    """From what costs least to what changes the training: passes, ranks and engines, the reference's dtype,
-    adapters."""
+    """From what costs least to what changes the training: passes, ranks and engines, moments on the host, the
+    reference's dtype, adapters."""
     trainer = config.trainer
-    auto = {"trainer.micro_batch_tokens": "auto", "trainer.gradient_checkpointing": "auto"}
-    yield from ({**auto, **placement} for placement in placements)
+    auto: Settings = {"trainer.micro_batch_tokens": "auto", "trainer.gradient_checkpointing": "auto"}
+    steps = [auto]
+    if not trainer.offload_optimizer and trainer.lora is None:
+        steps.append({**auto, "trainer.offload_optimizer": True})
     reference = trainer.algorithm.reference
     if reference.model != "off" and reference.dtype == "float32" and trainer.lora is None:
-        smaller = {**auto, "trainer.algorithm.reference.dtype": "bfloat16"}
-        yield from ({**smaller, **placement} for placement in placements)
+        steps += [{**step, "trainer.algorithm.reference.dtype": "bfloat16"} for step in list(steps)]
+    yield from ({**step, **placement} for step in steps for placement in placements)
     if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
         adapters: Settings = {**auto, "trainer.lora": {}, "trainer.num_ranks": 1, "trainer.shard_ranks": None}
         if reference.model != "off":

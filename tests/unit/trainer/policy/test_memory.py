@@ -252,6 +252,19 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     assert "a host takes" in full.problems[0]
 
 
+def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_the_training():
+    big = ModelSizes(**{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"parameters": 3 * 10**9})
+    take = trainer_take(config_of({"offload_optimizer": True}), model_of(sizes=big), 1e12, 16, False)
+    assert take.always["AdamW moments"] == 2 * 8 * (1 << 25), "two slices of both, in place of 24e9"
+    small = trainer_take(config_of({"offload_optimizer": True}), model_of(), 1e12, 16, False)
+    assert small.always["AdamW moments"] == 8000, "never more than without"
+    host = host_take(config_of({"offload_optimizer": True, "num_ranks": 4}), SIZES, ranks=2, engines=0)
+    assert host.always["AdamW moments"] == pytest.approx(8000 / 4 * 2 * 4 / 3)
+    found = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
+    assert found.problems and found.settings["trainer.offload_optimizer"] is True
+    assert "trainer.lora" not in found.settings
+
+
 def test_a_request_is_answered_from_config_json_alone(capsys):
     tree = config_of().model_dump(mode="json")
     tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")
