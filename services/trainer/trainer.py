@@ -141,18 +141,16 @@ class Trainer:
         await self._announce(manifest)
 
     async def _stop(self) -> None:
-        """Leave a state to resume from; without a checkpoint, the commits hold every step.
-
-        Weights within a step belong to no version: they are not saved. Workers that are asked to leave too
-        may hold tickets that wait for the version that is being written.
-        """
+        """Leave a state to resume from; without a checkpoint, the commits hold every step. Weights within a
+        step belong to no version: they are not saved. Workers that are asked to leave too may hold tickets
+        that wait for the version that is being written."""
         if self._publication is not None:
             await asyncio.wait({self._publication}, timeout=LAST_WORDS_S)
         for task in (self._publication, self._evaluation):
             if task is not None:
                 task.cancel()
                 await asyncio.wait({task})
-        await self.runner.thread.call(self.runner.policy.zero)
+        await self.runner.thread.call_anywhere(self.runner.policy.zero)
         if self._trained_version == self.version and not self.runner.has_begun:
             with contextlib.suppress(StoppedError):
                 await self._save()
@@ -161,6 +159,8 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train, commit and announce one step."""
         started_at = time.time()
+        if self.runner.thread.takes_turns:  # an engine may have to evaluate first: not in the trainer's turn
+            await self._finish_publication()
         result = await self.runner.run(step, self.assembler)
         self._trained_version = step + 1
         await self._finish_publication()
@@ -290,6 +290,7 @@ class Trainer:
 
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(weights.begin, version, policy, state)
+            self.runner.thread.let_go()
             return await asyncio.to_thread(weights.finish, begun)
 
         with metrics.WEIGHTS_WRITE_SECONDS.time():
@@ -309,11 +310,8 @@ class Trainer:
         await self._report(status=RUNNING)
 
     async def _announced_weights(self) -> WeightManifest | None:
-        """The manifest of this very version, where it was announced and its bytes are whole.
-
-        Where a replay did not come out bit by bit, the workers keep what they were given: a version cannot be
-        announced a second time.
-        """
+        """The manifest of this very version, where it was announced and its bytes are whole. Where a replay
+        did not come out bit by bit, the workers keep what they were given: no version is announced twice."""
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         if newest is None or newest.message.version != self.version:
             return None

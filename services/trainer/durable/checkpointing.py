@@ -269,7 +269,7 @@ class Checkpointer:
         with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
             await on_disk(self.context, self.recorder.sync)
             save_state = self.runner.policy.save_state
-            write = partial(self.runner.thread.call, self.store.save, state, save_state)
+            write = partial(self.runner.thread.call_anywhere, self.store.save, state, save_state)
             await until_stored(self.context, write)
         self._kept.clear()
         self._kept.extend(self.store.kept)

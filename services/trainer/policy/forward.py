@@ -117,6 +117,11 @@ class TokenScorer:
             self.is_chunked = has_plain_head(model)
         """False where the model needs whole logits."""
 
+    @property
+    def module(self) -> nn.Module:
+        """All of the model, as one module."""
+        return self._model
+
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:

@@ -4,9 +4,9 @@ Guarantee: every bit is what it would be on the device. AdamW works on each elem
 pass by in slices; everything else is copied.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.adapters import BaseReference
+    from tidemill.services.trainer.policy.forward import TokenScorer
+    from tidemill.services.trainer.policy.side_models import ReferenceModel, ValueHead
+
 SLICE = 1 << 25
-"""Elements of a parameter whose moments are on the device at once; a multiple of every vector's width, so that
-a CPU rounds them as it would the whole."""
+"""Elements of a parameter whose moments are on the device at once; a multiple of every vector's width, so
+that a CPU rounds them as it would the whole."""
 PLACES = 2
 """Slices on the device: one is updated, while the one before leaves and the one after comes."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -148,8 +153,58 @@ def _flat(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def on_host(tensor: Tensor) -> Tensor:
     """A copy in the host's memory, pinned where it comes from a GPU; of a DTensor, a DTensor."""
-    copied = tensor.detach().to("cpu", copy=True)
-    if tensor.device.type == "cuda":
-        own = local(copied)
-        own.data = own.pin_memory()
+    if tensor.device.type != "cuda":
+        return tensor.detach().to("cpu", copy=True)
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach())
+    copied = tensor.detach().to("cpu")
+    own = local(copied)
+    own.data = own.pin_memory()
     return copied
+
+
+class LeavesDevice:
+    """The part of `TransformersPolicy` that gives the device to others between steps: weights, moments and
+    the version before wait in the host's memory. Checkpoints can be written there; nothing else is called."""
+
+    _home: torch.device
+    _optimizer: AdamW
+    _scorer: "TokenScorer"
+    _reference: "ReferenceModel | BaseReference | None"
+    _value_head: "ValueHead | None"
+
+    def leave(self) -> None:
+        """Give the device's memory back."""
+        self._move(torch.device("cpu"))
+
+    def enter(self) -> None:
+        """Take it again. Raises torch.OutOfMemoryError: what another process has is not free yet; it can be
+        called again."""
+        self._move(self._home)
+
+    def _movable(self) -> list[nn.Module]:
+        scorers = [self._scorer, self._reference.scorer] if self._reference else [self._scorer]
+        heads = self._value_head.modules_to_move() if self._value_head else []
+        return list(dict.fromkeys([*(scorer.module for scorer in scorers), *heads]))
+
+    def _move(self, device: torch.device) -> None:
+        def moved(tensor: Tensor) -> Tensor:
+            if (
+                tensor.device.type == device.type != self._home.type
+                or tensor.is_cuda
+                and device.type == "cuda"
+            ):
+                return tensor  # there already: an attempt before this one ended half-way
+            return on_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+        # Of modules and not of tensors: a sharded one has its rows in a buffer of its own.
+        for module in self._movable():
+            module._apply(moved)
+        if not isinstance(self._optimizer, OffloadedAdamW):
+            for state in self._optimizer.state.values():
+                state.update({name: moved(value) for name, value in state.items() if name in MOMENTS})
+        if (writer := self.__dict__.get("_writer")) is not None:
+            writer.shadow.move(moved)
+        if self._home.type == "cuda":
+            torch.cuda.synchronize(self._home)
+            torch.cuda.empty_cache()

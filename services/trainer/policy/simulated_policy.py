@@ -167,6 +167,11 @@ class SimulatedPolicy(HasCoefficients):
     def finish_writing(self) -> None:
         """Nothing is being written."""
 
+    def leave(self) -> None:
+        """It has nothing on a device."""
+
+    enter = leave
+
     def digest(self, like: str = "") -> str:
         """The end of the chain, 32 hexadecimal digits."""
         return self._chain.hex()

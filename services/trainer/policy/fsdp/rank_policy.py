@@ -77,6 +77,11 @@ class ShardedScorer(TokenScorer):
 
     root: ShardedModel
 
+    @property
+    def module(self) -> nn.Module:
+        """The model and its sharding."""
+        return self.root
+
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
