@@ -189,10 +189,8 @@ class LeavesDevice:
 
     def _move(self, device: torch.device) -> None:
         def moved(tensor: Tensor) -> Tensor:
-            if (
-                tensor.device.type == device.type != self._home.type
-                or tensor.is_cuda
-                and device.type == "cuda"
+            if tensor.device.type == device.type != self._home.type or (
+                tensor.is_cuda and device.type == "cuda"
             ):
                 return tensor  # there already: an attempt before this one ended half-way
             return on_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
