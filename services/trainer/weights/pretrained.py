@@ -4,7 +4,7 @@ A model is made without storage, as transformers would load it: it gets stand-in
 files, which note what is read of them. `exported.py` says which elements of a model's tensors are which
 elements of its published ones; read the other way round that fills each shard from slices of the files.
 Guarantee: the weights are those of `from_pretrained`, bit for bit. Where the two do not agree on what is read,
-there is an UnclearError, and nothing is filled. Beside its shards a rank holds one slice of a tensor.
+there is an UnclearError, and nothing is filled. Beside its shards a rank holds `CHUNK` elements.
 """
 
 from collections import defaultdict
@@ -25,6 +25,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from tidemill.services.trainer.weights.exported import Slice, plan_export
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import model_tensors
+
+
+CHUNK = 1 << 22
+"""Elements read at once."""
 
 
 class UnclearError(Exception):
@@ -64,14 +68,14 @@ class PretrainedWeights:
                 low, high = held_range(tensor)
                 for piece in self._slices[name]:
                     begin, end = max(low, piece.first), min(high, piece.end)
-                    if begin >= end:
-                        continue
                     path = self._files[piece.info.name].path
-                    if path not in opened:
+                    if begin < end and path not in opened:
                         # Not mapped: pages of a mapping would count as this process's memory.
                         opened[path] = stack.enter_context(safe_open(path, "pt", backend="pread"))
-                    values = _read(opened[path], piece, begin - piece.first, end - piece.first)
-                    local.view(-1)[begin - low : end - low].copy_(values)
+                    for start in range(begin, end, CHUNK):
+                        stop = min(start + CHUNK, end)
+                        values = _read(opened[path], piece, start - piece.first, stop - piece.first)
+                        local.view(-1)[start - low : stop - low].copy_(values)
 
 
 def _read(file: Any, piece: Slice, start: int, stop: int) -> Tensor:
