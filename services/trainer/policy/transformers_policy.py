@@ -358,10 +358,6 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         reference = self._reference.tensors() if self._reference else {}
         return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
 
-    def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder."""
-        self.state().write(folder)
-
     @torch.no_grad()
     def load_state(self, source: PolicyState | Path) -> None:
         """Copy a state into this policy; the weights are checked before anything is changed."""

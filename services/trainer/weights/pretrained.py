@@ -26,7 +26,6 @@ from tidemill.services.trainer.weights.exported import Slice, plan_export
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import model_tensors
 
-
 CHUNK = 1 << 22
 """Elements read at once."""
 
