@@ -89,6 +89,11 @@ class ShardedScorer(TokenScorer):
         found: bool = self.root(super()._has_plain_head)
         return found
 
+    @property
+    def module(self) -> nn.Module:
+        """The model and its sharding."""
+        return self.root
+
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
@@ -283,7 +288,7 @@ class RankPolicy(TransformersPolicy):
         if not isinstance(own, DTensor):
             return reader.read(name)
         ranks = self._ranks
-        return DTensor.from_local(
+        tensor = DTensor.from_local(
             reader.read(name, *rows_of(own.shape[0], ranks.shard, ranks.shard_size)).to(ranks.device),
             ranks.mesh,
             own.placements,
@@ -291,6 +296,9 @@ class RankPolicy(TransformersPolicy):
             shape=own.shape,
             stride=own.stride(),
         )
+        # Else the moments of all parameters would be on the device before the first of them leaves it.
+        is_kept_there = name in owners or not self._config.offload_optimizer
+        return tensor if is_kept_there else tensor.to("cpu")
 
 
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:
