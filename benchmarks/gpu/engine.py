@@ -26,7 +26,7 @@ import torch
 import typer
 import yaml
 
-from benchmarks.gpu.shapes import is_gpu, make_model, shape_of, wait_for_gpu
+from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
 from benchmarks.report import machine, print_result, print_table
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -225,11 +225,6 @@ def copy_gb_per_s(num_bytes: int) -> float:
     return num_bytes / GB / statistics.median(times)
 
 
-def _free() -> None:
-    if is_gpu():
-        torch.cuda.empty_cache()
-
-
 async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) -> dict[str, Any]:
     """All figures of a model; with `may_refuse` the engine's refusal is one too."""
     load, shape = TINY_LOAD if dry else Load(), shape_of(name, dry)
@@ -238,9 +233,9 @@ async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) 
         make_model(shape, model)
         config = run_config(model, load, vllm)
         manifests, figures = write_versions(config, run_dir)
-        _free()
+        free()
         figures["copy_gb_per_s"] = copy_gb_per_s((64 if dry else 1024) << 20)
-        _free()
+        free()
         try:
             served, pairs = await serve(config, load, run_dir, manifests, shape.vocab_size)
         except (ConfigError, TidemillError) as error:

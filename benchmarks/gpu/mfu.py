@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.kernels import kernel_shares
-from benchmarks.gpu.shapes import is_gpu, make_model, shape_of, wait_for_gpu
+from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
 from benchmarks.report import machine, print_result, print_table
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
@@ -70,8 +70,11 @@ class Work:
 TINY_WORK = Work(packed=128, sequence=32, prompt=8, micro_batches=2, steps=2)
 
 
-def measure(name: str, dry: bool, compiled: bool = False, ranks: int = 1) -> dict[str, Any]:
-    """Time, MFU, memory and kernels of a step of this shape."""
+def measure(
+    name: str, dry: bool, compiled: bool = False, ranks: int = 1, passes: int | None = None
+) -> dict[str, Any]:
+    """Time, FLOPs, memory and kernels of a step of this shape; micro-batches have `passes` times the packed
+    tokens, one for each rank."""
     work = TINY_WORK if dry else Work()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -81,10 +84,12 @@ def measure(name: str, dry: bool, compiled: bool = False, ranks: int = 1) -> dic
         policy = open_policy(config)
         opened_s = time.perf_counter() - started
         try:
-            found = _measured(policy, work, shape)
+            found = _measured(policy, replace(work, packed=work.packed * (passes or ranks)), shape)
         finally:
             if isinstance(policy, ShardedPolicy):
                 policy.close()
+            del policy
+            free()
     published = shape_of(name, dry).num_hidden_layers
     layers = f"{shape.num_hidden_layers} of {published}" if shape.num_hidden_layers < published else "all"
     chosen = {"layers": layers, "ranks": ranks, "checkpointing": config.trainer.gradient_checkpointing}
@@ -140,7 +145,6 @@ def _measured(policy: Policy, work: Work, shape: Any) -> dict[str, Any]:
         profiled_s = _step(policy, batches)[0]
     device = DeviceType.CUDA if is_gpu() else DeviceType.CPU
     step_s = statistics.median(times)
-    # Of what runs here: rank 0 of several. Peaks are of all GPUs.
     tflops = count_flops(shape, work) / step_s / 1e12
     return {
         "step_s": step_s,
@@ -239,7 +243,7 @@ def main(
     ranks = ranks or max(torch.cuda.device_count(), 2 * dry)
     figures = with_mfu(measure(name, dry, compiled, ranks))
     if ranks > 1 and name == "0.6b":
-        alone = measure(name, dry, compiled)
+        alone = measure(name, dry, compiled, passes=ranks)
         figures["speedup"] = figures["tokens_per_s"] / alone["tokens_per_s"]
         figures["grad_norm_over_one_rank"] = figures["first_grad_norm"] / alone["first_grad_norm"]
     _print(name, figures)

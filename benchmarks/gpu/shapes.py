@@ -1,5 +1,6 @@
 """The models of the proof: published shapes with random weights, made on the spot, or tiny ones."""
 
+import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +35,13 @@ def is_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def free() -> None:
+    """Give back what nobody refers to any more: models are parts of cycles."""
+    gc.collect()
+    if is_gpu():
+        torch.cuda.empty_cache()
+
+
 def wait_for_gpu() -> None:
     """Until it has done what it was given."""
     if is_gpu():
@@ -60,8 +68,7 @@ def make_model(config: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(config.vocab_size, folder)
     del model
-    if is_gpu():
-        torch.cuda.empty_cache()
+    free()
     return folder
 
 

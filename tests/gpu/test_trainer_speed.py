@@ -32,6 +32,7 @@ def test_ligers_kernels_change_no_gradient():
     torch.testing.assert_close(gradients_of(fused), gradients_of(plain), atol=1e-4, rtol=1e-3)
 
 
+@needs_kernels  # on CPUs tests/integration/trainer/test_compiled_model.py does it
 def test_a_compiled_model_has_the_same_gradients():
     plain, compiled = policy_on_gpu(), policy_on_gpu(compile=True)
     for policy in (plain, compiled):

@@ -106,6 +106,7 @@ def test_each_part_says_what_it_lacks() -> None:
     old = H100 | {"gpus": [], "gpu_problem": "the driver is too old"}
     assert missing(BY_NAME["mfu_4b"], old, dry=False) == (["the driver is too old"], [])
     assert missing(BY_NAME["fsdp_8b"], old, dry=True) == ([], [])
+    assert missing(BY_NAME["fsdp_8b"], H100, dry=True) == ([], ["2 GPUs, here is 1"])
 
 
 def test_parts_are_chosen_by_name_and_pattern() -> None:
