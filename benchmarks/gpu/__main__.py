@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.gpu.parts import PARTS, Part, chosen
+from benchmarks.gpu.parts import LIMIT_S, PARTS, Part, chosen
 from benchmarks.gpu.runner import FAILED, LATE, MISSING, ROOT, Proof, Record
 from benchmarks.gpu.table import JSON_FILE, PAGE_FILE, write_all
 from benchmarks.report import print_result, print_table
@@ -38,6 +38,7 @@ def main(
     minutes: Annotated[
         float, typer.Option(help="begin no part that would probably end later; 0 is no limit")
     ] = 0.0,
+    limit: Annotated[float, typer.Option(help="seconds after which a part is ended")] = LIMIT_S,
     listed: Annotated[bool, typer.Option("--list", help="say what the parts are")] = False,
 ) -> None:
     """Run the parts."""
@@ -53,7 +54,7 @@ def main(
     has_no_gpu = bool(facts["gpu_problem"]) and not facts["driver"]
     if has_no_gpu and not dry:
         print(f"{facts['gpu_problem']}: a dry run on the CPU, with tiny models\n", flush=True)
-    proof = Proof(out or (OUT_DRY if dry or has_no_gpu else OUT), facts, dry or has_no_gpu)
+    proof = Proof(out or (OUT_DRY if dry or has_no_gpu else OUT), facts, dry or has_no_gpu, limit)
     if fresh:
         for each in parts:
             (proof.folder / f"{each.name}.json").unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from benchmarks.gpu.shapes import make_model, shape_of
+from benchmarks.gpu.shapes import is_gpu, make_model, shape_of
 from benchmarks.report import machine, print_result, print_table
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -81,7 +81,7 @@ def write_config(folder: Path, dry: bool, one_gpu: bool) -> Path:
 
 def run(config: Path, runs: Path, one_gpu: bool) -> tuple[int, list[str]]:
     """`tidemill up`, whose output is passed on; its exit code, and what it says of GPUs."""
-    own = {VISIBLE: os.environ.get(VISIBLE, "0").split(",")[0]} if one_gpu else {}
+    own = {VISIBLE: os.environ.get(VISIBLE, "0").split(",")[0]} if one_gpu and is_gpu() else {}
     command = [sys.executable, "-m", "tidemill.services.console", "up", str(config), "--no-live"]
     command += ["--run-id", "proof", "--runs-dir", str(runs)]
     pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
