@@ -146,12 +146,19 @@ async def read_range(
 
 
 async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
-    """The same, with the payloads that they only claim, read on a thread."""
+    """The same, with the payloads that they only claim, read on threads."""
     claims = broker.claims
-    if claims is None or not any(isinstance(r, Entry) and has_claim(r.message) for r in records):
+
+    async def whole(record: Entry[M]) -> Entry[M]:
+        return Entry(record.entry_id, await asyncio.to_thread(claims.resolve, record.message))
+
+    if claims is None:
         return records
-    found = (r if isinstance(r, Garbled) else Entry(r.entry_id, claims.resolve(r.message)) for r in records)
-    return await asyncio.to_thread(list, found)
+    places = [i for i, r in enumerate(records) if isinstance(r, Entry) and has_claim(r.message)]
+    found = await asyncio.gather(*(whole(records[i]) for i in places))
+    for i, record in zip(places, found, strict=True):
+        records[i] = record
+    return records
 
 
 def has_claim(message: Message) -> bool:
