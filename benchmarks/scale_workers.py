@@ -189,17 +189,13 @@ class Pool:
         """What could come as a herd, and when."""
 
     def watch(self, owner: type, name: str, event: str) -> None:
-        """Note when a method of the product is called; of one that returns a list, for each thing in it."""
+        """Note when a method of the product succeeds; of one that returns a list, for each thing in it."""
         method = getattr(owner, name)
 
         async def noted(*args: Any, **options: Any) -> Any:
-            found, begun = None, time.time()
-            try:
-                found = await method(*args, **options)
-                return found
-            finally:
-                times = len(found) if isinstance(found, list) else 1
-                self.events += [(event, round(begun, 3))] * times
+            begun, found = time.time(), await method(*args, **options)
+            self.events += [(event, round(begun, 3))] * (len(found) if isinstance(found, list) else 1)
+            return found
 
         setattr(owner, name, noted)
 

@@ -260,6 +260,20 @@ async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | No
     return None
 
 
+async def forget_consumers(broker: Broker, key: str, group: str, after_s: float) -> int:
+    """Remove consumers that hold nothing and have not asked for so long; returns how many. One that asks
+    again is a consumer again."""
+    try:
+        consumers = await broker.execute("XINFO", "CONSUMERS", key, group)
+        found = [dict(zip(raw[::2], raw[1::2], strict=True)) for raw in consumers]
+        silent = [info[b"name"] for info in found if not info[b"pending"] and info[b"idle"] > 1000 * after_s]
+        return sum([int(await broker.script("leave", [key], [group, name])) for name in silent])
+    except redis_errors.ResponseError as error:
+        if "no such key" in str(error) or is_without_group(error):
+            return 0
+        raise
+
+
 async def pending_ids(broker: Broker, key: str, group: str, first: str, last: str, count: int) -> list[str]:
     """Ids between `first` and `last` that some consumer holds."""
     reply = await broker.execute("XPENDING", key, group, first, last, count)

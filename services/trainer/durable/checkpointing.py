@@ -45,6 +45,7 @@ from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORI
 from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 from tidemill.services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
+from tidemill.services.trainer.durable.departed import Departed
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.step import StepRunner
 
@@ -210,6 +211,7 @@ class Checkpointer:
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
         self._histories: dict[int, int] = {}
         """Per version of a checkpoint of this process, the history that its positions are valid in."""
+        self._departed = Departed(context)
         self._changing = asyncio.Lock()
 
     async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
@@ -282,6 +284,7 @@ class Checkpointer:
                 await self._collect_claims(self._kept[0])
             except StoreError as error:
                 log.warning("payloads that nobody needs stay for now", error=str(error))
+        await self._departed.forget()
 
     async def _collect_claims(self, oldest: TrainerState) -> None:
         """Remove payloads that no entry claims, of tickets that were settled at the oldest checkpoint. No
