@@ -125,7 +125,7 @@ class Trouble:
         watching = asyncio.create_task(self._watch_redis(found))
         await fault(self)
         good = 0
-        least_s = TAKEOVERS_S if fault in (Trouble.kill_a_tenth, Trouble.cut_a_rack) else 0.0
+        least_s = TAKEOVERS_S if fault is Trouble.kill_a_tenth else 0.0
         while time.time() - begun < PATIENCE_S * stretch and good < WINDOWS:
             await asyncio.sleep(stretch)
             end = time.time() - 1.2  # pools tell what they did once a second
