@@ -70,11 +70,24 @@ class StreamsConfig(Section):
     """Larger messages are refused before they are decoded, in MiB."""
     claim_check_bytes: int = Field(0, ge=0, le=2**40)
     """Training trajectories of so many bytes and more go to files in the run's folder, which all services
-    must share then; the stream gets pointer, size and digest. 0 puts everything into the stream."""
+    must share then, or to `claim_check_url`; the stream gets pointer, size and digest. 0 puts everything into
+    the stream."""
+    claim_check_url: str = Field("", pattern=r"^((s3|gs|az)://[^\s?#]+)?$")
+    """Where they go instead of the run's folder: `s3://bucket/folder`, an object store that every service
+    reaches, as with `weights.url`."""
     trim: bool = True
     """Trim what is archived and not in flight any more; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
     """Files of what was in the streams."""
+
+    @model_validator(mode="after")
+    def _url_has_a_size(self) -> "StreamsConfig":
+        if self.claim_check_url and not self.claim_check_bytes:
+            raise ValueError(
+                f"claim_check_url is {self.claim_check_url}, but nothing goes there: set claim_check_bytes "
+                "to the size from which trajectories do, such as 65536"
+            )
+        return self
 
 
 class ExpectConfig(Section):

@@ -181,6 +181,8 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
             "weights_changed": last.share_changed,
             "weights_encode_s": last.encode_s,
         }
+    seconds = trainer.durability.checkpointer.seconds
+    beat.counts |= {f"checkpoint_{name}_s": value for name, value in seconds.items()}
 
 
 def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prompt]]]:

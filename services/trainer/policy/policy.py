@@ -88,8 +88,14 @@ class Policy(Protocol):
     def state(self) -> PolicyState:
         """What a checkpoint needs to continue bit by bit. Accumulated gradients are not part of it."""
 
+    def stage_state(self) -> None:
+        """Copy `state()` to host memory, once the copy before is written: the policy may change then."""
+
+    def begin_saving(self, folder: Path) -> Future[None]:
+        """Start to write what was staged into a folder; again after the result was a StorageError."""
+
     def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder."""
+        """Write `state()` into a folder, here and now."""
 
     def load_state(self, source: PolicyState | Path) -> None:
         """Continue from a state, or from the folder it was saved in; accumulated gradients are discarded.
@@ -103,7 +109,7 @@ class Policy(Protocol):
         where that is not -1. The weights may change meanwhile. The result may be a StorageError."""
 
     def finish_writing(self) -> None:
-        """Wait for what is being written."""
+        """Wait for what is being written, of weights and of a state."""
 
     def leave(self) -> None:
         """Between steps: give the device's memory back, until `enter`. Only states are saved meanwhile."""
@@ -175,9 +181,11 @@ class PolicyThread:
 
     async def call_anywhere(self, function: Callable[..., T], *args: Any) -> T:
         """The same for what needs no GPU: saving a state, and what ends the policy."""
-        return await asyncio.shield(
-            asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-        )
+        return await asyncio.shield(asyncio.wrap_future(self.submit(function, *args)))
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """The same, for a caller in another thread."""
+        return self._executor.submit(function, *args)
 
     def hold(self) -> None:
         """From the next call on keep the GPU until `let_go`."""

@@ -69,11 +69,11 @@ class ValueHead(nn.Module):
     reads_policy = True
     """Whether it sits on the policy's hidden states."""
 
-    def __init__(self, model: PreTrainedModel, detach: bool) -> None:
+    def __init__(self, model: PreTrainedModel, detach: bool, device: torch.device) -> None:
         super().__init__()
         self._detach = detach
         width = model.get_output_embeddings().weight.shape[1]
-        self.layer = nn.Linear(int(width), 1, device=model.device, dtype=model.dtype)
+        self.layer = nn.Linear(int(width), 1, device=device, dtype=model.dtype)
         nn.init.zeros_(self.layer.weight)
         nn.init.zeros_(self.layer.bias)
 
@@ -100,8 +100,8 @@ class Critic(ValueHead):
 
     reads_policy = False
 
-    def __init__(self, model: PreTrainedModel, make_scorer: MakeScorer) -> None:
-        super().__init__(model, detach=False)
+    def __init__(self, model: PreTrainedModel, make_scorer: MakeScorer, device: torch.device) -> None:
+        super().__init__(model, detach=False, device=device)
         self.model = copy.deepcopy(model)
         if (head := self.model.get_output_embeddings()) is not None:
             embeddings = self.model.get_input_embeddings()
@@ -123,8 +123,12 @@ class Critic(ValueHead):
         return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]
 
 
-def make_value_head(model: PreTrainedModel, config: ValueConfig, make_scorer: MakeScorer) -> ValueHead | None:
-    """What estimates values, where the config wants any."""
+def make_value_head(
+    model: PreTrainedModel, config: ValueConfig, make_scorer: MakeScorer, device: torch.device
+) -> ValueHead | None:
+    """What estimates values, where the config wants any; the model may be without storage as yet."""
     if not config.head:
         return None
-    return Critic(model, make_scorer) if config.model == "own" else ValueHead(model, config.detach)
+    if config.model == "own":
+        return Critic(model, make_scorer, device)
+    return ValueHead(model, config.detach, device)

@@ -71,30 +71,34 @@ from tidemill.services.trainer.weights.store import model_tensors
 def load_policy(config: RunConfig) -> "TransformersPolicy":
     """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
     used."""
-    model, options = policy_parts(config, pick_device(config.trainer.device))
-    policy = TransformersPolicy(model, config.trainer, **options)
+    prepare_torch(config.trainer)
+    device = pick_device(config.trainer.device)
+    model = load_model(config.model, device)
+    policy = TransformersPolicy(model, config.trainer, **policy_options(config, model, device))
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
 
-def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model on its device, and what else a policy is made of, as keyword arguments. Raises ConfigError:
-    the model cannot be used."""
-    trainer = config.trainer
-    if trainer.num_threads:
-        torch.set_num_threads(trainer.num_threads)
-    if trainer.deterministic:
+def prepare_torch(config: TrainerConfig) -> None:
+    """Threads and determinism of this process; before anything is computed."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    if config.deterministic:
         # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
-    model, dtype = load_model(config.model, device), compute_dtype(config.model)
+
+
+def policy_options(config: RunConfig, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """What a policy is made of beside its model, which gets adapters, kernels and compiled layers where they
+    are wanted. Raises ConfigError: it cannot have them."""
+    trainer, dtype = config.trainer, compute_dtype(config.model)
     adapters = Adapters(model, trainer.lora, dtype, config.seed) if trainer.lora else None
-    accelerate_model(model, trainer)
-    sampling = config.rollout.sampling
-    return model, {
+    accelerate_model(model, trainer, device)
+    return {
         "dtype": dtype,
-        "temperature": sampling.temperature,
+        "temperature": config.rollout.sampling.temperature,
         "max_completion_tokens": config.max_completion_tokens,
         "adapters": adapters,
     }
@@ -160,7 +164,11 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         return ReferenceModel(self._model, self._config.algorithm.reference, self._make_scorer)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
-        return make_value_head(model, self._config.algorithm.value, self._make_scorer)
+        return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._model.device
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -352,10 +360,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         }
         reference = self._reference.tensors() if self._reference else {}
         return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
-
-    def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder."""
-        self.state().write(folder)
 
     @torch.no_grad()
     def load_state(self, source: PolicyState | Path) -> None:

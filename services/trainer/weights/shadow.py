@@ -216,9 +216,16 @@ def _local_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
     several copies of the model the first."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.numel() if is_leader else 0
-    mesh = tensor.device_mesh
-    if mesh.ndim > 1 and mesh.get_local_rank(0):
+    if tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0):
         return 0, 0
+    return held_range(tensor)
+
+
+def held_range(tensor: Tensor) -> tuple[int, int]:
+    """Which flat elements of the whole tensor this process has: rows where ranks share it, else all."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.numel()
+    mesh = tensor.device_mesh
     rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     first = min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1)) * (
         tensor.numel() // max(tensor.shape[0], 1)

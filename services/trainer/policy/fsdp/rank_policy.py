@@ -28,12 +28,17 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.model_loading import layers_of
+from tidemill.services.trainer.policy.model_loading import layers_of, open_model
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.side_models import ValueHead
-from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
+from tidemill.services.trainer.policy.transformers_policy import (
+    TransformersPolicy,
+    policy_options,
+    prepare_torch,
+)
+from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shard_writer import Peers
 
 
@@ -73,9 +78,16 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class ShardedScorer(TokenScorer):
-    """Scores tiles through the root of the sharding; construct before the model is sharded."""
+    """Scores tiles through the root of the sharding."""
 
-    root: ShardedModel
+    def __init__(self, root: ShardedModel, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+        self.root = root
+        super().__init__(model, compute_dtype)
+
+    @torch.no_grad()
+    def _has_plain_head(self) -> bool:
+        found: bool = self.root(super()._has_plain_head)
+        return found
 
     @property
     def module(self) -> nn.Module:
@@ -104,10 +116,12 @@ class ShardedScorer(TokenScorer):
 
 
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
-    """Load the model on this rank's device, and shard it."""
+    """Make the model, shard it, and read this rank's shard of its weights."""
+    prepare_torch(config.trainer)
     ranks.lay_out(config.trainer.shard_ranks)
-    model, options = policy_parts(config, ranks.device)
-    policy = RankPolicy(model, config.trainer, ranks, **options)
+    model, weights = open_model(config.model, ranks.device)
+    options = policy_options(config, model, ranks.device)
+    policy = RankPolicy(model, config.trainer, ranks, weights, **options)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
@@ -115,8 +129,16 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
 class RankPolicy(TransformersPolicy):
     """Implements `Policy` together with the other ranks; every call has to be made on all of them."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, **options: Any) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        ranks: Ranks,
+        weights: PretrainedWeights | None = None,
+        **options: Any,
+    ) -> None:
+        """`weights` are those of a model that has none yet; models beside it start with them too."""
+        self._ranks, self._pretrained = ranks, weights
         self._roots: list[FSDPModule] = []
         """Of what is trained."""
         self._holds_gradients = False
@@ -125,10 +147,16 @@ class RankPolicy(TransformersPolicy):
         super().__init__(model, config, **options)
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        scorer = ShardedScorer(model, self._dtype)
-        scorer.root = ShardedModel(model, self._ranks, self._dtype)
-        self._remember(scorer.root)
-        return scorer
+        root = ShardedModel(model, self._ranks, self._dtype)
+        if self._pretrained is not None:
+            give_storage(root, self._ranks.device)
+            self._pretrained.fill(model)
+        self._remember(root)
+        return ShardedScorer(root, model, self._dtype)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._ranks.device
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         head = super()._make_value_head(model)
@@ -227,19 +255,22 @@ class RankPolicy(TransformersPolicy):
             pass
         return []
 
-    def save_state(self, folder: Path) -> None:
-        """This rank's shard; returns when all are written. Other copies of the model have the same."""
+    def own_state(self) -> PolicyState:
+        """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and
+        values, are with rank 0."""
         state, ranks = self.state(), self._ranks
-        if ranks.replica == 0:
-            local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.tensors.items()}
-            tensors = {name: tensor.contiguous() for name, tensor in local.items()}
-            rows = {name: len(t) for name, t in state.tensors.items() if isinstance(t, DTensor)}
-            if not ranks.is_leader:
-                tensors = {name: tensor for name, tensor in tensors.items() if name in rows}
-            write_shard(folder, ranks.shard, ranks.shard_size, tensors, rows)
-        if ranks.is_leader:
-            PolicyState({}, state.values).write_values(folder)
-        ranks.gather(b"")
+        if ranks.replica:
+            return PolicyState({})
+        num_rows = {
+            name: len(tensor) for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)
+        }
+        tensors = {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in state.tensors.items()
+            if name in num_rows or ranks.is_leader
+        }
+        shard = Shard(ranks.shard, ranks.shard_size, num_rows)
+        return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
 
     def load_state(self, source: PolicyState | Path) -> None:
         """This rank's rows of every tensor."""
