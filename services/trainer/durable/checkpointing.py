@@ -236,7 +236,7 @@ class Checkpointer:
             await self.finish()
         with self.context.activity.during(CHECKPOINT), self._timed("copy", metrics.CHECKPOINT_COPY_SECONDS):
             state = self._state(version, dropped)
-            await self.runner.thread.call(self.runner.policy.stage_state)
+            await self.runner.thread.call_anywhere(self.runner.policy.stage_state)
         self._writing.start(self._write(state), f"checkpoint of version {version}")
 
     async def finish(self) -> None:

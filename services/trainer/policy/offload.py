@@ -167,7 +167,7 @@ class LeavesDevice:
     """The part of `TransformersPolicy` that gives the device to others between steps: weights, moments and
     the version before wait in the host's memory. Checkpoints can be written there; nothing else is called."""
 
-    _home: torch.device
+    _device: torch.device
     _optimizer: AdamW
     _scorer: "TokenScorer"
     _reference: "ReferenceModel | BaseReference | None"
@@ -180,7 +180,7 @@ class LeavesDevice:
     def enter(self) -> None:
         """Take it again. Raises torch.OutOfMemoryError: what another process has is not free yet; it can be
         called again."""
-        self._move(self._home)
+        self._move(self._device)
 
     def _movable(self) -> list[nn.Module]:
         scorers = [self._scorer, self._reference.scorer] if self._reference else [self._scorer]
@@ -189,7 +189,7 @@ class LeavesDevice:
 
     def _move(self, device: torch.device) -> None:
         def moved(tensor: Tensor) -> Tensor:
-            if tensor.device.type == device.type != self._home.type or (
+            if tensor.device.type == device.type != self._device.type or (
                 tensor.is_cuda and device.type == "cuda"
             ):
                 return tensor  # there already: an attempt before this one ended half-way
@@ -203,6 +203,6 @@ class LeavesDevice:
                 state.update({name: moved(value) for name, value in state.items() if name in MOMENTS})
         if (writer := self.__dict__.get("_writer")) is not None:
             writer.shadow.move(moved)
-        if self._home.type == "cuda":
-            torch.cuda.synchronize(self._home)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
