@@ -38,7 +38,7 @@ class OffloadedAdamW(AdamW):
     slice_size = SLICE
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update; returns when it is enqueued."""
         assert closure is None, "gradients are there before the update"
         lanes: _Lanes | None = None
@@ -61,8 +61,8 @@ class OffloadedAdamW(AdamW):
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{name: on_host(torch.zeros_like(parameter)) for name in MOMENTS},
             }
-        state, flags = self.state[parameter], {"fused": True, "amsgrad": False, "maximize": False}
-        weight, gradient = (_flat(tensor) for tensor in (parameter, parameter.grad))
+        assert parameter.grad is not None, "parameters without a gradient stay as they are"
+        state, weight, gradient = self.state[parameter], _flat(parameter), _flat(parameter.grad)
         moments = [_flat(state[name]) for name in MOMENTS]
         for begin in range(0, len(weight), self.slice_size):
             piece = slice(begin, begin + self.slice_size)
@@ -80,7 +80,9 @@ class OffloadedAdamW(AdamW):
                     lr=group["lr"],
                     weight_decay=group["weight_decay"],
                     eps=group["eps"],
-                    **flags,
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
                 )
         state["step"] += 1
 
