@@ -24,8 +24,10 @@ MIB = float(1 << 20)
 def write_model(folder: Path, num_layers: int, experts: int) -> None:
     """A model of random weights, in bfloat16."""
     import torch
+    import transformers
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     sizes = SIZES | {"num_hidden_layers": num_layers}
     if experts:
@@ -61,18 +63,21 @@ def load_shard(rank: int, size: int, port: int, folder: str, way: str, results: 
 def load(folder: str, ranks: Any, way: str) -> Any:
     """A model, split, as `load_rank_policy` loads it."""
     import torch
+    import transformers
 
     from tidemill.common.config.run import ModelConfig
     from tidemill.services.trainer.policy.fsdp.rank_policy import ShardedModel
     from tidemill.services.trainer.policy.model_loading import open_model
     from tidemill.services.trainer.weights.pretrained import give_storage
+    from tidemill.services.trainer.weights.store import model_tensors
 
+    transformers.utils.logging.disable_progress_bar()
     config = ModelConfig(path=folder, max_model_len=16)
     model, weights = open_model(config, ranks.device, reads_later=way == "shards")
     root = ShardedModel(model, ranks, torch.float32)
     if weights is not None:
         give_storage(root, ranks.device)
-        weights.fill(model)
+        weights.fill(model_tensors(model))
     return root
 
 

@@ -284,15 +284,11 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_can_share(self) -> "TrainerConfig":
-        for name, is_set in (
-            ("policy: simulated", self.policy == "simulated"),
-            ("lora", self.lora is not None),
-        ):
-            if is_set and self.num_ranks > 1:
-                raise ValueError(
-                    f"num_ranks is {self.num_ranks}, but {name} works on one rank only; leave it out, or set "
-                    "num_ranks to 1"
-                )
+        if self.policy == "simulated" and self.num_ranks > 1:
+            raise ValueError(
+                f"num_ranks is {self.num_ranks}, but policy: simulated works on one rank only; leave it out, "
+                "or set num_ranks to 1"
+            )
         if self.num_ranks % (self.shard_ranks or 1):
             raise ValueError(
                 f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "

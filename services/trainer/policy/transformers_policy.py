@@ -7,7 +7,6 @@ forward pass is bounded by tiles, whatever the size of the micro-batch.
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +42,7 @@ from tidemill.services.trainer.policy.model_loading import (
     compute_dtype,
     load_model,
     pick_device,
+    prepare_torch,
     recompute_layers,
 )
 from tidemill.services.trainer.policy.optimizer import (
@@ -78,22 +78,13 @@ def load_policy(config: RunConfig) -> "TransformersPolicy":
     return policy
 
 
-def prepare_torch(config: TrainerConfig) -> None:
-    """Threads and determinism of this process; before anything is computed."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    if config.deterministic:
-        # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
-        torch.use_deterministic_algorithms(True)
-
-
-def policy_options(config: RunConfig, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+def policy_options(
+    config: RunConfig, model: PreTrainedModel, device: torch.device, base_digest: str = ""
+) -> dict[str, Any]:
     """What a policy is made of beside its model, which gets adapters, kernels and compiled layers where they
-    are wanted. Raises ConfigError: it cannot have them."""
+    are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
     trainer, dtype = config.trainer, compute_dtype(config.model)
-    adapters = Adapters(model, trainer.lora, dtype, config.seed) if trainer.lora else None
+    adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
     accelerate_model(model, trainer, device)
     return {
         "dtype": dtype,
@@ -124,10 +115,14 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         algorithm = config.algorithm
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        self._reference = self._make_reference() if algorithm.needs_reference else None
+        self._reference: ReferenceModel | BaseReference | None = None
+        if algorithm.needs_reference and adapters is None:
+            self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         self._scorer = self._make_scorer(model)
+        if algorithm.needs_reference and adapters is not None:
+            self._reference = BaseReference(self._scorer, adapters)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -154,11 +149,6 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
         return TokenScorer(model, self._dtype)
-
-    def _make_reference(self) -> ReferenceModel | BaseReference:
-        if self._adapters is not None:
-            return BaseReference(self._model, self._adapters, self._dtype)
-        return ReferenceModel(self._model, self._config.algorithm.reference, self._make_scorer)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)

@@ -37,11 +37,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "value head": {"algorithm": HEAD},
     "critic": {"algorithm": HEAD | {"value": {"head": True, "model": "own"}}},
+    "adapters": {
+        "lora": {"rank": 3, "alpha": 12},
+        "algorithm": HEAD | {"reference": {"model": "frozen"}, "kl": SUMS["kl"]},
+    },
     "recomputed layers": {"gradient_checkpointing": True},
     "experts": {},
     "compiled": {},
 }
-OF_FOUR = {"all sums": {}, "value head": {}, "two copies": {"shard_ranks": 2}}
+OF_FOUR = {"all sums": {}, "value head": {}, "adapters": {}, "two copies": {"shard_ranks": 2}}
 
 
 @cache
@@ -101,7 +105,7 @@ def count_collectives(ranks: Ranks, model: PreTrainedModel) -> list[tuple[str, s
     """Operation and dtype of every collective of an update with several micro-batches, in bfloat16."""
     ranks.lay_out(None)
     config = TrainerConfig.model_validate(FIELDS | {"num_ranks": 2})
-    policy = RankPolicy(model, config, ranks, **options_of(config) | {"dtype": torch.bfloat16})
+    policy = RankPolicy(model, config, ranks, **options_of(config, model) | {"dtype": torch.bfloat16})
     update(policy, make_samples(12))
     mode = Collectives()
     with mode:

@@ -28,18 +28,15 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.model_loading import layers_of, open_model
+from tidemill.services.trainer.policy.model_loading import layers_of, open_model, prepare_torch
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
-from tidemill.services.trainer.policy.transformers_policy import (
-    TransformersPolicy,
-    policy_options,
-    prepare_torch,
-)
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shard_writer import Peers
+from tidemill.services.trainer.weights.store import model_tensors
 
 
 class ShardedModel(nn.Module):
@@ -115,7 +112,12 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     prepare_torch(config.trainer)
     ranks.lay_out(config.trainer.shard_ranks)
     model, weights = open_model(config.model, ranks.device)
-    options = policy_options(config, model, ranks.device)
+    digest = ""
+    if config.trainer.lora and weights is not None:
+        # One rank reads all, for the checkpoints of any number of ranks.
+        own = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
+        digest = ranks.broadcast(own).decode()
+    options = policy_options(config, model, ranks.device, digest)
     policy = RankPolicy(model, config.trainer, ranks, weights, **options)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
@@ -140,12 +142,13 @@ class RankPolicy(TransformersPolicy):
         """Each rank has gradients of its own that are not summed yet."""
         self._reduces_once = reduces_once(model, config, ranks)
         super().__init__(model, config, **options)
+        self._pretrained = None  # with its open files
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
         root = ShardedModel(model, self._ranks, self._dtype)
         if self._pretrained is not None:
             give_storage(root, self._ranks.device)
-            self._pretrained.fill(model)
+            self._pretrained.fill(self._adapters.base() if self._adapters else model_tensors(model))
         self._remember(root)
         return ShardedScorer(root, model, self._dtype)
 
@@ -246,9 +249,14 @@ class RankPolicy(TransformersPolicy):
         """Batched by all, written by rank 0."""
         if self._ranks.is_leader:
             return super().save_weights(folder)
+        self._save_adapters(folder)
+        self.join_export()
+        return []
+
+    def join_export(self) -> None:
+        """What rank 0 gathers in `named_parameters_for_export`."""
         for _ in self.named_parameters_for_export():
             pass
-        return []
 
     def save_state(self, folder: Path) -> None:
         """This rank's shard; returns when all are written. Other copies of the model have the same."""

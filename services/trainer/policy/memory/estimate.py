@@ -114,7 +114,7 @@ def trainer_take(
     holds = trainer.updates_per_step > 1 and "held weights" in states
     scoring = {"held weights, swapped": 4.0 * trained / shards} if holds else {}
     if trainer.lora is not None:
-        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters)
+        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters) / shards
     return Take(states, training, scoring, _starting(config, sizes, shards, trained, has_critic))
 
 
@@ -169,7 +169,10 @@ def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
 def _starting(
     config: RunConfig, sizes: ModelSizes, shards: int, trained: int, has_critic: bool
 ) -> dict[str, float]:
-    """Every rank loads the whole model in float32, and what begins as a copy of it, before it is split."""
+    """What is only there before the model is split. A rank reads its own shard into its place, where it is
+    known which that is; one rank halves the weights under its adapters when it has them."""
+    if not sizes.is_read_whole and (shards > 1 or config.trainer.lora is None):
+        return {}
     parts = {"whole model in float32, before it is split": 4.0 * sizes.parameters}
     if shards > 1 and (config.trainer.algorithm.needs_reference or has_critic):
         parts["its copy"] = 4.0 * sizes.parameters
@@ -254,5 +257,7 @@ def host_take(config: RunConfig, sizes: ModelSizes, ranks: int, engines: int) ->
     if engines and config.weights.delta == "auto" and element_bytes(config) == 2:
         share = config.weights.max_share_changed
         training["changes that engines stage"] = 6.0 * share * count * engines
-    starting = {"whole model in float32, of each rank": 4.0 * count * ranks} if ranks else {}
+    starting = {}
+    if ranks and sizes.is_read_whole:
+        starting["whole model in float32, of each rank"] = 4.0 * count * ranks
     return Take(always, training, starting={**always, **starting} if starting else {})

@@ -221,7 +221,7 @@ def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Set
         smaller = {**auto, "trainer.algorithm.reference.dtype": "bfloat16"}
         yield from ({**smaller, **placement} for placement in placements)
     if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
-        adapters: Settings = {**auto, "trainer.lora": {}, "trainer.num_ranks": 1, "trainer.shard_ranks": None}
+        adapters: Settings = {**auto, "trainer.lora": {}}
         if reference.model != "off":
             adapters["trainer.algorithm.reference.dtype"] = "float32"
         yield from ({**placement, **adapters} for placement in placements)
