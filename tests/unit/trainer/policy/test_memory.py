@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     assert found.settings["trainer.num_ranks"] == 4
     assert found.settings["trainer.gradient_checkpointing"] is False
     assert not find_settings(config_of(), model_of(1e3, big), machine).problems
-    none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 8 * GIB))
+    none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 2 * GIB))
     assert none.settings == {} and "the trainer takes" in none.problems[-1]
     whole = examine_fit(config_of(), model_of(1e3, replace(big, is_read_whole=True)), Machine(8, 8 * GIB))
     assert "holds 14.9 GiB when it starts" in whole.problems[-1]
