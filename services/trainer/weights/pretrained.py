@@ -25,7 +25,7 @@ from tidemill.services.trainer.weights.exported import Slice, plan_export
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_in_order, model_tensors
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements read at once."""
 
 

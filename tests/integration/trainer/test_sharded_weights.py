@@ -10,7 +10,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.weights.bits import read_safetensors
 from tidemill.common.weights.whole import check_whole, write_whole
-from tidemill.services.trainer.groups.samples import form_micro_batches
+from tidemill.services.trainer.groups.samples import MicroBatch, form_micro_batches
 from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
 from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
@@ -54,6 +54,9 @@ def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int, options: di
         policy.load_state(tmp_path / "state")
         second = store.write(1, policy)
         assert policy.digest() == alone.digest() and policy.digest().startswith(second.digest)
+        for one in (alone, policy):
+            one.accumulate(MicroBatch(tuple(make_samples(6, seed=1))))
+        assert policy.update(6.0).grad_norm == pytest.approx(alone.update(6.0).grad_norm, rel=0.02)
     finally:
         policy.close()
     assert start.startswith(first.digest) and values(verified_files(run, first)) == values([full])
