@@ -20,9 +20,10 @@ from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.digest import PREFIX, Digest, digest_of, is_additive
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters
+from tidemill.services.trainer.policy.saving import SavesState
 from tidemill.services.trainer.policy.side_models import VALUE_PREFIX
 from tidemill.services.trainer.weights.exported import DTYPES
-from tidemill.services.trainer.weights.shard_writer import Alone, Peers, ShardWriter
+from tidemill.services.trainer.weights.shard_writer import ShardWriter
 from tidemill.services.trainer.weights.store import (
     WeightState,
     digest_parameters,
@@ -34,9 +35,9 @@ from tidemill.services.trainer.weights.store import (
 )
 
 
-class ExportsWeights:
-    """The part of `TransformersPolicy` that publishes weights. Where several ranks train, all make each
-    call."""
+class ExportsWeights(SavesState):
+    """The part of `TransformersPolicy` that publishes weights, and saves its state. Where several ranks
+    train, all make each call."""
 
     _model: PreTrainedModel
     _dtype: torch.dtype
@@ -44,11 +45,6 @@ class ExportsWeights:
     _parameters: Sequence[tuple[str, nn.Parameter]]
     max_share_changed = 1.0
     """Where more of the weights changes, nobody wants a delta: `weights.max_share_changed`."""
-
-    @property
-    def peers(self) -> Peers:
-        """The ranks that train this model."""
-        return Alone()
 
     @cached_property
     def _writer(self) -> ShardWriter:
@@ -97,8 +93,9 @@ class ExportsWeights:
         return written
 
     def finish_writing(self) -> None:
-        """Wait for what is being written."""
+        """Wait for what is being written, of weights and of a state."""
         self._writer.wait()
+        self.finish_saving()
 
     def digest(self, like: str = "") -> str:
         """Of the weights as they are, as commits have it; of the kind that `like` is."""

@@ -120,6 +120,11 @@ class TokenScorer:
     def _has_plain_head(self) -> bool:
         return has_plain_head(self._model)
 
+    @property
+    def module(self) -> nn.Module:
+        """All of the model, as one module."""
+        return self._model
+
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:

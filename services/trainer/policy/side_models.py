@@ -85,6 +85,10 @@ class ValueHead(nn.Module):
             values: Tensor = self.layer(hidden_NH.to(self.layer.weight.dtype))
         return values.squeeze(-1)
 
+    def modules_to_move(self) -> list[nn.Module]:
+        """What has its weights."""
+        return [self.layer]
+
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Its parameters, under the names that optimizer, digest and checkpoint use."""
         return [(f"{VALUE_PREFIX}{name}", parameter) for name, parameter in self.layer.named_parameters()]
@@ -108,6 +112,10 @@ class Critic(ValueHead):
     def forward(self, tile: Tile, hidden_NH: Tensor | None) -> Tensor:
         """As of the head; the policy's hidden states are not looked at."""
         return super().forward(tile, self._scorer.hidden(tile))
+
+    def modules_to_move(self) -> list[nn.Module]:
+        """Head and model."""
+        return [self.layer, self._scorer.module]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Those of the head, and of the model whatever is trained."""

@@ -45,6 +45,7 @@ from tidemill.services.trainer.policy.model_loading import (
     prepare_torch,
     recompute_layers,
 )
+from tidemill.services.trainer.policy.offload import LeavesDevice
 from tidemill.services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
@@ -94,7 +95,7 @@ def policy_options(
     }
 
 
-class TransformersPolicy(ExportsWeights, HasCoefficients):
+class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     """Implements `Policy` for one model on one device."""
 
     def __init__(
@@ -108,6 +109,7 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         adapters: Adapters | None = None,
     ) -> None:
         self._model, self._adapters = model, adapters
+        self._home = self._device
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
@@ -132,7 +134,9 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         )
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
-        self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
+        self._optimizer = build_optimizer(
+            self._parameters, config.optimizer, own_rates, offloads=config.offload_optimizer
+        )
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, model.device)
@@ -333,8 +337,8 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         moments = optimizer_tensors(self._optimizer, self._parameters)
         tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
-        if self._model.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
+        if self._home.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._home)
         values = {"policy": "transformers", "updates": self._num_updates}
         values |= self._coefficients.as_values(self._config.algorithm)
         return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
@@ -347,10 +351,6 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         }
         reference = self._reference.tensors() if self._reference else {}
         return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
-
-    def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder."""
-        self.state().write(folder)
 
     @torch.no_grad()
     def load_state(self, source: PolicyState | Path) -> None:
@@ -383,8 +383,8 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         self._num_updates = int(state.values["updates"])
         self._set_coefficients(self._config.algorithm, state.values.get("coefficients"))
         torch.set_rng_state(state.tensors["rng.cpu"].cpu())
-        if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)
+        if self._home.type == "cuda" and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._home)
         self.zero()
 
 

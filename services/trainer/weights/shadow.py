@@ -5,7 +5,7 @@ What changed is kept until it is written, and the digest follows from it. A shad
 `compare` changes it, so files can be written from it while the weights move on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +153,11 @@ class Shadow:
     @property
     def _num_elements(self) -> int:
         return sum(part.count for part in self.parts)
+
+    def move(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Hold copies in place of what is held. A file that is being written is read from either."""
+        for name in list(self._held):
+            self._held[name] = moved(self._held[name])
 
     def write_changes(self, writer: DeltaWriter) -> None:
         """What the last comparison found."""

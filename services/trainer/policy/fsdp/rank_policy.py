@@ -32,7 +32,7 @@ from tidemill.services.trainer.policy.model_loading import layers_of, open_model
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.side_models import ValueHead
-from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
+from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shard_writer import Peers
@@ -85,6 +85,11 @@ class ShardedScorer(TokenScorer):
     def _has_plain_head(self) -> bool:
         found: bool = self.root(super()._has_plain_head)
         return found
+
+    @property
+    def module(self) -> nn.Module:
+        """The model and its sharding."""
+        return self.root
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
@@ -258,19 +263,22 @@ class RankPolicy(TransformersPolicy):
         for _ in self.named_parameters_for_export():
             pass
 
-    def save_state(self, folder: Path) -> None:
-        """This rank's shard; returns when all are written. Other copies of the model have the same."""
+    def own_state(self) -> PolicyState:
+        """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and
+        values, are with rank 0."""
         state, ranks = self.state(), self._ranks
-        if ranks.replica == 0:
-            local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.tensors.items()}
-            tensors = {name: tensor.contiguous() for name, tensor in local.items()}
-            rows = {name: len(t) for name, t in state.tensors.items() if isinstance(t, DTensor)}
-            if not ranks.is_leader:
-                tensors = {name: tensor for name, tensor in tensors.items() if name in rows}
-            write_shard(folder, ranks.shard, ranks.shard_size, tensors, rows)
-        if ranks.is_leader:
-            PolicyState({}, state.values).write_values(folder)
-        ranks.gather(b"")
+        if ranks.replica:
+            return PolicyState({})
+        num_rows = {
+            name: len(tensor) for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)
+        }
+        tensors = {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in state.tensors.items()
+            if name in num_rows or ranks.is_leader
+        }
+        shard = Shard(ranks.shard, ranks.shard_size, num_rows)
+        return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
 
     def load_state(self, source: PolicyState | Path) -> None:
         """This rank's rows of every tensor."""
@@ -288,7 +296,7 @@ class RankPolicy(TransformersPolicy):
         if not isinstance(own, DTensor):
             return reader.read(name)
         ranks = self._ranks
-        return DTensor.from_local(
+        tensor = DTensor.from_local(
             reader.read(name, *rows_of(own.shape[0], ranks.shard, ranks.shard_size)).to(ranks.device),
             ranks.mesh,
             own.placements,
@@ -296,6 +304,9 @@ class RankPolicy(TransformersPolicy):
             shape=own.shape,
             stride=own.stride(),
         )
+        # Else the moments of all parameters would be on the device before the first of them leaves it.
+        is_kept_there = name in owners or not self._config.offload_optimizer
+        return tensor if is_kept_there else tensor.to("cpu")
 
 
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:

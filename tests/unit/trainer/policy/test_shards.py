@@ -13,7 +13,7 @@ from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.fsdp.rank_policy import split_samples
 from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
-from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
+from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
 
 
 def test_shares_are_balanced_by_tokens_and_hold_every_sample_once():
@@ -42,7 +42,8 @@ def test_rows_written_by_some_ranks_are_read_by_any_number(tmp_path, num_rows, n
     whole = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
     for rank in range(num_writers):
         start, stop = rows_of(num_rows, rank, num_writers)
-        write_shard(tmp_path, rank, num_writers, {"a": whole[start:stop].contiguous()}, {"a": num_rows})
+        shard = Shard(rank, num_writers, {"a": num_rows})
+        PolicyState({"a": whole[start:stop]}, shard=shard).write(tmp_path)
     reader = ShardReader(tmp_path)
     assert torch.equal(reader.read("a"), whole)
     for size in (1, 2, 4):
