@@ -3,8 +3,8 @@
 A random Llama of about `--parameters` parameters in float32 with AdamW's moments (12 bytes a parameter on the
 disk, and once more in memory for the copy) takes one step, and is saved `--rounds` times each way, in turns:
 written where the policy trains (how it was before there was a copy), and copied there and written beside.
-The first copy makes the buffers that later ones fill. Wall time, as training sees it. A step beside a write tells what the write takes from training on the same
-cores. The last line holds medians of both ways and their ratio.
+The first copy makes the buffers that later ones fill. Wall time, as training sees it. A step beside a write
+tells what the write takes from training on the same cores. The last line holds medians and their ratios.
 """
 
 import argparse
