@@ -2,6 +2,7 @@
 
     python -m benchmarks.scale                           # 10, 100 and 1,000 workers, and the anchors
     python -m benchmarks.scale --workers 1000 --faults   # what such a run makes of faults
+    python -m benchmarks.scale --workers 1000 --faults --only killed,joining
     python -m benchmarks.scale --workers "" --anchors    # the anchors alone
 
 Workers are the services' real code on a real Redis; engines, rewards and the policy are delays (see
@@ -25,6 +26,7 @@ import typer
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.scale_anchors import print_anchors
 from benchmarks.scale_cluster import Outcome, Size, measure
+from benchmarks.scale_faults import FAULTS, measure_faults, print_faults
 from tidemill.common.process.programs import run_main
 
 MEAN_S, MOST_STRETCH = 1.5, 12.0
@@ -96,15 +98,17 @@ def main(
     stretch: Annotated[float, typer.Option(help="wall seconds of a second; 0: as the machine needs")] = 0.0,
     anchors: Annotated[bool, typer.Option(help="also the published figures")] = True,
     faults: Annotated[bool, typer.Option(help="faults at the largest size, in place of all else")] = False,
+    only: Annotated[str, typer.Option(help=f"of the faults these: {', '.join(FAULTS)}")] = ",".join(FAULTS),
 ) -> None:
     """Measure, and print one line of JSON."""
     sizes = [int(number) for number in workers.split(",") if number]
     if faults:
-        from benchmarks.scale_faults import measure_faults, print_faults
-
+        chosen = [name for name in only.split(",") if name]
+        if unknown := set(chosen) - set(FAULTS):
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
         size = Size(max(sizes), mean_s, stretch or stretch_for(max(sizes), FIRST_CORES_PER_WORKER))
         with tempfile.TemporaryDirectory() as folder:
-            print_faults(run_main(measure_faults(Path(folder), size)), size)
+            print_faults(run_main(measure_faults(Path(folder), size, chosen)), size)
         return
     outcomes = run_main(measure_all(sizes, mean_s, stretch))
     print_outcomes(outcomes)

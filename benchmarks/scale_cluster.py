@@ -211,8 +211,16 @@ class Cluster:
         )
         return spent / ((workers or self.size.workers) * SLOTS * (end - begin))
 
-    def _lines(self) -> list[Any]:
-        path = self.folder / "work-rollout.jsonl"
+    def events(self, begin: float, end: float) -> dict[str, list[float]]:
+        """When all workers connected, took over from others, and took in weights, in this time."""
+        found: dict[str, list[float]] = {}
+        for line in (line for role in self.pools for line in self._lines(role)):
+            if "event" in line and begin <= line["at"] < end:
+                found.setdefault(line["event"], []).append(line["at"])
+        return found
+
+    def _lines(self, role: str = "rollout") -> list[Any]:
+        path = self.folder / f"work-{role}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -5,6 +5,7 @@
 A Redis is filled as a run of so many workers and steps leaves it: heartbeats, consumers, held tickets,
 streams of small records, commits. Then each call is made as its caller makes it, ten times: processor time
 of the caller and of Redis together, in milliseconds, and the ratio of the larger size to the smaller one.
+Then a small run is looked at after some steps, and after many: what lies in Redis and in its folder.
 """
 
 import tempfile
@@ -17,31 +18,48 @@ import numpy as np
 import typer
 
 from benchmarks.report import machine, print_result, print_table
+from benchmarks.scale_cluster import Cluster, Size
 from tests.support.histories import BEGIN
 from tests.support.training import make_parts, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.history import History
 from tidemill.common.history.records import read_group
-from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
+from tidemill.common.process.heartbeats import (
+    Heartbeat,
+    forget_heartbeats,
+    publish_heartbeat,
+    read_heartbeats,
+)
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.run.state import publish_config
-from tidemill.common.streams import Consumer, append_numbered, backlog, ensure_group, group_status
+from tidemill.common.run.state import METRICS_FILE, publish_config
+from tidemill.common.streams import (
+    Consumer,
+    append_numbered,
+    backlog,
+    ensure_group,
+    entry_id_of,
+    forget_consumers,
+    group_status,
+    read_raw,
+)
 from tidemill.common.wire import codec
-from tidemill.common.wire.codec import SCHEMA
+from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.console.exporter.exporter import MetricsReader
 from tidemill.services.console.status.snapshot import SnapshotReader
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import _outstanding
+from tidemill.services.trainer.durable.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE
 
 ROUNDS, GROUP_SIZE = 10, 4
 SMALL, LARGE = (100, 20), (1000, 200)
 """Rollout workers, and steps of one group for each worker of the small size."""
 GROUPS = 100
+SMALL_RUN, AT_STEPS = (10, 0.3, 1.0), (8, 80)
 Timed = Callable[[], Awaitable[Any]]
 
 
@@ -94,11 +112,15 @@ async def _fill_step(broker: Broker, keys: Keys, step: int) -> None:
     await append_numbered(broker, keys.commits, [(step, commit)])
 
 
-def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, steps: int) -> dict[str, Timed]:
+async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, steps: int) -> dict[str, Timed]:
     """What is timed, by who does it and how often."""
     consumer: Consumer[Ticket] = Consumer(
         broker, keys.prompts(), ROLLOUT_GROUP, "rollout-0", Ticket, lease_s=3600.0, dead_key=keys.dead
     )
+    holder: Consumer[Ticket] = Consumer(
+        broker, keys.prompts(), ROLLOUT_GROUP, "holder", Ticket, lease_s=3600.0, dead_key=keys.dead
+    )
+    await holder.fetch(64, 0.0)
     scheduler, join = make_parts(broker, keys, config)
     reconciler = Reconciler(broker, keys, scheduler)
     scheduler.next_ticket = steps * GROUPS
@@ -110,6 +132,10 @@ def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, steps: in
 
     async def status() -> None:
         await (await SnapshotReader.attach(broker, keys.run_id)).read()
+
+    async def departed() -> None:
+        await forget_heartbeats(broker, keys, 3600.0)
+        await forget_consumers(broker, keys.prompts(), ROLLOUT_GROUP, 3600.0)
 
     async def admit() -> None:
         scheduler.next_ticket = steps * GROUPS  # tickets are there: their ids are taken
@@ -129,6 +155,8 @@ def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, steps: in
         "status, top's first look": status,
         "tickets adopted (trainer, restart)": admit,
         "started versions (trainer, news)": lambda: reconciler.learn_started_versions(join.groups.values()),
+        "renewal of 64 held (worker, third of a lease)": holder.renew,
+        "what the dead left (trainer, 10 min)": departed,
         "trace of a group": lambda: read_group(history, steps * GROUPS // 2),
     }
 
@@ -143,7 +171,7 @@ async def measure(workers: int, steps: int) -> dict[str, float]:
         try:
             broker, keys = await Broker.connect(server.url), Keys("costs")
             await fill(broker, keys, config, workers, steps)
-            for name, call in calls(broker, keys, config, workers, steps).items():
+            for name, call in (await calls(broker, keys, config, workers, steps)).items():
                 await call()
                 begun = await _cpu_s(broker)
                 for _ in range(ROUNDS):
@@ -159,6 +187,31 @@ async def _cpu_s(broker: Broker) -> float:
     """Processor time so far, of this process and of Redis."""
     cpu = await broker.info("cpu")
     return time.process_time() + float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
+
+
+async def measure_sizes() -> dict[str, list[int]]:
+    """What lies there after few steps of a real run, and after many."""
+    found: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with Cluster(Path(folder), Size(*SMALL_RUN)) as cluster:
+            broker, keys, run_dir = cluster.run.broker, cluster.run.keys, cluster.run.run_dir
+            for step in AT_STEPS:
+                await cluster.until_step(step, 300.0)
+                _, fields = (await read_raw(broker, keys.commits, entry_id_of(step), count=1))[0]
+                newest = max((run_dir / CHECKPOINTS_FOLDER).glob(f"v*/{STATE_FILE}"))
+                sizes = {
+                    "keys in Redis": int(await broker.execute("DBSIZE")),
+                    "a commit, bytes": len(fields[PAYLOAD_FIELD]),
+                    "a record of metrics.jsonl, bytes": len(_last_line(run_dir / METRICS_FILE)),
+                    "a checkpoint's positions and tickets, bytes": newest.stat().st_size,
+                }
+                for name, size in sizes.items():
+                    found.setdefault(name, []).append(size)
+    return found
+
+
+def _last_line(path: Path) -> bytes:
+    return path.read_bytes().splitlines()[-1]
 
 
 def main() -> None:
@@ -180,10 +233,17 @@ def main() -> None:
         ],
         machine(),
     )
+    sizes = run_main(measure_sizes())
+    print_table(
+        f"What lies there, with {SMALL_RUN[0]} workers",
+        ("what", *(f"after step {step}" for step in AT_STEPS)),
+        [(name, *(f"{size:,}" for size in found)) for name, found in sizes.items()],
+    )
     print_result(
         {
             "benchmark": "scale_costs",
             "ms": {name: round(ms, 2) for name, ms in small.items()},
+            "sizes": sizes,
             "with_workers": {name: round(workers[name] / max(ms, 0.01), 2) for name, ms in small.items()},
             "with_steps": {name: round(run[name] / max(ms, 0.01), 2) for name, ms in small.items()},
         }

@@ -1,28 +1,49 @@
 """What befalls a large run, one thing after the other, and what the run makes of it.
 
-After each fault the slots of the engines are watched until they are as full as before; how many connections
-and commands Redis had to take in its worst quarter of a second tells of a thundering herd. At the end every
-ticket that was ever issued is looked for.
+After each fault the slots of the engines are watched until they are as full as before. A thundering herd
+shows in how many connections, takeovers and loads of weights begin within a tenth of a second, at the worst,
+and on average. At the end every ticket that was ever issued is looked for.
 """
 
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from redis import exceptions as redis_errors
 
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.scale_cluster import Books, Cluster, Size
+from benchmarks.scale_cluster import LEASE_S, Books, Cluster, Size
 
-LOOK_S = 0.25
+LOOK_S, BIN_S = 0.25, 0.1
+EVENTS = ("connections", "takeovers", "weights")
 WINDOWS, STEADY = 4, 0.95
 """Slots are steady when so many looks in a row, one a second, see this share of what was full before."""
-PATIENCE_S = 40.0
-"""Unscaled."""
+PATIENCE_S, TAKEOVERS_S = 40.0, 1.5 * LEASE_S
+"""Unscaled. What the dead held is taken over when its leases have ended."""
 TENTH, WAVES, CUT_S, SLOWER = 10, 10, 3.0, 4.0
+
+
+@dataclass
+class Herd:
+    """How often something happened: in all, and within an (unscaled) tenth of a second at the worst."""
+
+    total: int = 0
+    peak: int = 0
+    mean: float = 0.0
+    """Within a tenth of a second, while the fault was watched."""
+
+    @classmethod
+    def of(cls, times: Sequence[float], begin: float, end: float, bin_s: float) -> "Herd":
+        """What happened at these times, within bins of so many wall seconds."""
+        bins = Counter(int((at - begin) / bin_s) for at in times)
+        return cls(len(times), max(bins.values(), default=0), len(times) * bin_s / (end - begin))
+
+    def __str__(self) -> str:
+        return f"{self.peak:,} / {self.mean:.1f} ({self.total:,})"
 
 
 @dataclass
@@ -34,9 +55,9 @@ class Recovery:
     """Share of the slots with work, in the worst second."""
     steady_s: float | None = None
     """From the fault until the slots were full again; None where they were not."""
-    most_connections: int = 0
-    """Opened in the worst quarter of a second, of the wall's time."""
+    herds: dict[str, Herd] = field(default_factory=dict)
     most_commands: int = 0
+    """That Redis took in the worst quarter of a second, of the wall's time."""
 
 
 @dataclass
@@ -47,6 +68,9 @@ class Faults:
     before: float = 0.0
     """Share of the slots with work before the first one."""
     books: Books = field(default_factory=Books)
+
+
+Fault = Callable[["Trouble"], Awaitable[None]]
 
 
 class Trouble:
@@ -94,13 +118,14 @@ class Trouble:
         """Half as many again, within a second."""
         self.cluster.tell("rollout", "start", count=self.size.workers // 2)
 
-    async def watch(self, name: str, fault: Callable[[], Awaitable[None]], full: float) -> Recovery:
+    async def watch(self, name: str, fault: Fault, full: float) -> Recovery:
         """Bring it about, and wait until the slots are full again."""
         found, stretch = Recovery(name), self.size.stretch
         begun = time.time()
-        herd = asyncio.create_task(self._watch_redis(found))
-        await fault()
+        watching = asyncio.create_task(self._watch_redis(found))
+        await fault(self)
         good = 0
+        least_s = TAKEOVERS_S if fault is Trouble.kill_a_tenth else 0.0
         while time.time() - begun < PATIENCE_S * stretch and good < WINDOWS:
             await asyncio.sleep(stretch)
             end = time.time() - 1.2  # pools tell what they did once a second
@@ -109,32 +134,43 @@ class Trouble:
             good = good + 1 if share >= STEADY * full else 0
         if good == WINDOWS:
             found.steady_s = max(0.0, (time.time() - begun) / stretch - WINDOWS)
-        herd.cancel()
+        watching.cancel()
+        await asyncio.sleep(max(0.0, begun + least_s * stretch - time.time()))
+        await asyncio.sleep(1.2)
+        ended = time.time() - 1.2
+        for event, times in self.cluster.events(begun, ended).items():
+            found.herds[event] = Herd.of(times, begun, ended, BIN_S * stretch)
         print(found, file=sys.stderr)
         return found
 
     async def _watch_redis(self, found: Recovery) -> None:
-        before: dict[str, int] = {}
+        before: int | None = None
         while True:
             try:
                 info = await self.cluster.run.broker.redis.execute_command("INFO", "stats")
-                pairs = (line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
-                stats = {key: int(value) for key, value in pairs if key in COUNTED}
+                lines = (line for line in info.decode().splitlines() if line.startswith(COUNTED))
+                now = int(next(lines).partition(":")[2])
             except (redis_errors.RedisError, OSError):
-                stats = {}
-            since = {name: stats[name] - before[name] for name in COUNTED if name in stats and name in before}
-            found.most_connections = max(found.most_connections, since.get(COUNTED[0], 0))
-            found.most_commands = max(found.most_commands, since.get(COUNTED[1], 0))
-            # A server that comes back counts connections anew, and as commands what it reads from its file.
-            before = stats or {COUNTED[0]: 0}
+                before = None  # a server that comes back counts as commands what it reads from its file
+            else:
+                found.most_commands = max(found.most_commands, now - before if before is not None else 0)
+                before = now
             await asyncio.sleep(LOOK_S)
 
 
-COUNTED = ("total_connections_received", "total_commands_processed")
+COUNTED = "total_commands_processed"
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "killed": ("a tenth is killed", Trouble.kill_a_tenth),
+    "replaced": ("all are replaced", Trouble.replace_all),
+    "slow": ("a tenth is slow", Trouble.slow_a_tenth),
+    "restarted": ("Redis is restarted", Trouble.restart_redis),
+    "cut": ("a rack without network", Trouble.cut_a_rack),
+    "joining": ("half as many join", Trouble.join),
+}
 
 
-async def measure_faults(folder: Path, size: Size, chosen: Sequence[str] = ()) -> Faults:
-    """One run with all faults, or with those that are named."""
+async def measure_faults(folder: Path, size: Size, chosen: Sequence[str] = tuple(FAULTS)) -> Faults:
+    """One run with these faults, one after the other."""
     found = Faults()
     async with Cluster(folder, size) as cluster:
         trouble = Trouble(cluster)
@@ -142,18 +178,9 @@ async def measure_faults(folder: Path, size: Size, chosen: Sequence[str] = ()) -
         await asyncio.sleep(1.5 + 2 * size.stretch)
         end = time.time() - 1.2
         found.before = cluster.busy_share(end - size.stretch, end)
-        faults: tuple[tuple[str, Callable[[], Awaitable[None]]], ...] = (
-            ("a tenth is killed", trouble.kill_a_tenth),
-            ("all are replaced", trouble.replace_all),
-            ("a tenth is slow", trouble.slow_a_tenth),
-            ("Redis is restarted", trouble.restart_redis),
-            ("a rack without network", trouble.cut_a_rack),
-            ("half as many join", trouble.join),
-        )
-        for name, fault in faults:
-            if chosen and name not in chosen:
-                continue
-            found.recoveries.append(await trouble.watch(name, fault, found.before))
+        for name in chosen:
+            title, fault = FAULTS[name]
+            found.recoveries.append(await trouble.watch(title, fault, found.before))
         found.books = await cluster.end()
     return found
 
@@ -165,23 +192,28 @@ def print_faults(found: Faults, size: Size) -> None:
             r.fault,
             f"{r.lowest:.2f}",
             "-" if r.steady_s is None else f"{r.steady_s:.1f}",
-            f"{r.most_connections:,}",
+            *(str(r.herds.get(event, Herd())) for event in EVENTS),
             f"{r.most_commands:,}",
         )
         for r in found.recoveries
     ]
     print_table(
         f"Faults with {size.workers:,} + {size.reward_workers:,} workers",
-        ("fault", "slots with work, at worst", "steady after s", "connections", "commands"),
+        ("fault", "slots with work, at worst", "steady after s", *EVENTS, "commands"),
         rows,
         f"Before: {found.before:.2f}. Time is stretched by {size.stretch:g}; seconds are unscaled.\n"
-        f"Connections, commands: what Redis took in the worst {LOOK_S:g} s of the wall's time. {machine()}",
+        f"{', '.join(EVENTS)}: within {BIN_S:g} s at the worst / on average (in all). Commands: what Redis\n"
+        f"took in the worst {LOOK_S:g} s of the wall's time. {machine()}",
     )
     print_result(
         {
             "benchmark": "scale_faults",
             "workers": size.workers,
+            "stretch": size.stretch,
             "steady_s": {r.fault: r.steady_s and round(r.steady_s, 1) for r in found.recoveries},
+            "per_100_ms": {
+                r.fault: {e: asdict(herd) for e, herd in r.herds.items()} for r in found.recoveries
+            },
             "steps": found.books.steps,
             "tickets": found.books.issued,
             "lost": len(found.books.lost),

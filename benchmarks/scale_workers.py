@@ -25,6 +25,7 @@ from typing import Any
 from redis import exceptions as redis_errors
 
 import tidemill.common.process.service as frame
+import tidemill.common.redis.broker as broker
 import tidemill.common.streams.lane_worker as lane_worker
 import tidemill.services.reward.rewards.weighted_sum as weighted_sum
 import tidemill.services.reward.worker as reward
@@ -36,7 +37,9 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
+from tidemill.common.redis.lines import Client
 from tidemill.common.run.state import read_config
+from tidemill.common.streams import Consumer
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import RewardOutcome
@@ -45,12 +48,21 @@ from tidemill.services.rollout.engines.simulated import SimulatedEngine
 
 INTERVALS: tuple[tuple[Any, str], ...] = (
     (frame, "HEARTBEAT_S"),
+    (broker, "FIRST_PAUSE_S"),
+    (broker, "LONGEST_PAUSE_S"),
     (lane_worker, "BLOCK_S"),
     (lane_worker, "LONGEST_BLOCK_S"),
     (weight_follower, "POLL_S"),
     (weight_follower, "RETRY_S"),
+    (weight_follower, "LONGEST_SPREAD_S"),
+    (weight_follower, "SPREAD_S_PER_GROUP"),
 )
 """Pauses of the services' loops, which are stretched like everything that takes time."""
+WATCHED = (
+    (Client, "_open", "connections"),
+    (Consumer, "_reclaim", "takeovers"),
+    (weight_follower.WeightFollower, "_update", "weights"),
+)
 LOCAL_S = 1.0
 """Probes that concern nobody but their own process, 50 and 4 times a second, come once a second here."""
 JOIN_S = 0.5
@@ -97,13 +109,13 @@ class Cut:
     def __init__(self, is_dead: bool) -> None:
         self.is_dead = is_dead
 
-    async def execute_command(self, *_: Any, **__: Any) -> Any:
+    async def exchange(self, *_: Any, **__: Any) -> Any:
+        """See `Client`."""
         if self.is_dead:  # a process that was killed says nothing and hears nothing
             await asyncio.Event().wait()
         raise redis_errors.ConnectionError("no route to host")
 
-    def pipeline(self, **_: Any) -> Any:
-        return SimpleNamespace(execute_command=lambda *_: None, execute=self.execute_command)
+    execute_command = exchange
 
 
 class Member:
@@ -152,8 +164,8 @@ class Member:
     async def cut(self, seconds: float) -> None:
         """No network for a while."""
         redis = self.broker.redis
-        await redis.connection_pool.disconnect()
         self.broker.redis = Cut(is_dead=False)  # type: ignore[assignment]
+        await redis.aclose()
         await asyncio.sleep(seconds)
         self.broker.redis = redis
 
@@ -173,6 +185,19 @@ class Pool:
         self.num_started = 0
         self.work: list[tuple[float, float, float]] = []
         self.stretch, self.join_s = stretch, JOIN_S * stretch
+        self.events: list[tuple[str, float]] = []
+        """What could come as a herd, and when."""
+
+    def watch(self, owner: type, name: str, event: str) -> None:
+        """Note when a method of the product succeeds; of one that returns a list, for each thing in it."""
+        method = getattr(owner, name)
+
+        async def noted(*args: Any, **options: Any) -> Any:
+            begun, found = time.time(), await method(*args, **options)
+            self.events += [(event, round(begun, 3))] * (len(found) if isinstance(found, list) else 1)
+            return found
+
+        setattr(owner, name, noted)
 
     def start(self, count: int) -> None:
         """Start so many more."""
@@ -214,6 +239,8 @@ class Pool:
         with open(self.folder / f"work-{self.role}.jsonl", "a") as file:
             file.writelines(f"[{at:.3f}, {nominal:.4f}, {spent:.4f}]\n" for at, nominal, spent in work)
             cpu_s = time.process_time()
+            events, self.events[:] = list(self.events), []
+            file.writelines(json.dumps({"event": event, "at": at}) + "\n" for event, at in events)
             file.write(json.dumps({"at": time.time(), "cpu_s": cpu_s, "members": len(self.members)}) + "\n")
 
 
@@ -223,11 +250,13 @@ async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str
         setattr(module, name, getattr(module, name) * stretch)
     frame.LAG_PROBE_S, rollout.SAMPLE_S = LOCAL_S * stretch, LOCAL_S * stretch
     keys = Keys(run_id)
-    broker = await Broker.connect()
-    pool = Pool(role, keys, await read_config(broker, keys), folder, stretch)
+    redis = await Broker.connect()
+    pool = Pool(role, keys, await read_config(redis, keys), folder, stretch)
+    for owner, name, event in WATCHED:
+        pool.watch(owner, name, event)
     rollout.build_engine = pool.engine  # type: ignore[attr-defined, assignment]
     weighted_sum.make_reward = lambda *_: LoopReward()  # type: ignore[attr-defined]
-    await broker.close()
+    await redis.close()
     pool.start(count)
     lines: asyncio.StreamReader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()

@@ -65,7 +65,7 @@ def main(
 ) -> None:
     """Measure both sides on every case."""
     if gpu:
-        from benchmarks.trainer_mfu import measure_all
+        from benchmarks.gpu.mfu import measure_all
 
         measure_all()
         return

@@ -55,6 +55,10 @@ class WeightsMismatchError(WeightsError):
     """An engine does not hold, or would not hold, what the trainer committed; a full version repairs it."""
 
 
+class StoreError(TidemillError):
+    """An object store has not got an object, does not answer, or refuses."""
+
+
 class ArchiveError(TidemillError):
     """The archive of a run is damaged, or not what its manifest says."""
 

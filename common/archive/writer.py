@@ -131,8 +131,7 @@ async def _entries(broker: Broker, key: str, after: str, until: str) -> AsyncIte
     first, count = "-" if after == START else f"({after}", 16
     while found := await read_raw(broker, key, first, until, count):
         num_bytes = 1
-        for entry in found:
-            whole = await _whole(broker, entry)
+        for whole in await asyncio.gather(*(_whole(broker, entry) for entry in found)):
             num_bytes += payload_bytes(whole)
             yield whole
         first = f"({found[-1][0]}"

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.reward import RewardConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.config.section import Section
 from tidemill.common.config.trainer import TrainerConfig
@@ -69,11 +70,24 @@ class StreamsConfig(Section):
     """Larger messages are refused before they are decoded, in MiB."""
     claim_check_bytes: int = Field(0, ge=0, le=2**40)
     """Training trajectories of so many bytes and more go to files in the run's folder, which all services
-    must share then; the stream gets pointer, size and digest. 0 puts everything into the stream."""
+    must share then, or to `claim_check_url`; the stream gets pointer, size and digest. 0 puts everything into
+    the stream."""
+    claim_check_url: str = Field("", pattern=r"^((s3|gs|az)://[^\s?#]+)?$")
+    """Where they go instead of the run's folder: `s3://bucket/folder`, an object store that every service
+    reaches, as with `weights.url`."""
     trim: bool = True
     """Trim what is archived and not in flight any more; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
     """Files of what was in the streams."""
+
+    @model_validator(mode="after")
+    def _url_has_a_size(self) -> "StreamsConfig":
+        if self.claim_check_url and not self.claim_check_bytes:
+            raise ValueError(
+                f"claim_check_url is {self.claim_check_url}, but nothing goes there: set claim_check_bytes "
+                "to the size from which trajectories do, such as 65536"
+            )
+        return self
 
 
 class ExpectConfig(Section):
@@ -150,9 +164,14 @@ class RunConfig(Section):
 
     @property
     def shared_turn_s(self) -> float | None:
-        """Longest turn on a GPU that rollout workers share with a reward model; None where none is shared."""
+        """Longest turn of an engine on GPUs that it has in turn with others; None where there are none."""
+        trainer = [self.rollout.gpu_turn_s] if self.rollout.takes_gpu_turns else []
+        models = [model.turn_s for model in self._models_in_turn()]
+        return min([*trainer, *models], default=None)
+
+    def _models_in_turn(self) -> list[RewardModelConfig]:
         models = [reward.model for reward in self.reward.named.values() if reward.model]
-        return min((model.turn_s for model in models if model.shares_rollout_gpus), default=None)
+        return [model for model in models if model.shares_rollout_gpus]
 
     def _placement_fits(self) -> None:
         rollout = self.rollout
@@ -162,7 +181,7 @@ class RunConfig(Section):
                 f"rollout.gpus names {len(rollout.gpus)} GPUs, but {rollout.workers} workers with "
                 f"{rollout.vllm.tensor_parallel_size} each (rollout.vllm.tensor_parallel_size) need {wanted}"
             )
-        if self.shared_turn_s is not None and rollout.engine == "transformers":
+        if self._models_in_turn() and rollout.engine == "transformers":
             raise ValueError(
                 "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
             )

@@ -116,7 +116,7 @@ class History:
         self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
         self.keys = Keys(run_id)
         self._checked: set[StreamName] = set()
-        self._claims = None if run_dir is None else ClaimStore(run_dir)
+        self._claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
         if broker is not None and broker.claims is None:
             broker.claims = self._claims
 
@@ -266,7 +266,7 @@ class History:
         parts = select(manifest, stream, selection, backwards)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             for record in part:
-                if isinstance(record, Entry) and has_claim(record.message) and self._claims is not None:
+                if isinstance(record, Entry) and has_claim(record.message):
                     record = Entry(
                         record.entry_id, await asyncio.to_thread(self._claims.resolve, record.message)
                     )

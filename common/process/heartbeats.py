@@ -81,6 +81,14 @@ async def remove_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
     await broker.execute("HDEL", keys.workers(beat.role), beat.name)
 
 
+async def forget_heartbeats(broker: Broker, keys: Keys, after_s: float) -> int:
+    """Remove those that are older; returns how many. One that speaks again has a heartbeat again."""
+    gone = [beat for beat in await read_heartbeats(broker, keys) if beat.age_s > after_s]
+    for beat in gone:
+        await remove_heartbeat(broker, keys, beat)
+    return len(gone)
+
+
 async def read_heartbeats(broker: Broker, keys: Keys) -> list[Heartbeat]:
     """All processes that ever spoke and did not leave, by role and name; each for itself only."""
     now_s = await broker.server_time_s()

@@ -215,7 +215,8 @@ async def _serve(
         endpoint = HttpEndpoint(port, os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1"))
         metrics.RUN_INFO.labels(keys.run_id, role).set(1)
         run_dir = runs_dir() / keys.run_id
-        broker.claims = ClaimStore(run_dir, config.streams.claim_check_bytes)
+        streams = config.streams
+        broker.claims = ClaimStore(run_dir, streams.claim_check_bytes, streams.claim_check_url)
         activity = Activity(role, redis_s=broker.round_trips.total_s)
         context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
         context.collectors, context.registered = endpoint.collectors, registered

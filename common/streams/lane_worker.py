@@ -100,11 +100,13 @@ class LaneWorker(ABC, Generic[M]):
         """
         deliveries = await self.consumer.fetch(count, self._block_s)
         self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
-        if (claims := self.context.broker.claims) is not None:
-            for held in deliveries:
-                if isinstance(held, Delivery) and has_claim(held.message):
-                    held.message = await asyncio.to_thread(claims.resolve, held.message)
+        await asyncio.gather(*map(self._resolve, deliveries))
         return deliveries
+
+    async def _resolve(self, held: Delivery[M] | Garbled) -> None:
+        claims = self.context.broker.claims
+        if claims is not None and isinstance(held, Delivery) and has_claim(held.message):
+            held.message = await asyncio.to_thread(claims.resolve, held.message)
 
     def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Work on a message in a task, which ends with the message's lease: another worker has it then."""

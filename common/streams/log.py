@@ -146,12 +146,19 @@ async def read_range(
 
 
 async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
-    """The same, with the payloads that they only claim, read on a thread."""
+    """The same, with the payloads that they only claim, read on threads."""
     claims = broker.claims
-    if claims is None or not any(isinstance(r, Entry) and has_claim(r.message) for r in records):
+
+    async def whole(record: Entry[M]) -> Entry[M]:
+        return Entry(record.entry_id, await asyncio.to_thread(claims.resolve, record.message))
+
+    if claims is None:
         return records
-    found = (r if isinstance(r, Garbled) else Entry(r.entry_id, claims.resolve(r.message)) for r in records)
-    return await asyncio.to_thread(list, found)
+    places = [i for i, r in enumerate(records) if isinstance(r, Entry) and has_claim(r.message)]
+    found = await asyncio.gather(*(whole(records[i]) for i in places))
+    for i, record in zip(places, found, strict=True):
+        records[i] = record
+    return records
 
 
 def has_claim(message: Message) -> bool:
@@ -251,6 +258,20 @@ async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | No
             position = info[b"last-delivered-id"].decode()
             return GroupStatus(info[b"pending"], position, info[b"consumers"], info.get(b"lag"))
     return None
+
+
+async def forget_consumers(broker: Broker, key: str, group: str, after_s: float) -> int:
+    """Remove consumers that hold nothing and have not asked for so long; returns how many. One that asks
+    again is a consumer again."""
+    try:
+        consumers = await broker.execute("XINFO", "CONSUMERS", key, group)
+        found = [dict(zip(raw[::2], raw[1::2], strict=True)) for raw in consumers]
+        silent = [info[b"name"] for info in found if not info[b"pending"] and info[b"idle"] > 1000 * after_s]
+        return sum([int(await broker.script("leave", [key], [group, name])) for name in silent])
+    except redis_errors.ResponseError as error:
+        if "no such key" in str(error) or is_without_group(error):
+            return 0
+        raise
 
 
 async def pending_ids(broker: Broker, key: str, group: str, first: str, last: str, count: int) -> list[str]:

@@ -5,11 +5,11 @@ asked checks what came. The trainer writes object stores, the manifest last: whe
 """
 
 import os
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.store.objects import OBJECT_SCHEMES, Objects
 
 URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
 """Wins over `weights.url`: `http://head:8200`, or `s3://bucket/folder`."""
@@ -17,7 +17,6 @@ TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
 """The secret that the weight server and those who download from it share."""
 TIMEOUT_S = 30.0
 """For each piece of an answer; a download as a whole takes as long as it takes."""
-OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
 WEB_SCHEMES = ("http", "https")
 
 
@@ -84,56 +83,11 @@ def _advice(status: int) -> str:
     return "expected 200."
 
 
-class ObjectStore:
-    """A bucket of S3, or of what speaks its protocol; its keys and endpoint come from AWS_... variables."""
+class ObjectStore(Objects):
+    """Versions of one run in a bucket; see `Objects`."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        try:
-            import obstore
-            from obstore.store import from_url
-        except ImportError:
-            raise ConfigError(
-                f"weights.url is {url}: object stores need `pip install 'tidemill[objects]'`"
-            ) from None
-        try:
-            self._store = from_url(f"{url.rstrip('/')}/{run_id}")
-        except Exception as error:  # the library's own errors share no root
-            raise ConfigError(f"weights.url is {url}, which cannot be opened: {error}") from None
-        self._obstore: Any = obstore
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """See `Remote`."""
-        data = self._do(path, lambda: self._obstore.get_range(self._store, path, start=start, length=length))
-        if len(data) != length:
-            raise WeightsError(f"the object {path} ends before byte {start + length:,}.")
-        return bytes(data)
-
-    def read_all(self, path: str) -> bytes:
-        """See `Remote`."""
-        return bytes(self._do(path, lambda: self._obstore.get(self._store, path).bytes()))
-
-    def write(self, path: str, file: Path) -> None:
-        """Upload a file, in parts where it is large. Raises WeightsError: it did not work; try again."""
-        self._do(path, lambda: self._obstore.put(self._store, path, file))
-
-    def remove(self, folder: str) -> None:
-        """Delete everything below a folder, its manifest first."""
-
-        def delete() -> None:
-            found = [item["path"] for page in self._obstore.list(self._store, f"{folder}/") for item in page]
-            for path in sorted(found, key=lambda path: not path.endswith(".json")):
-                self._obstore.delete(self._store, path)
-
-        self._do(folder, delete)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _do(self, path: str, work: Any) -> Any:
-        try:
-            return work()
-        except Exception as error:  # as above
-            raise WeightsError(f"object store: {path}: {str(error).splitlines()[0][:300]}") from error
+        super().__init__(f"{url.rstrip('/')}/{run_id}", "weights.url", WeightsError)
 
 
 def open_remote(url: str, run_id: str) -> Remote | None:

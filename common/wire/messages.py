@@ -90,7 +90,10 @@ class Claim(BaseModel):
     """Where the payload of a message lies that is too large for a stream."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    pointer: str = Field(pattern=r"^[0-9]+-[0-9]+-[0-9a-f]{32}$", description="name below the run's `claims`")
+    pointer: str = Field(
+        pattern=r"^((s3|gs|az|memory)://[^\s?#]+/)?[0-9]+-[0-9]+-[0-9a-f]{32}$",
+        description="name below `claims` in the run's folder, or address in an object store",
+    )
     num_bytes: int = Field(ge=0)
     digest: str = Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128 of the bytes")
 

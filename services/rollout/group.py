@@ -12,6 +12,7 @@ from itertools import chain, count
 
 import structlog
 
+from tidemill.common.errors import StoreError
 from tidemill.common.files import StorageError
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Consumer, Delivery
@@ -173,12 +174,12 @@ class GroupGenerator:
         self.counts.observe(sample)
 
     async def _checked_in(self, sample: Trajectory) -> Trajectory:
-        """The sample, or a claim to it where it is large; the sample too where the disk does not take it."""
+        """The sample, or a claim to it where it is large; the sample too where it cannot be put there."""
         if self.broker.claims is None or self.lane is not Lane.TRAIN:
             return sample
         try:
             published: Trajectory = await asyncio.to_thread(self.broker.claims.check_in, sample)
-        except StorageError as error:
+        except (StorageError, StoreError) as error:
             log.warning("a large trajectory goes through the stream", problem=str(error))
             return sample
         return published

@@ -31,6 +31,9 @@ log = structlog.get_logger(__name__)
 POLL_S = 3.0
 """Newer versions come at once; that the stream has become shorter is looked for so often."""
 RETRY_S = 1.0
+SPREAD_S_PER_GROUP, LONGEST_SPREAD_S = 0.001, 1.0
+"""All workers hear of a version at once. They begin within so long for each group of a step (there are hardly
+more workers than groups), so that a thousand do not ask the folder or the trainer's server in one moment."""
 GIVE_UP_LEASES = 2.0
 """For so many leases weights may be unreadable before the worker ends and others take its tickets."""
 
@@ -41,6 +44,8 @@ class WeightFollower:
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
         self.context, self.engine = context, engine
         self._versions = versions_of(context)
+        spread_s = SPREAD_S_PER_GROUP * context.config.trainer.groups_per_step
+        self._spread_s = min(LONGEST_SPREAD_S, spread_s)
         self._arrived = asyncio.Condition()
         self.num_waiting = 0
         """Groups that wait for a version to arrive."""
@@ -98,6 +103,7 @@ class WeightFollower:
         """Verify and load one version; a torn one is tried again unless a newer one is there."""
         is_other_history = self._is_other_history(manifest)
         self.history += is_other_history  # what ends from now on was begun with weights that are gone
+        await asyncio.sleep(random.random() * self._spread_s)
         try:
             update = await self._update(manifest)
         except WeightsError as error:

@@ -1,6 +1,7 @@
 """The trainer service: builds the parts, recovers, and trains."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
@@ -8,6 +9,7 @@ import structlog
 from tidemill.common.config.trainer import HealthyRange
 from tidemill.common.files import locked
 from tidemill.common.process.checks import check_loggers
+from tidemill.common.process.gpu_sharing import GpuLock, lock_files
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import METRICS_FILE, read_records, read_state
@@ -65,13 +67,16 @@ async def _train(context: ServiceContext) -> None:
     trimmer = Trimmer(context, streams.reconciler)
     evaluator = Evaluator(context, evaluation, trimmer)
     thread = PolicyThread()
-    policy = await thread.call(open_policy, context.config)
-    try:
-        runner = StepRunner(context, policy, thread, GroupFilter(context.config))
-        await _train_policy(context, runner, streams, evaluator, trimmer)
-    finally:
-        if isinstance(policy, ShardedPolicy):
-            await thread.call(policy.close)
+    async with AsyncExitStack() as sharing:
+        if context.config.rollout.takes_gpu_turns:
+            await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
+        policy = thread.policy = await thread.call(open_policy, context.config)
+        try:
+            runner = StepRunner(context, policy, thread, GroupFilter(context.config))
+            await _train_policy(context, runner, streams, evaluator, trimmer)
+        finally:
+            if isinstance(policy, ShardedPolicy):
+                await thread.call_anywhere(policy.close)
 
 
 def _make_streams(context: ServiceContext, prompts: PromptPlan) -> RunStreams:

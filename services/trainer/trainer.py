@@ -152,7 +152,7 @@ class Trainer:
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.wait({self._evaluation})
-        await self.runner.thread.call(self.runner.policy.zero)
+        await self.runner.thread.call_anywhere(self.runner.policy.zero)
         with contextlib.suppress(StoppedError):
             await self.durability.checkpointer.finish()
         if self._trained_version == self.version and not self.runner.has_begun:
@@ -163,6 +163,8 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train, commit and announce one step."""
         started_at = time.time()
+        if self.runner.thread.takes_turns:  # an engine may have to evaluate first: not in the trainer's turn
+            await self._publication.finish()
         result = await self.runner.run(step, self.assembler)
         self._trained_version = step + 1
         await self._publication.finish()
@@ -273,6 +275,7 @@ class Trainer:
 
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(weights.begin, version, policy, state)
+            self.runner.thread.let_go()
             return await asyncio.to_thread(weights.finish, begun)
 
         with metrics.WEIGHTS_WRITE_SECONDS.time():
@@ -292,11 +295,8 @@ class Trainer:
         await self._report(status=RUNNING)
 
     async def _announced_weights(self) -> WeightManifest | None:
-        """The manifest of this very version, where it was announced and its bytes are whole.
-
-        Where a replay did not come out bit by bit, the workers keep what they were given: a version cannot be
-        announced a second time.
-        """
+        """The manifest of this very version, where it was announced and its bytes are whole. Where a replay
+        did not come out bit by bit, the workers keep what they were given: no version is announced twice."""
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         if newest is None or newest.message.version != self.version:
             return None

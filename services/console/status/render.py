@@ -189,7 +189,7 @@ def _flow(snapshot: RunSnapshot) -> Table:
         table.add_row(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", _job_text(states))
     for name, count in sorted(_reward_failures(snapshot).items()):
         table.add_row(Text(f"failed: {printable(name)}"), Text(f"{count:,.0f}", "red"))
-    for label, text in _weights_texts(snapshot.workers):
+    for label, text in weights_texts(snapshot.workers):
         table.add_row(label, text)
     if wrong := sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers):
         table.add_row("engines with wrong weights", Text(f"{wrong:,.0f} times, repaired", "bold red"))
@@ -199,7 +199,7 @@ def _flow(snapshot: RunSnapshot) -> Table:
     return table
 
 
-def _weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
+def weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
     """What the newest version and checkpoint took to write, and the slowest engine to take in the version."""
     counts = [beat.counts for beat in workers if beat.is_alive]
     for own in counts:

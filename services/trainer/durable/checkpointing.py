@@ -20,7 +20,7 @@ from prometheus_client import Histogram
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest, note_needed, note_trim
-from tidemill.common.errors import ArchiveError
+from tidemill.common.errors import ArchiveError, StoreError
 from tidemill.common.files import StorageError
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.store import ClaimStore
@@ -49,6 +49,7 @@ from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 from tidemill.services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
 from tidemill.services.trainer.durable.beside import WorkBeside
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
+from tidemill.services.trainer.durable.departed import Departed
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.step import StepRunner
 
@@ -216,6 +217,7 @@ class Checkpointer:
         self._kept: deque[TrainerState] = deque(known, maxlen=context.config.trainer.keep_checkpoints)
         self._histories: dict[int, int] = {}
         """Per version of a checkpoint of this process, the history that its positions are valid in."""
+        self._departed = Departed(context)
         self._changing = asyncio.Lock()
         """Held while the folder of checkpoints changes."""
         self._writing = WorkBeside(context, CHECKPOINT)
@@ -329,14 +331,21 @@ class Checkpointer:
         if self.context.config.streams.trim and len(self._kept) == self._kept.maxlen:
             await self._trim(self._kept[0])
         if len(self._kept) == self._kept.maxlen:
-            await self._collect_claims(self._kept[0])
+            try:
+                await self._collect_claims(self._kept[0])
+            except StoreError as error:
+                log.warning("payloads that nobody needs stay for now", error=str(error))
+        await self._departed.forget()
 
     async def _collect_claims(self, oldest: TrainerState) -> None:
         """Remove payloads that no entry claims, of tickets that were settled at the oldest checkpoint. No
         state that Redis or a trainer may come back to needs them, and the archive has them in itself."""
         context = self.context
-        store = ClaimStore(context.run_dir)
-        if not store.folder.is_dir():
+        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
+        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
+        store = ClaimStore(context.run_dir, url=context.config.streams.claim_check_url)
+        settled = await asyncio.to_thread(store.settled, first_ticket)
+        if not settled:
             return
         claimed: set[str] = set()
         key, first = context.keys.trajectories(), "-"
@@ -346,9 +355,7 @@ class Checkpointer:
                 if isinstance(record, Entry) and record.message.claim is not None:
                     claimed.add(record.message.claim.pointer)
             first = f"({entries[-1][0]}"
-        outstanding = [item[0] for item in oldest.scheduler["outstanding"]]
-        first_ticket = min(outstanding, default=oldest.scheduler["next_ticket"])
-        await asyncio.to_thread(store.collect, first_ticket, claimed)
+        await asyncio.to_thread(store.remove, settled - claimed)
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""

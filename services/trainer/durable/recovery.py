@@ -209,6 +209,7 @@ class Replayer:
             await runner.thread.call(
                 check_replay, runner.policy, commit, now, context.config, context.run_dir
             )
+            runner.thread.let_go()
         metrics.REPLAYED_STEPS.inc()
         for ticket in commit.groups:
             self.scheduler.settle(ticket)

@@ -114,8 +114,16 @@ class TokenScorer:
         self._compute_dtype = compute_dtype
         with self._autocast():
             # Under autocast, because flash attention takes no float32.
-            self.is_chunked = has_plain_head(model)
+            self.is_chunked = self._has_plain_head()
         """False where the model needs whole logits."""
+
+    def _has_plain_head(self) -> bool:
+        return has_plain_head(self._model)
+
+    @property
+    def module(self) -> nn.Module:
+        """All of the model, as one module."""
+        return self._model
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False

@@ -165,6 +165,11 @@ class SimulatedPolicy(HasCoefficients, SavesState):
         """Weights are written at once."""
         self.finish_saving()
 
+    def leave(self) -> None:
+        """It has nothing on a device."""
+
+    enter = leave
+
     def digest(self, like: str = "") -> str:
         """The end of the chain, 32 hexadecimal digits."""
         return self._chain.hex()

@@ -45,6 +45,7 @@ from tidemill.services.trainer.policy.model_loading import (
     pick_device,
     recompute_layers,
 )
+from tidemill.services.trainer.policy.offload import LeavesDevice
 from tidemill.services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
@@ -70,36 +71,40 @@ from tidemill.services.trainer.weights.store import model_tensors
 def load_policy(config: RunConfig) -> "TransformersPolicy":
     """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
     used."""
-    model, options = policy_parts(config, pick_device(config.trainer.device))
-    policy = TransformersPolicy(model, config.trainer, **options)
+    prepare_torch(config.trainer)
+    device = pick_device(config.trainer.device)
+    model = load_model(config.model, device)
+    policy = TransformersPolicy(model, config.trainer, **policy_options(config, model, device))
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
 
-def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model on its device, and what else a policy is made of, as keyword arguments. Raises ConfigError:
-    the model cannot be used."""
-    trainer = config.trainer
-    if trainer.num_threads:
-        torch.set_num_threads(trainer.num_threads)
-    if trainer.deterministic:
+def prepare_torch(config: TrainerConfig) -> None:
+    """Threads and determinism of this process; before anything is computed."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    if config.deterministic:
         # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
-    model, dtype = load_model(config.model, device), compute_dtype(config.model)
+
+
+def policy_options(config: RunConfig, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """What a policy is made of beside its model, which gets adapters, kernels and compiled layers where they
+    are wanted. Raises ConfigError: it cannot have them."""
+    trainer, dtype = config.trainer, compute_dtype(config.model)
     adapters = Adapters(model, trainer.lora, dtype, config.seed) if trainer.lora else None
-    accelerate_model(model, trainer)
-    sampling = config.rollout.sampling
-    return model, {
+    accelerate_model(model, trainer, device)
+    return {
         "dtype": dtype,
-        "temperature": sampling.temperature,
+        "temperature": config.rollout.sampling.temperature,
         "max_completion_tokens": config.max_completion_tokens,
         "adapters": adapters,
     }
 
 
-class TransformersPolicy(ExportsWeights, HasCoefficients):
+class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     """Implements `Policy` for one model on one device."""
 
     def __init__(
@@ -112,7 +117,7 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         max_completion_tokens: int,
         adapters: Adapters | None = None,
     ) -> None:
-        self._model, self._adapters = model, adapters
+        self._model, self._adapters, self._home = model, adapters, model.device
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
@@ -133,7 +138,9 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         )
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
-        self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
+        self._optimizer = build_optimizer(
+            self._parameters, config.optimizer, own_rates, offloads=config.offload_optimizer
+        )
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, model.device)
@@ -157,7 +164,11 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         return ReferenceModel(self._model, self._config.algorithm.reference, self._make_scorer)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
-        return make_value_head(model, self._config.algorithm.value, self._make_scorer)
+        return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._model.device
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -335,8 +346,8 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         moments = optimizer_tensors(self._optimizer, self._parameters)
         tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
-        if self._model.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
+        if self._home.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._home)
         values = {"policy": "transformers", "updates": self._num_updates}
         values |= self._coefficients.as_values(self._config.algorithm)
         return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
@@ -381,8 +392,8 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         self._num_updates = int(state.values["updates"])
         self._set_coefficients(self._config.algorithm, state.values.get("coefficients"))
         torch.set_rng_state(state.tensors["rng.cpu"].cpu())
-        if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)
+        if self._home.type == "cuda" and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._home)
         self.zero()
 
 

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER, version_name
-from tidemill.common.weights.remote import OBJECT_SCHEMES, URL_VARIABLE, ObjectStore
+from tidemill.common.store.objects import OBJECT_SCHEMES
+from tidemill.common.weights.remote import URL_VARIABLE, ObjectStore
 from tidemill.common.wire.messages import WeightManifest
 
 log = structlog.get_logger(__name__)

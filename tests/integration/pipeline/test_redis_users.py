@@ -211,6 +211,7 @@ WRITES = [
     ("heartbeats of rollout", ("HSET", RUN.workers("rollout"), "a", "1"), {"rollout"}),
     ("heartbeats of reward", ("HSET", RUN.workers("reward"), "a", "1"), {"reward"}),
     ("heartbeats of sandboxes", ("HSET", RUN.workers("jobs.sandbox"), "a", "1"), {"sandbox"}),
+    ("heartbeats of the dead", ("HDEL", RUN.workers("reward"), "a"), {"reward", "trainer"}),
     ("results of code", ("SET", RUN.sandbox_result("a"), "{}"), {"sandbox"}),
     ("acknowledgements of tickets", ("XACK", RUN.prompts(), "rollout", "1-0"), {"rollout", "trainer"}),
     ("acknowledgements of trajectories", ("XACK", RUN.trajectories(), "reward", "1-0"), {"reward"}),

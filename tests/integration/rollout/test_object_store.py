@@ -1,4 +1,4 @@
-"""Weights through an object store: the trainer publishes, workers read. The server is moto's, a process."""
+"""Weights and large trajectories through an object store. The server is moto's, a process."""
 
 import os
 import subprocess
@@ -15,13 +15,19 @@ from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
 from tests.support.training import assert_nothing_lost
+from tests.support.trajectories import make_trajectory
 from tests.support.versions import Chain
 from tests.support.waiting import PATIENCE_S
-from tidemill.common.errors import ConfigError, WeightsError
+from tidemill.common.errors import ConfigError, StoreError, WeightsError
 from tidemill.common.files import StorageError
+from tidemill.common.history import History, StreamName
 from tidemill.common.run.weight_files import MANIFEST_FILE
+from tidemill.common.store import ClaimStore
+from tidemill.common.store.claims import RETRIES
+from tidemill.common.streams import read_raw
 from tidemill.common.weights.remote import ObjectStore, open_remote
-from tidemill.common.wire.messages import WeightManifest
+from tidemill.common.wire import codec
+from tidemill.common.wire.messages import Score, Trajectory, WeightManifest, fault_of
 from tidemill.services.rollout.weights.download import WeightDownload
 from tidemill.services.rollout.weights.routes import find_route
 from tidemill.services.trainer.weights.publisher import ObjectPublisher
@@ -162,8 +168,44 @@ def test_an_address_that_cannot_be_used_is_a_mistake_of_the_user(monkeypatch: py
         open_remote("ftp://head", RUN)
 
 
-async def test_a_run_through_the_store_goes_by_deltas(server: str, tmp_path: Path) -> None:
-    """bfloat16 weights of which a step changes few; the worker sees nothing of the trainer's folder."""
+def test_a_claim_says_where_its_object_is_and_one_that_is_gone_or_torn_is_one_failed_sample(
+    url: str, tmp_path: Path
+) -> None:
+    store, whole = ClaimStore(tmp_path / RUN, 1, url), make_trajectory(3, 1)
+    sent = codec.decode_payload(codec.encode_payload(store.check_in(whole)), Trajectory)
+    assert sent.claim is not None and sent.claim.pointer.startswith(f"{url}/{RUN}/claims/3-1-")
+    elsewhere = ClaimStore(tmp_path / "no folder and no config")
+    assert codec.encode_payload(elsewhere.resolve(sent)) == codec.encode_payload(whole)
+    objects = store._objects(store.url)
+    name = sent.claim.pointer.rpartition("/")[2]
+    objects.write(name, objects.read_all(name)[:-7])
+    assert "instead of" in fault_of(elsewhere.resolve(sent))
+    later = store.check_in(make_trajectory(4, 0)).claim
+    assert later is not None and store.settled(4) == {sent.claim.pointer}
+    store.remove(store.settled(4))
+    assert "not found" in fault_of(elsewhere.resolve(sent)) and url in fault_of(elsewhere.resolve(sent))
+    assert store.settled(5) == {later.pointer}
+    assert not tmp_path.joinpath(RUN).exists()
+
+
+def test_a_store_that_is_away_is_asked_again_and_trajectories_go_through_the_stream(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = ClaimStore(tmp_path / RUN, 1, url).check_in(make_trajectory(3, 1))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setitem(RETRIES, "max_retries", 2)
+    store = ClaimStore(tmp_path / RUN, 1, url)
+    assert "after 2 retries" in fault_of(store.resolve(claim))
+    sample = make_trajectory(5, 0)
+    with pytest.raises(StoreError, match="after 2 retries"):
+        store.check_in(sample)
+    assert store.check_in(sample) is sample, "nobody waits for it again at once"
+    with pytest.raises(ValueError, match="set claim_check_bytes"):
+        simulated_config(tmp_path, streams__claim_check_url=url)
+
+
+async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tmp_path: Path) -> None:
+    """bfloat16 weights of which a step changes few; workers see nothing of the trainer's folder."""
     config = simulated_config(
         tmp_path,
         model__dtype="bfloat16",
@@ -173,6 +215,8 @@ async def test_a_run_through_the_store_goes_by_deltas(server: str, tmp_path: Pat
         trainer__optimizer={"lr": 1e-6},
         trainer__steps=3,
         weights__url="s3://bucket/run",
+        streams__claim_check_bytes=1,
+        streams__claim_check_url="s3://bucket/run",
     )
     async with ServiceRun(tmp_path, config) as run:
         path = {"PYTHONPATH": os.pathsep.join([str(REPO), str(CLIENT)])}
@@ -181,10 +225,18 @@ async def test_a_run_through_the_store_goes_by_deltas(server: str, tmp_path: Pat
             "TIDEMILL_RUNS_DIR": str(tmp_path / "nothing here"),
             "TIDEMILL_CACHE_DIR": str(tmp_path / "cache"),
         }
+        run.variables["reward"] = run.variables["rollout"]
         for role in ("rollout", "reward", "trainer"):
             run.start(role)
         assert await run.wait("trainer") == 0, run.log_of("trainer") + run.log_of("rollout")
         await assert_nothing_lost(run.broker, run.keys, 3 * 4)
+        entries = await read_raw(run.broker, run.keys.trajectories())
+        pointers = [c.pointer for _, fields in entries if (c := codec.decode(fields, Trajectory).claim)]
+        assert len(pointers) == len(entries) > 0
+        assert all(pointer.startswith(f"s3://bucket/run/{run.keys.run_id}/claims/") for pointer in pointers)
+        assert not (run.run_dir / "claims").exists()
+        scores = History(run.keys.run_id, None, run.broker).messages(StreamName.SCORES, Score)
+        assert [score.error async for score in scores if score.error] == []
     cached = list((tmp_path / "cache").glob("*/weights/v*/*.tmd"))
     assert len({path.parent for path in cached}) == 3, "every version after the first was a delta"
     assert "weights downloaded" in run.log_of("rollout")

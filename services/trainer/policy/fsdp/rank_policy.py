@@ -28,12 +28,17 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.model_loading import layers_of
+from tidemill.services.trainer.policy.model_loading import layers_of, open_model
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from tidemill.services.trainer.policy.transformers_policy import (
+    TransformersPolicy,
+    policy_options,
+    prepare_torch,
+)
+from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shard_writer import Peers
 
 
@@ -73,9 +78,21 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class ShardedScorer(TokenScorer):
-    """Scores tiles through the root of the sharding; construct before the model is sharded."""
+    """Scores tiles through the root of the sharding."""
 
-    root: ShardedModel
+    def __init__(self, root: ShardedModel, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+        self.root = root
+        super().__init__(model, compute_dtype)
+
+    @torch.no_grad()
+    def _has_plain_head(self) -> bool:
+        found: bool = self.root(super()._has_plain_head)
+        return found
+
+    @property
+    def module(self) -> nn.Module:
+        """The model and its sharding."""
+        return self.root
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
@@ -99,10 +116,12 @@ class ShardedScorer(TokenScorer):
 
 
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
-    """Load the model on this rank's device, and shard it."""
+    """Make the model, shard it, and read this rank's shard of its weights."""
+    prepare_torch(config.trainer)
     ranks.lay_out(config.trainer.shard_ranks)
-    model, options = policy_parts(config, ranks.device)
-    policy = RankPolicy(model, config.trainer, ranks, **options)
+    model, weights = open_model(config.model, ranks.device)
+    options = policy_options(config, model, ranks.device)
+    policy = RankPolicy(model, config.trainer, ranks, weights, **options)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
@@ -110,8 +129,16 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
 class RankPolicy(TransformersPolicy):
     """Implements `Policy` together with the other ranks; every call has to be made on all of them."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, **options: Any) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        ranks: Ranks,
+        weights: PretrainedWeights | None = None,
+        **options: Any,
+    ) -> None:
+        """`weights` are those of a model that has none yet; models beside it start with them too."""
+        self._ranks, self._pretrained = ranks, weights
         self._roots: list[FSDPModule] = []
         """Of what is trained."""
         self._holds_gradients = False
@@ -120,10 +147,16 @@ class RankPolicy(TransformersPolicy):
         super().__init__(model, config, **options)
 
     def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        scorer = ShardedScorer(model, self._dtype)
-        scorer.root = ShardedModel(model, self._ranks, self._dtype)
-        self._remember(scorer.root)
-        return scorer
+        root = ShardedModel(model, self._ranks, self._dtype)
+        if self._pretrained is not None:
+            give_storage(root, self._ranks.device)
+            self._pretrained.fill(model)
+        self._remember(root)
+        return ShardedScorer(root, model, self._dtype)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._ranks.device
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         head = super()._make_value_head(model)
@@ -255,7 +288,7 @@ class RankPolicy(TransformersPolicy):
         if not isinstance(own, DTensor):
             return reader.read(name)
         ranks = self._ranks
-        return DTensor.from_local(
+        tensor = DTensor.from_local(
             reader.read(name, *rows_of(own.shape[0], ranks.shard, ranks.shard_size)).to(ranks.device),
             ranks.mesh,
             own.placements,
@@ -263,6 +296,9 @@ class RankPolicy(TransformersPolicy):
             shape=own.shape,
             stride=own.stride(),
         )
+        # Else the moments of all parameters would be on the device before the first of them leaves it.
+        is_kept_there = name in owners or not self._config.offload_optimizer
+        return tensor if is_kept_there else tensor.to("cpu")
 
 
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:

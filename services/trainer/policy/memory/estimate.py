@@ -14,6 +14,7 @@ from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.attention import head_size, layer_configs
 from tidemill.services.trainer.policy.head import LOGITS_ELEMENTS
 from tidemill.services.trainer.policy.memory.sizes import ModelSizes, Saved
+from tidemill.services.trainer.policy.offload import PLACES, SLICE
 
 GIB = float(1 << 30)
 CONTEXT_BYTES = 1.0 * GIB
@@ -22,6 +23,10 @@ FRAGMENTED = 0.05
 """Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
 ENGINE_WORK_BYTES = 1.5 * GIB
 """Of an engine: activations of a prefill, graphs."""
+ASLEEP_BYTES = 2.0 * GIB
+"""Of an engine that sleeps: its context, and graphs."""
+PINNED = 4.0 / 3.0
+"""What torch takes of a host for a pinned tensor, on average: sizes are rounded up to powers of two."""
 
 Parts = Mapping[str, float]
 
@@ -131,6 +136,9 @@ def _states(
         "gradients": 4.0 * trained / shards,
         "AdamW moments": 8.0 * trained / shards,
     }
+    if trainer.offload_optimizer:
+        passing = float(8 * PLACES * min(SLICE, trained))
+        parts["AdamW moments"] = min(passing, parts["AdamW moments"])
     if width == 2:
         parts["version before, for deltas"] = 2.0 * count / shards
     if sums_once(config, trained, gpu_bytes):
@@ -239,8 +247,10 @@ def _key_bytes(text: Any, width: int, ways: int) -> int:
     return 2 * width * head_size(text) * max(1, -(-heads // ways))
 
 
-def host_take(config: RunConfig, sizes: ModelSizes, ranks: int, engines: int) -> Take:
-    """A host with so many ranks of the trainer and engines."""
+def host_take(
+    config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, takes_turns: bool = False
+) -> Take:
+    """A host with so many ranks of the trainer and engines; in turns it holds who has not the GPU."""
     trainer, count = config.trainer, sizes.parameters
     shards = trainer.shard_ranks or trainer.num_ranks
     trained = num_trained(config, sizes)
@@ -248,6 +258,14 @@ def host_take(config: RunConfig, sizes: ModelSizes, ranks: int, engines: int) ->
         12.0 * trained if trainer.lora is not None else 0.0
     )
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
+    if ranks and trainer.offload_optimizer:
+        always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
+    if takes_turns:
+        always["weights of engines that sleep"] = PINNED * element_bytes(config) * count * engines
+        # Between steps there are no gradients.
+        states = _states(config, sizes, 0.0, shards, trained, trainer.algorithm.value.model == "own")
+        parked = sum(size for name, size in states.items() if not name.startswith("gradients"))
+        always["trainer outside of its turn"] = PINNED * parked * ranks
     training = {}
     if ranks:
         training["checkpoint on its way to the disk"] = checkpoint * min(ranks, shards)

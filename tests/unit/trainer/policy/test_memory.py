@@ -246,10 +246,40 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     assert none.settings == {} and "holds 14.9 GiB when it starts" in none.problems[-1]
     crowded = examine_fit(config_of({"num_ranks": 8}), model_of(), machine)
     assert crowded.problems == ("the run wants 9 GPUs (8 for the trainer, 1 for engines), and there are 8",)
-    shared = examine_fit(config_of(), model_of(1.0), Machine(1, 40 * GIB))
+    at_once = config_of(gpu_turns="off")
+    shared = examine_fit(at_once, model_of(1.0), Machine(1, 40 * GIB))
     assert shared.problems == (), "on one GPU the engine leaves a part to the trainer"
     full = examine_fit(config_of(), model_of(), Machine(8, 40 * GIB, host_bytes=1.0))
     assert "a host takes" in full.problems[0]
+
+
+def test_in_turns_each_has_the_gpu_but_for_what_the_other_leaves_there():
+    big = ModelSizes(**{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"parameters": 10**9})
+    machine = Machine(1, 24 * GIB)
+    found = examine_fit(config_of(), model_of(1.0, big), machine)
+    assert found.problems == () and found.takes_turns
+    assert found.trainer is not None and 0.15 * 24 * GIB < found.trainer.peak < usable(24 * GIB) - 2 * GIB
+    at_once = examine_fit(config_of(gpu_turns="off"), model_of(1.0, big), machine)
+    assert at_once.problems and not at_once.takes_turns
+    assert found.host.always["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
+    assert found.host.always["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
+    full = examine_fit(config_of(vllm={"gpu_memory_utilization": 0.95}), model_of(1.0), machine)
+    assert "leaves less than 2.0 GiB of 24.0" in full.problems[0]
+    several = examine_fit(config_of({"num_ranks": 2}, gpu_turns="on"), model_of(1.0), Machine(2, 40 * GIB))
+    assert several.problems == () and several.takes_turns
+
+
+def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_the_training():
+    big = ModelSizes(**{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"parameters": 3 * 10**9})
+    take = trainer_take(config_of({"offload_optimizer": True}), model_of(sizes=big), 1e12, 16, False)
+    assert take.always["AdamW moments"] == 2 * 8 * (1 << 25), "two slices of both, in place of 24e9"
+    small = trainer_take(config_of({"offload_optimizer": True}), model_of(), 1e12, 16, False)
+    assert small.always["AdamW moments"] == 8000, "never more than without"
+    host = host_take(config_of({"offload_optimizer": True, "num_ranks": 4}), SIZES, ranks=2, engines=0)
+    assert host.always["AdamW moments"] == pytest.approx(8000 / 4 * 2 * 4 / 3)
+    found = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
+    assert found.problems and found.settings["trainer.offload_optimizer"] is True
+    assert "trainer.lora" not in found.settings
 
 
 def test_a_request_is_answered_from_config_json_alone(capsys):

@@ -1,0 +1,78 @@
+"""Objects in a bucket of S3, or of what speaks its protocol; keys and endpoint come from AWS_... variables.
+
+An object is there as a whole or not at all. The client repeats what fails in passing (no connection, answers
+of 500 and more), with growing pauses; what raises then has failed for good, or for longer than that.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tidemill.common.errors import ConfigError, StoreError, TidemillError
+
+OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
+
+
+class Objects:
+    """What lies below one address. Threads may share it."""
+
+    def __init__(
+        self, url: str, field: str, error: type[TidemillError] = StoreError, retries: Any = None
+    ) -> None:
+        """`field` of the config has the address; failures are raised as `error`.
+
+        Raises:
+            ConfigError: the address is no store's, or the library is not there.
+        """
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError:
+            raise ConfigError(
+                f"{field} is {url}: object stores need `pip install 'tidemill[objects]'`"
+            ) from None
+        try:
+            self._store: Any = from_url(url, **({"retry_config": retries} if retries else {}))
+        except Exception as problem:  # the library's own errors share no root
+            raise ConfigError(f"{field} is {url}, which cannot be opened: {problem}") from None
+        self._obstore: Any = obstore
+        self._error = error
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """A part of an object, all of it."""
+        data = self._do(path, lambda: self._obstore.get_range(self._store, path, start=start, length=length))
+        if len(data) != length:
+            raise self._error(f"the object {path} ends before byte {start + length:,}.")
+        return bytes(data)
+
+    def read_all(self, path: str) -> bytes:
+        """An object."""
+        return bytes(self._do(path, lambda: self._obstore.get(self._store, path).bytes()))
+
+    def write(self, path: str, data: Path | bytes) -> None:
+        """Upload a file, in parts where it is large, or bytes; on return they are durable."""
+        self._do(path, lambda: self._obstore.put(self._store, path, data))
+
+    def names(self, folder: str = "") -> list[str]:
+        """Paths of all objects below a folder."""
+        prefix = f"{folder}/" if folder else None
+        pages = self._do(folder, lambda: list(self._obstore.list(self._store, prefix)))
+        return [item["path"] for page in pages for item in page]
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete objects, in this order."""
+        for path in paths:
+            self._do(path, lambda path=path: self._obstore.delete(self._store, path))
+
+    def remove(self, folder: str) -> None:
+        """Delete everything below a folder, its manifest first."""
+        self.delete(sorted(self.names(folder), key=lambda path: not path.endswith(".json")))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _do(self, path: str, work: Any) -> Any:
+        try:
+            return work()
+        except Exception as problem:  # as above
+            raise self._error(f"object store: {path}: {str(problem).splitlines()[0][:300]}") from problem
