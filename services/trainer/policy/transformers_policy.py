@@ -377,7 +377,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
                 f"the checkpoint's adapters belong to the model {state.values.get('base')}, and this is "
                 f"{base}; resume with the model.path and trainer.lora the run was started with"
             )
-        load_optimizer_tensors(self._optimizer, self._parameters, _strip(state.tensors, "optimizer."))
+        load_optimizer_tensors(self._optimizer, self._parameters, state.part("optimizer."))
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self._num_updates = int(state.values["updates"])
@@ -386,7 +386,3 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         if self._home.type == "cuda" and "rng.cuda" in state.tensors:
             torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._home)
         self.zero()
-
-
-def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
