@@ -108,8 +108,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         max_completion_tokens: int,
         adapters: Adapters | None = None,
     ) -> None:
-        self._model, self._adapters = model, adapters
-        self._home = self._device
+        self._model, self._adapters, self._device = model, adapters, self._find_device(model)
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
@@ -157,9 +156,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._model.device
+    def _find_device(self, model: PreTrainedModel) -> torch.device:
+        return model.device
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -337,8 +335,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         moments = optimizer_tensors(self._optimizer, self._parameters)
         tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
-        if self._home.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._home)
+        if self._device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
         values = {"policy": "transformers", "updates": self._num_updates}
         values |= self._coefficients.as_values(self._config.algorithm)
         return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
@@ -383,6 +381,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         self._num_updates = int(state.values["updates"])
         self._set_coefficients(self._config.algorithm, state.values.get("coefficients"))
         torch.set_rng_state(state.tensors["rng.cpu"].cpu())
-        if self._home.type == "cuda" and "rng.cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._home)
+        if self._device.type == "cuda" and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._device)
         self.zero()

@@ -244,6 +244,26 @@ async def test_requests_that_arrive_during_the_pause_belong_to_the_new_version(
     assert_parity(requests, results)
 
 
+async def test_who_is_asleep_goes_on_with_the_same_tokens_and_takes_new_weights_when_it_wakes(
+    engine: VllmEngine, files: dict[int, Path]
+) -> None:
+    version = engine.version
+    requests = make_requests("asleep", 32, max_tokens=100)
+    running = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await engine.generate(make_requests("awake", 1, max_tokens=1)[0])
+    await engine.sleep()
+    await engine._running_llm().is_paused()  # an answer of the engine: what it had sent is here
+    loading = asyncio.create_task(engine.load(version - 1, [files[version - 1]]))
+    still = [task for task in running if not task.done()]
+    await asyncio.wait({loading, *still}, timeout=0.3)
+    assert still and not any(task.done() for task in (loading, *still)), "nothing moves"
+    await engine.wake()
+    await loading
+    results = await asyncio.gather(*running)
+    assert any(len(result.spans) == 2 for result in results), "none was under way: nothing is tested"
+    assert_parity(requests, results)
+
+
 async def test_cancelling_a_request_leaves_the_others_alone(engine: VllmEngine) -> None:
     requests = make_requests("cancel", 32, max_tokens=60)
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]

@@ -157,8 +157,7 @@ class RankPolicy(TransformersPolicy):
         self._remember(root)
         return ShardedScorer(root, model, self._dtype)
 
-    @property
-    def _device(self) -> torch.device:
+    def _find_device(self, model: PreTrainedModel) -> torch.device:
         return self._ranks.device
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
