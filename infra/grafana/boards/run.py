@@ -216,6 +216,14 @@ STABILITY = Row(
             (Query(step("grad_norm"), "norm"), Query(step("update_skipped"), "skipped")),
         ),
         Panel(
+            "Use of experts",
+            "short",
+            "Of mixtures of experts with algorithm.router: the busiest's load, entropy and idle share.",
+            "A rising load or idle share: algorithm.router.balance, or a lower learning rate.",
+            "Unhealthy numbers",
+            (Query(steps("experts/(max_load|entropy|idle|balance_loss)"), "{{metric}}"),),
+        ),
+        Panel(
             "Loss",
             "short",
             "Loss of each step.",

@@ -61,6 +61,7 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
 from tidemill.services.trainer.policy.state import PolicyState
@@ -123,7 +124,7 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         self._reference = self._make_reference() if algorithm.needs_reference else None
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
-        self._scorer = self._make_scorer(model)
+        self._scorer = self._make_scorer(model, Routers(model) if algorithm.router.is_on else None)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -148,8 +149,8 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        return TokenScorer(model, self._dtype)
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        return TokenScorer(model, self._dtype, routers)
 
     def _make_reference(self) -> ReferenceModel | BaseReference:
         if self._adapters is not None:

@@ -39,15 +39,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "critic": {"algorithm": HEAD | {"value": {"head": True, "model": "own"}}},
     "recomputed layers": {"gradient_checkpointing": True},
     "experts": {},
+    "routers": {"algorithm": {"router": {"balance": 0.1, "z": 0.01}}, "gradient_checkpointing": True},
     "compiled": {},
 }
-OF_FOUR = {"all sums": {}, "value head": {}, "two copies": {"shard_ranks": 2}}
+OF_FOUR = {"all sums": {}, "value head": {}, "routers": {}, "two copies": {"shard_ranks": 2}}
 
 
 @cache
 def model_of(name: str) -> PreTrainedModel:
     """Norms of most models compute in float32, whatever their weights; those of GPT-NeoX do not."""
-    if name == "experts":
+    if name in ("experts", "routers"):
         return make_model("Mixtral", experts_implementation="eager").double()
     model = make_model("GPTNeoX", num_hidden_layers=1 if name == "compiled" else 2).double()
     if name == "compiled":

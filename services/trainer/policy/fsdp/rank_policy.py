@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
@@ -31,6 +32,7 @@ from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.model_loading import layers_of
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
@@ -82,15 +84,22 @@ class ShardedScorer(TokenScorer):
     ) -> TileScores:
         """As one rank does."""
 
+        affinities: list[str] = []
+
         def tensors() -> tuple[Tensor, ...]:
             # The sharding follows gradients through tuples of tensors, and of those that are no views.
             scores = TokenScorer.score(
                 self, tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
             )
             hidden = () if scores.hidden_NH is None else (scores.hidden_NH,)
-            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden)
+            affinities.extend(layer.affinity for layer in scores.routing)
+            routed = [x for layer in scores.routing for x in (layer.logits_NE, layer.chosen_NK)]
+            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden, *routed)
 
-        return TileScores(*self.root(tensors))
+        logprobs_N, entropies_N, *rest = self.root(tensors)
+        hidden_NH = rest.pop(0) if keep_hidden else None
+        routing = tuple(map(LayerRouting, affinities, rest[::2], rest[1::2]))
+        return TileScores(logprobs_N, entropies_N, hidden_NH, routing)
 
     def hidden(self, tile: Tile) -> Tensor:
         """As one rank does."""
@@ -119,8 +128,8 @@ class RankPolicy(TransformersPolicy):
         self._reduces_once = reduces_once(model, config, ranks)
         super().__init__(model, config, **options)
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        scorer = ShardedScorer(model, self._dtype)
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        scorer = ShardedScorer(model, self._dtype, routers)
         scorer.root = ShardedModel(model, self._ranks, self._dtype)
         self._remember(scorer.root)
         return scorer
