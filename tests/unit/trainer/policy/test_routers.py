@@ -19,6 +19,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.losses.routing import sequence_balance
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, loss_metrics
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.policy.memory.sizes import count_sizes
 from tidemill.services.trainer.policy.routers import find_routers
 
 ROUTER = {"router": {"balance": 0.3, "z": 0.02}}
@@ -124,6 +125,22 @@ def test_measuring_changes_no_gradient() -> None:
     assert torch.equal(gradients_of(policy), gradients_of(plain))
     assert not any(name.startswith("experts/") for name in loss_metrics(sums[0]))
     assert loss_metrics(sums[1])["experts/balance_loss"] > 0.9
+
+
+def test_routers_that_were_compiled_and_run_before_are_heard() -> None:
+    model = make_model("Mixtral")
+    for router in find_routers(model):
+        router.compile(backend="eager")
+        router(torch.zeros(2, 32))
+    policy = make_policy(model=model, algorithm={"router": {"measure": True}})
+    sums = accumulate_all(policy, [one_batch(make_samples(3))])
+    assert [sum(layer) for layer in sums.expert_counts] == [2 * sums.tokens] * 2
+
+
+def test_the_estimate_of_memory_counts_their_logits() -> None:
+    sizes = [count_sizes(mixture(name)).router_logits for name in MIXTURES]
+    assert sizes == [2 * 3, 2 * 4, 4], "experts of each layer; GLM's first layer is dense"
+    assert count_sizes(make_model("Llama")).router_logits == 0
 
 
 def test_metrics_by_hand() -> None:
