@@ -230,7 +230,6 @@ STABILITY = Row(
             "Says little in RL but for jumps; look at reward and KL.",
             HEADING,
             (Query(step("loss"), "loss"),),
-            span=12,
         ),
         Panel(
             "Learning rate",
@@ -239,7 +238,6 @@ STABILITY = Row(
             "Compare with the schedule you meant.",
             HEADING,
             (Query(step("learning_rate"), "learning rate"),),
-            span=12,
         ),
     ),
 )
