@@ -62,6 +62,7 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
 from tidemill.services.trainer.policy.state import PolicyState
@@ -121,7 +122,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
-        self._scorer = self._make_scorer(model)
+        self._scorer = self._make_scorer(model, Routers(model) if algorithm.router.is_on else None)
         if algorithm.needs_reference and adapters is not None:
             self._reference = BaseReference(self._scorer, adapters)
         head_parameters = self._value_head.named() if self._value_head else []
@@ -150,8 +151,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        return TokenScorer(model, self._dtype)
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        return TokenScorer(model, self._dtype, routers)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
