@@ -23,7 +23,7 @@ EVENTS = ("connections", "takeovers", "weights")
 WINDOWS, STEADY = 4, 0.95
 """Slots are steady when so many looks in a row, one a second, see this share of what was full before."""
 PATIENCE_S, TAKEOVERS_S = 40.0, 1.5 * LEASE_S
-"""Unscaled. How long slots may take to be full again; what the dead held is taken over when its leases have ended."""
+"""Unscaled. How long slots may take to be full again; what the dead held is taken over when leases end."""
 TENTH, WAVES, CUT_S, SLOWER = 10, 10, 3.0, 4.0
 
 
