@@ -21,6 +21,7 @@ from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import START, Delivery, Fields, Garbled, at_random, decoded, in_parts
 from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
+from tidemill.common.streams.unanswered import read_unanswered
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import MAX_PAYLOAD_BYTES, SCHEMA
@@ -63,13 +64,11 @@ class Consumer(Generic[M]):
         self.held: dict[str, Delivery[M]] = {}
         self._settling: Counter[str] = Counter()
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
-        self._cursor = START
-        self._next_reclaim = 0.0
+        self._cursor, self._next_reclaim = START, 0.0
         self._clock: tuple[int, float] | None = None
         """The clock of Redis when it was last asked, and ours then."""
-        self._waited_s = broker.waited_s
+        self._waited_s, self._stand_in = broker.waited_s, stand_in
         self._renewal: asyncio.Task[None] | None = None
-        self._stand_in = stand_in
         self.renewed_at = time.monotonic()
 
     async def __aenter__(self) -> "Consumer[M]":
@@ -114,8 +113,7 @@ class Consumer(Generic[M]):
     ) -> list[bool]:
         """Publish each result to `out_key` and acknowledge its input, as one unit for each pair.
 
-        A result of None acknowledges only. Returns whether each lease was still held; where not, nothing
-        was published.
+        None acknowledges only. Returns whether each lease was still held; else nothing was published.
         """
         done: list[bool] = []
         for part in in_parts(results):
@@ -221,8 +219,7 @@ class Consumer(Generic[M]):
                 await broker.script("renew", [self.key], [self.group, self.name, *part])
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]], is_counted: bool = False) -> None:
-        """Give messages back unfinished: whoever reclaims next gets them. This delivery counts as an attempt
-        only where `is_counted`."""
+        """Give messages back, to whoever reclaims next. It was an attempt only where `is_counted`."""
         if not deliveries:
             return
         ids = [delivery.entry_id for delivery in deliveries]
@@ -356,12 +353,15 @@ class Consumer(Generic[M]):
         """Take over messages whose holder has been silent for a lease, a few times a lease.
 
         While Redis was away nobody could renew, so all leases look expired when it is back: everybody
-        gets one lease to renew before anything is taken.
+        gets one lease to renew before anything is taken, but for what is this consumer's own.
         """
         if self.broker.waited_s != self._waited_s:
             self._waited_s = self.broker.waited_s
+            unanswered = [self._hold(*found) for found in await read_unanswered(self, count)]
             await self.renew()
             self._next_reclaim = time.monotonic() + at_random(self.lease_s)
+            if unanswered:
+                return unanswered
         if time.monotonic() < self._next_reclaim:
             return []
         args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, self._latest_ms()]
