@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.models import make_samples, run_config, tiny_model
 from tidemill.common.config import RunConfig
 from tidemill.common.run.weight_files import read_chain, verified_files
@@ -15,6 +13,9 @@ from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 from tidemill.services.trainer.weights.store import WeightStore
+
+NUM_RANKS = 3
+"""No size of the model is a multiple of it: shards are unequal."""
 
 
 def config_of(folder: Path, num_ranks: int) -> RunConfig:
@@ -29,8 +30,7 @@ def values(paths: list[Path]) -> dict[object, list[int]]:
     return {info: bits.tolist() for path in paths for info, bits in read_safetensors(path)}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int) -> None:
+def test_ranks_write_what_one_writes(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     alone = load_policy(config_of(model, 1))
     start, (full,) = alone.digest(), alone.save_weights(tmp_path / "start")
@@ -39,7 +39,7 @@ def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int) -> None:
     alone.update(6.0)
     alone.save_state(tmp_path / "state")
     (trained,) = alone.save_weights(tmp_path / "trained")
-    config = config_of(model, num_ranks)
+    config = config_of(model, NUM_RANKS)
     ranks = lead_ranks(config.trainer)
     assert ranks is not None
     ranks.broadcast(config.model_dump_json().encode())
@@ -54,7 +54,7 @@ def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int) -> None:
     finally:
         policy.close()
     assert first.digest == start and values(verified_files(run, first)) == values([full])
-    assert second.is_delta and len(second.files) == num_ranks
+    assert second.is_delta and len(second.files) == NUM_RANKS
     base, *deltas = [verified_files(run, part) for part in read_chain(run, second)]
     (tmp_path / "whole").mkdir()
     paths = write_whole(base, deltas, tmp_path / "whole")
