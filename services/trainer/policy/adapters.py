@@ -250,4 +250,5 @@ def _stood_in(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for module, name, weight in empty:
-            module._parameters[name] = weight.requires_grad_(False)
+            weight.requires_grad = False
+            module._parameters[name] = weight

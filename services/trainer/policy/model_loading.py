@@ -92,10 +92,10 @@ def open_model(
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
         found: Any = _open_empty(config.path, model_config, options) if reads_later else None
         if found is None:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            found = AutoModelForCausalLM.from_pretrained(
                 config.path, config=model_config, output_loading_info=True, **options
             )
-            found = (*loaded, None)
+            found = (*found, None)
     except ConfigError:
         raise
     except Exception as error:
