@@ -18,16 +18,19 @@ from benchmarks.report import machine, print_result, print_table
 
 SIZES: dict[str, Any] = {"vocab_size": 16_000, "num_attention_heads": 8, "num_key_value_heads": 8}
 SIZES |= {"hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 64}
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 MIB = float(1 << 20)
 
 
-def write_model(folder: Path, num_layers: int, experts: int) -> None:
+def write_model(folder: Path, experts: int, **changes: int) -> None:
     """A model of random weights, in bfloat16."""
     import torch
+    import transformers
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    sizes = SIZES | {"num_hidden_layers": num_layers}
+    sizes = SIZES | changes
     if experts:
         sizes["num_local_experts"] = experts
         MixtralForCausalLM(MixtralConfig(**sizes)).bfloat16().save_pretrained(folder)
@@ -61,18 +64,21 @@ def load_shard(rank: int, size: int, port: int, folder: str, way: str, results: 
 def load(folder: str, ranks: Any, way: str) -> Any:
     """A model, split, as `load_rank_policy` loads it."""
     import torch
+    import transformers
 
     from tidemill.common.config.run import ModelConfig
     from tidemill.services.trainer.policy.fsdp.rank_policy import ShardedModel
     from tidemill.services.trainer.policy.model_loading import open_model
     from tidemill.services.trainer.weights.pretrained import give_storage
+    from tidemill.services.trainer.weights.store import model_tensors
 
+    transformers.utils.logging.disable_progress_bar()
     config = ModelConfig(path=folder, max_model_len=16)
     model, weights = open_model(config, ranks.device, reads_later=way == "shards")
     root = ShardedModel(model, ranks, torch.float32)
     if weights is not None:
         give_storage(root, ranks.device)
-        weights.fill(model)
+        weights.fill(model_tensors(model))
     return root
 
 
@@ -103,8 +109,8 @@ def main() -> None:
     options = parser.parse_args()
     rows, ratios = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder) / "model", options.layers, options.experts)
-        write_model(Path(folder) / "small", 1, options.experts)
+        write_model(Path(folder) / "model", options.experts, num_hidden_layers=options.layers)
+        write_model(Path(folder) / "small", options.experts, **SMALL)
         for size in map(int, options.ranks.split(",")):
             for way in ("whole", "shards") if options.whole else ("shards",):
                 shard, peak = measure(folder, size, way)

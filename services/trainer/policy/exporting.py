@@ -48,9 +48,9 @@ class ExportsWeights(SavesState):
 
     @cached_property
     def _writer(self) -> ShardWriter:
-        return ShardWriter(
-            self._model, self._sources(), self._dtype, self.peers, max_share=self.max_share_changed
-        )
+        # Their shapes are those of the merged ones, and no rank waits for another.
+        tensors = self._adapters.base() if self._adapters else model_tensors(self._model)
+        return ShardWriter(self._model, tensors, self._dtype, self.peers, max_share=self.max_share_changed)
 
     def _sources(self) -> dict[str, Tensor]:
         """What is published, by the model's names: adapters are merged."""
@@ -63,9 +63,12 @@ class ExportsWeights(SavesState):
 
     def save_weights(self, folder: Path) -> list[Path]:
         """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
-        if self._adapters:
-            self._adapters.save(folder / ADAPTER_FOLDER)
+        self._save_adapters(folder)
         return save_model(self._model, self._dtype, folder, self._sources())
+
+    def _save_adapters(self, folder: Path) -> None:
+        if self._adapters:
+            self._adapters.save(folder / ADAPTER_FOLDER, writes=self.peers.rank == 0)
 
     def compare_weights(self) -> WeightState:
         """What the weights are now, and what has changed since the last call."""
@@ -82,8 +85,7 @@ class ExportsWeights(SavesState):
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         """Beside training where the version is held; weights of four bytes are written here and now."""
         if self._writer.shadow.is_held:
-            if self._adapters:
-                self._adapters.save(folder / ADAPTER_FOLDER)
+            self._save_adapters(folder)
             return self._writer.begin(folder, int(version), int(parent))
         written: Future[tuple[WeightFile, ...]] = Future()
         self.save_weights(folder)

@@ -8,6 +8,7 @@ as it was.
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -31,6 +32,7 @@ from tidemill.services.trainer.weights.pretrained import (
     give_storage,
     open_pretrained,
 )
+from tidemill.services.trainer.weights.store import model_tensors
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +57,17 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def prepare_torch(config: TrainerConfig) -> None:
+    """Threads and determinism of this process; before anything is computed."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    if config.deterministic:
+        # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
+
+
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """Load `model.path` in float32 onto the device, with every dropout at 0. Raises ConfigError: no model
     there, weights missing, or a context shorter than `model.max_model_len`."""
@@ -62,7 +75,7 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     model, weights = open_model(config, device, reads_later=device.type != "cpu")
     if weights is not None:
         give_storage(model, device)
-        weights.fill(model)
+        weights.fill(model_tensors(model))
     return model
 
 
@@ -79,10 +92,10 @@ def open_model(
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
         found: Any = _open_empty(config.path, model_config, options) if reads_later else None
         if found is None:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            found = AutoModelForCausalLM.from_pretrained(
                 config.path, config=model_config, output_loading_info=True, **options
             )
-            found = (*loaded, None)
+            found = (*found, None)
     except ConfigError:
         raise
     except Exception as error:

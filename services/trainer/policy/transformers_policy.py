@@ -7,7 +7,6 @@ forward pass is bounded by tiles, whatever the size of the micro-batch.
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +42,7 @@ from tidemill.services.trainer.policy.model_loading import (
     compute_dtype,
     load_model,
     pick_device,
+    prepare_torch,
     recompute_layers,
 )
 from tidemill.services.trainer.policy.offload import LeavesDevice
@@ -62,6 +62,7 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
 from tidemill.services.trainer.policy.state import PolicyState
@@ -79,22 +80,13 @@ def load_policy(config: RunConfig) -> "TransformersPolicy":
     return policy
 
 
-def prepare_torch(config: TrainerConfig) -> None:
-    """Threads and determinism of this process; before anything is computed."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    if config.deterministic:
-        # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
-        torch.use_deterministic_algorithms(True)
-
-
-def policy_options(config: RunConfig, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+def policy_options(
+    config: RunConfig, model: PreTrainedModel, device: torch.device, base_digest: str = ""
+) -> dict[str, Any]:
     """What a policy is made of beside its model, which gets adapters, kernels and compiled layers where they
-    are wanted. Raises ConfigError: it cannot have them."""
+    are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
     trainer, dtype = config.trainer, compute_dtype(config.model)
-    adapters = Adapters(model, trainer.lora, dtype, config.seed) if trainer.lora else None
+    adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
     accelerate_model(model, trainer, device)
     return {
         "dtype": dtype,
@@ -125,10 +117,14 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         algorithm = config.algorithm
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        self._reference = self._make_reference() if algorithm.needs_reference else None
+        self._reference: ReferenceModel | BaseReference | None = None
+        if algorithm.needs_reference and adapters is None:
+            self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
-        self._scorer = self._make_scorer(model)
+        self._scorer = self._make_scorer(model, Routers(model) if algorithm.router.is_on else None)
+        if algorithm.needs_reference and adapters is not None:
+            self._reference = BaseReference(self._scorer, adapters)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -155,13 +151,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        return TokenScorer(model, self._dtype)
-
-    def _make_reference(self) -> ReferenceModel | BaseReference:
-        if self._adapters is not None:
-            return BaseReference(self._model, self._adapters, self._dtype)
-        return ReferenceModel(self._model, self._config.algorithm.reference, self._make_scorer)
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        return TokenScorer(model, self._dtype, routers)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
@@ -385,7 +376,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
                 f"the checkpoint's adapters belong to the model {state.values.get('base')}, and this is "
                 f"{base}; resume with the model.path and trainer.lora the run was started with"
             )
-        load_optimizer_tensors(self._optimizer, self._parameters, _strip(state.tensors, "optimizer."))
+        load_optimizer_tensors(self._optimizer, self._parameters, state.part("optimizer."))
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self._num_updates = int(state.values["updates"])
@@ -394,7 +385,3 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         if self._device.type == "cuda" and "rng.cuda" in state.tensors:
             torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._device)
         self.zero()
-
-
-def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -3,13 +3,12 @@
 A model is made without storage, as transformers would load it: it gets stand-ins for the tensors of the
 files, which note what is read of them. `exported.py` says which elements of a model's tensors are which
 elements of its published ones; read the other way round that fills each shard from slices of the files.
-Guarantee: the weights are those of `from_pretrained`, bit for bit. Where the two do not agree on what is read,
-there is an UnclearError, and nothing is filled. Beside its shards a rank holds `CHUNK` elements.
+Guarantee: the weights are those of `from_pretrained`, bit for bit. Where the two do not agree on what is
+read, there is an UnclearError, and nothing is filled. Beside its shards a rank holds `CHUNK` elements.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from tidemill.services.trainer.weights.exported import Slice, plan_export
 from tidemill.services.trainer.weights.shadow import held_range
-from tidemill.services.trainer.weights.store import model_tensors
+from tidemill.services.trainer.weights.store import digest_in_order, model_tensors
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements read at once."""
 
 
@@ -56,34 +55,47 @@ class PretrainedWeights:
 
     def __init__(self, files: Mapping[str, StandIn], slices: Mapping[str, list[Slice]]) -> None:
         self._files, self._slices = files, slices
+        self._opened: dict[Path, Any] = {}
 
     @torch.no_grad()
-    def fill(self, model: PreTrainedModel) -> None:
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Read what this process holds of each tensor: all of it, or rows where ranks share it."""
-        with ExitStack() as stack:
-            opened: dict[Path, Any] = {}
-            for name, tensor in model_tensors(model).items():
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                low, high = held_range(tensor)
-                for piece in self._slices[name]:
-                    begin, end = max(low, piece.first), min(high, piece.end)
-                    path = self._files[piece.info.name].path
-                    if begin < end and path not in opened:
-                        # Not mapped: pages of a mapping would count as this process's memory.
-                        opened[path] = stack.enter_context(safe_open(path, "pt", backend="pread"))
-                    for start in range(begin, end, CHUNK):
-                        stop = min(start + CHUNK, end)
-                        values = _read(opened[path], piece, start - piece.first, stop - piece.first)
-                        local.view(-1)[start - low : stop - low].copy_(values)
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            low, high = held_range(tensor)
+            for start, values in self._pieces(name, low, high):
+                local.view(-1)[start - low : start - low + len(values)].copy_(values)
+
+    def digest(self, tensors: Mapping[str, Tensor]) -> str:
+        """`digest_parameters` of these tensors as the files have them, in their dtypes."""
+        return digest_in_order(
+            values.to(tensors[name].dtype)
+            for name in sorted(tensors)
+            for _, values in self._pieces(name, 0, tensors[name].numel())
+        )
+
+    def _pieces(self, name: str, low: int, high: int) -> Iterator[tuple[int, Tensor]]:
+        """The elements [low, high) of a tensor of the model in their order: where some begin, and these."""
+        for part in self._slices[name]:
+            begin, end = max(low, part.first), min(high, part.end)
+            if begin >= end:
+                continue
+            path = self._files[part.info.name].path
+            if path not in self._opened:
+                # Not mapped: pages of a mapping would count as this process's memory.
+                self._opened[path] = safe_open(path, "pt", backend="pread")
+            for start in range(begin, end, CHUNK):
+                stop = min(start + CHUNK, end)
+                yield start, _read(self._opened[path], part, start - part.first, stop - part.first)
 
 
-def _read(file: Any, piece: Slice, start: int, stop: int) -> Tensor:
-    """Flat elements [start, stop) of a tensor of a file; of the rows that they are in, no other is read."""
-    name, shape = piece.info.name, piece.info.shape
+def _read(file: Any, part: Slice, start: int, stop: int) -> Tensor:
+    """Flat elements [start, stop) of a tensor of a file; no rows are read but those that they are in."""
+    name, shape = part.info.name, part.info.shape
     if not shape:
         scalar: Tensor = file.get_tensor(name).reshape(1)
         return scalar
-    row = piece.info.num_elements // shape[0]
+    row = part.info.num_elements // shape[0]
     first = start // row
     rows: Tensor = file.get_slice(name)[first : -(-stop // row)]
     return rows.reshape(-1)[start - first * row : stop - first * row]
@@ -155,7 +167,7 @@ def _locate(model: PreTrainedModel, files: Mapping[str, StandIn]) -> dict[str, l
     if unlike := sorted(dict(published.items() ^ read.items())):
         raise UnclearError(f"transformers reads {unlike[0]}, and the model is saved with other tensors")
     slices: dict[str, list[Slice]] = defaultdict(list)
-    for part in plan.slices:
+    for part in sorted(plan.slices, key=lambda part: part.first):
         slices[part.source].append(part)
     for name, tensor in tensors.items():
         if sum(part.info.num_elements for part in slices[name]) != tensor.numel():

@@ -22,7 +22,7 @@ from tidemill.services.trainer.weights.store import model_tensors, whole_tensor
 
 CPU = torch.device("cpu")
 FAMILIES = ("Qwen3", "Mixtral", "Gemma4Text", "GPTNeoX", "DeepseekV3")
-"""Tied embeddings, experts in one tensor, buffers that are weights, biases, compressed keys beside experts."""
+"""Tied embeddings, experts in one tensor, buffers that are weights, biases, compressed keys."""
 MLA: dict[str, Any] = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
 MLA |= {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MLA |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -52,7 +52,7 @@ def load_shards(ranks: Ranks, configs: list[ModelConfig], shard_ranks: int | Non
         assert weights is not None and all(weight.is_meta for weight in model.parameters())
         root = ShardedModel(model, ranks, torch.float32)
         give_storage(root, ranks.device)
-        weights.fill(model)
+        weights.fill(model_tensors(model))
         found.append({name: whole_tensor(tensor).clone() for name, tensor in all_tensors(model).items()})
         assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (
             model.config.get_text_config().tie_word_embeddings
@@ -83,7 +83,7 @@ def test_each_shard_is_read_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "_read", noted)
     model, weights = open_model(config, CPU)
     give_storage(model, CPU)
-    weights.fill(model)
+    weights.fill(model_tensors(model))
     files = [load_file(path) for path in Path(config.path).glob("*.safetensors")]
     assert dict(read) == {name: tensor.numel() for file in files for name, tensor in file.items()}
 

@@ -24,22 +24,21 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.model_loading import layers_of, open_model
+from tidemill.services.trainer.policy.model_loading import layers_of, open_model, prepare_torch
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
-from tidemill.services.trainer.policy.transformers_policy import (
-    TransformersPolicy,
-    policy_options,
-    prepare_torch,
-)
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shard_writer import Peers
+from tidemill.services.trainer.weights.store import model_tensors
 
 
 class ShardedModel(nn.Module):
@@ -80,9 +79,15 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 class ShardedScorer(TokenScorer):
     """Scores tiles through the root of the sharding."""
 
-    def __init__(self, root: ShardedModel, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        root: ShardedModel,
+        model: PreTrainedModel,
+        compute_dtype: torch.dtype,
+        routers: Routers | None = None,
+    ) -> None:
         self.root = root
-        super().__init__(model, compute_dtype)
+        super().__init__(model, compute_dtype, routers)
 
     @torch.no_grad()
     def _has_plain_head(self) -> bool:
@@ -98,6 +103,7 @@ class ShardedScorer(TokenScorer):
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         """As one rank does."""
+        affinities: list[str] = []
 
         def tensors() -> tuple[Tensor, ...]:
             # The sharding follows gradients through tuples of tensors, and of those that are no views.
@@ -105,9 +111,14 @@ class ShardedScorer(TokenScorer):
                 self, tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
             )
             hidden = () if scores.hidden_NH is None else (scores.hidden_NH,)
-            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden)
+            affinities.extend(layer.affinity for layer in scores.routing)
+            routed = [x for layer in scores.routing for x in (layer.logits_NE, layer.chosen_NK)]
+            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden, *routed)
 
-        return TileScores(*self.root(tensors))
+        logprobs_N, entropies_N, *rest = self.root(tensors)
+        hidden_NH = rest.pop(0) if keep_hidden else None
+        routing = tuple(map(LayerRouting, affinities, rest[::2], rest[1::2]))
+        return TileScores(logprobs_N, entropies_N, hidden_NH, routing)
 
     def hidden(self, tile: Tile) -> Tensor:
         """As one rank does."""
@@ -120,7 +131,12 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     prepare_torch(config.trainer)
     ranks.lay_out(config.trainer.shard_ranks)
     model, weights = open_model(config.model, ranks.device)
-    options = policy_options(config, model, ranks.device)
+    digest = ""
+    if config.trainer.lora and weights is not None:
+        # One rank reads all, for the checkpoints of any number of ranks.
+        own = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
+        digest = ranks.broadcast(own).decode()
+    options = policy_options(config, model, ranks.device, digest)
     policy = RankPolicy(model, config.trainer, ranks, weights, **options)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
@@ -145,14 +161,15 @@ class RankPolicy(TransformersPolicy):
         """Each rank has gradients of its own that are not summed yet."""
         self._reduces_once = reduces_once(model, config, ranks)
         super().__init__(model, config, **options)
+        self._pretrained = None  # with its open files
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
         root = ShardedModel(model, self._ranks, self._dtype)
         if self._pretrained is not None:
             give_storage(root, self._ranks.device)
-            self._pretrained.fill(model)
+            self._pretrained.fill(self._adapters.base() if self._adapters else model_tensors(model))
         self._remember(root)
-        return ShardedScorer(root, model, self._dtype)
+        return ShardedScorer(root, model, self._dtype, routers)
 
     def _find_device(self, model: PreTrainedModel) -> torch.device:
         return self._ranks.device
@@ -250,9 +267,14 @@ class RankPolicy(TransformersPolicy):
         """Batched by all, written by rank 0."""
         if self._ranks.is_leader:
             return super().save_weights(folder)
+        self._save_adapters(folder)
+        self.join_export()
+        return []
+
+    def join_export(self) -> None:
+        """What rank 0 gathers in `named_parameters_for_export`."""
         for _ in self.named_parameters_for_export():
             pass
-        return []
 
     def own_state(self) -> PolicyState:
         """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and

@@ -116,10 +116,12 @@ def trainer_take(
         "logits": _logits(sizes, num_tokens, element_bytes(config)),
         **_working_weights(config, sizes, saved, copies),
     }
+    if trainer.algorithm.router.is_on:
+        training["router logits"] = float(num_tokens * sizes.router_logits * element_bytes(config))
     holds = trainer.updates_per_step > 1 and "held weights" in states
     scoring = {"held weights, swapped": 4.0 * trained / shards} if holds else {}
     if trainer.lora is not None:
-        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters)
+        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters) / shards
     return Take(states, training, scoring, _starting(config, sizes, shards, trained, has_critic))
 
 
@@ -177,7 +179,10 @@ def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
 def _starting(
     config: RunConfig, sizes: ModelSizes, shards: int, trained: int, has_critic: bool
 ) -> dict[str, float]:
-    """Every rank loads the whole model in float32, and what begins as a copy of it, before it is split."""
+    """What is only there before the model is split. A rank reads its own shard into its place, where it is
+    known which that is; one rank halves the weights under its adapters when it has them."""
+    if not sizes.is_read_whole and (shards > 1 or config.trainer.lora is None):
+        return {}
     parts = {"whole model in float32, before it is split": 4.0 * sizes.parameters}
     if shards > 1 and (config.trainer.algorithm.needs_reference or has_critic):
         parts["its copy"] = 4.0 * sizes.parameters
@@ -254,9 +259,7 @@ def host_take(
     trainer, count = config.trainer, sizes.parameters
     shards = trainer.shard_ranks or trainer.num_ranks
     trained = num_trained(config, sizes)
-    checkpoint = (12.0 if trainer.lora is None else 0.0) * count / shards + (
-        12.0 * trained if trainer.lora is not None else 0.0
-    )
+    checkpoint = 12.0 * trained / shards
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
     if ranks and trainer.offload_optimizer:
         always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
@@ -272,5 +275,7 @@ def host_take(
     if engines and config.weights.delta == "auto" and element_bytes(config) == 2:
         share = config.weights.max_share_changed
         training["changes that engines stage"] = 6.0 * share * count * engines
-    starting = {"whole model in float32, of each rank": 4.0 * count * ranks} if ranks else {}
+    starting = {}
+    if ranks and sizes.is_read_whole:
+        starting["whole model in float32, of each rank"] = 4.0 * count * ranks
     return Take(always, training, starting={**always, **starting} if starting else {})

@@ -245,7 +245,7 @@ def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Set
         steps += [{**step, "trainer.algorithm.reference.dtype": "bfloat16"} for step in list(steps)]
     yield from ({**step, **placement} for step in steps for placement in placements)
     if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
-        adapters: Settings = {**auto, "trainer.lora": {}, "trainer.num_ranks": 1, "trainer.shard_ranks": None}
+        adapters: Settings = {**auto, "trainer.lora": {}}
         if reference.model != "off":
             adapters["trainer.algorithm.reference.dtype"] = "float32"
         yield from ({**placement, **adapters} for placement in placements)

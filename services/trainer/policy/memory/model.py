@@ -1,5 +1,7 @@
 """The model of a run as the estimate needs it, and the passes that `auto` chooses for a GPU."""
 
+from dataclasses import replace
+
 import structlog
 import torch
 from transformers import AutoConfig
@@ -15,6 +17,7 @@ from tidemill.services.trainer.policy.memory.sizes import (
     attention_on_gpus,
     build_on_meta,
     count_sizes,
+    is_read_whole,
     measure_saved,
 )
 from tidemill.services.trainer.policy.model_loading import compute_dtype, pick_device
@@ -36,7 +39,9 @@ def read_model(config: RunConfig) -> Model:
         model = build_on_meta(found, attention, weights)
         return measure_saved(model, dtype, weights, config.model.max_model_len)
 
-    sizes = count_sizes(build_on_meta(found, attention, dtype), config.trainer.lora)
+    model = build_on_meta(found, attention, dtype)
+    sizes = count_sizes(model, config.trainer.lora)
+    sizes = replace(sizes, is_read_whole=is_read_whole(model))
     alone = measured(torch.float32)
     return Model(sizes, alone, alone if dtype == torch.float32 else measured(dtype), found)
 

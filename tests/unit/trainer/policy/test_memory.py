@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from tidemill.services.trainer.policy.memory.sizes import (
     attention_on_gpus,
     build_on_meta,
     count_sizes,
+    is_read_whole,
     measure_saved,
 )
 
@@ -107,10 +109,18 @@ def test_published_models_have_their_numbers_of_parameters(name, parameters, lay
         assert saved.copies == pytest.approx(36 * 2 * 100_925_440, rel=1e-3), "a layer's matrices in 16 bits"
 
 
+def test_experts_are_read_by_rows_and_what_is_mixed_up_is_read_whole():
+    config = AutoConfig.from_pretrained(MODELS / "Qwen3-30B-A3B")
+    assert not is_read_whole(build_on_meta(config, attention_on_gpus(config), torch.bfloat16))
+    mixed = AutoConfig.for_model("hrm_text", **MANY, num_attention_heads=4)
+    assert is_read_whole(build_on_meta(mixed, None, torch.bfloat16))
+
+
 SIZES = ModelSizes(
     parameters=1000, layer=200, root=400, head=300, vocabulary=30, hidden=10, linears=600,
     adapters_per_rank=5, can_recompute=True, has_whole_logits=False,
 )  # fmt: skip
+WHOLE = replace(SIZES, is_read_whole=True)
 
 
 def model_of(per_token: float = 100.0, sizes: ModelSizes = SIZES) -> Model:
@@ -145,7 +155,7 @@ def test_states_of_one_rank_by_hand():
         "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 2 * 2048 * 10,
         "weights in the compute dtype": 1800,
     }
-    assert take.starting == {"whole model in float32, before it is split": 4000}
+    assert take.starting == {}
     assert take.running == 18000 + sum(take.training.values()) == take.peak
 
 
@@ -168,6 +178,8 @@ def test_states_of_ranks_that_hold_copies_by_hand():
     assert take.training["gathered layers"] == 2 * (400 + 2 * 200)
     assert take.training["gradients being summed"] == 6 * 400
     assert take.scoring == {"held weights, swapped": 1000}
+    assert take.starting == {}, "each rank reads its own rows"
+    take = trainer_take(config_of(trainer), model_of(sizes=WHOLE), 1e9, 16, recomputed=True)
     assert sum(take.starting.values()) == 8000, "whole, twice, on each GPU"
     tight = trainer_take(config_of(trainer), model_of(), 15_000, 16, recomputed=True)
     assert "gradients until an update" not in tight.always, "4000 are more than a quarter"
@@ -178,6 +190,9 @@ def test_states_of_adapters_and_of_float32_by_hand():
     assert take.always["master weights"] == 2 * 600 + 4 * 400 + 4 * 20
     assert (take.always["gradients"], take.always["AdamW moments"]) == (80, 160)
     assert take.scoring == {"merged weights of an export": 2000}
+    assert sum(take.starting.values()) == 4000 + 80, "halved after it is loaded"
+    shared = trainer_take(config_of({"lora": {}, "num_ranks": 4}), model_of(), 1e9, 16, recomputed=False)
+    assert shared.scoring == {"merged weights of an export": 500} and shared.starting == {}
     assert "weights in the compute dtype" not in take.training
     wide = trainer_take(config_of(dtype="float32"), model_of(), 1e9, 16, recomputed=False)
     assert "version before, for deltas" not in wide.always
@@ -208,8 +223,9 @@ def test_the_kv_cache_by_hand():
     assert engine.num_sequences == engine.room // engine.sequence
 
 
-def test_a_host_holds_the_model_once_for_each_rank_at_the_start():
-    take = host_take(config_of({"num_ranks": 8}), SIZES, ranks=4, engines=2)
+def test_a_host_holds_the_model_once_for_each_rank_that_reads_it_whole():
+    assert host_take(config_of({"num_ranks": 8}), SIZES, ranks=4, engines=2).starting == {}
+    take = host_take(config_of({"num_ranks": 8}), WHOLE, ranks=4, engines=2)
     assert sum(take.starting.values()) == 4 * 4000 + 6 * 4 * GIB
     assert take.training == {
         "checkpoint on its way to the disk": 12 * 1000 / 8 * 4,
@@ -242,8 +258,10 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     assert found.settings["trainer.num_ranks"] == 4
     assert found.settings["trainer.gradient_checkpointing"] is False
     assert not find_settings(config_of(), model_of(1e3, big), machine).problems
-    none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 8 * GIB))
-    assert none.settings == {} and "holds 14.9 GiB when it starts" in none.problems[-1]
+    none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 2 * GIB))
+    assert none.settings == {} and "the trainer takes" in none.problems[-1]
+    whole = examine_fit(config_of(), model_of(1e3, replace(big, is_read_whole=True)), Machine(8, 8 * GIB))
+    assert "holds 14.9 GiB when it starts" in whole.problems[-1]
     crowded = examine_fit(config_of({"num_ranks": 8}), model_of(), machine)
     assert crowded.problems == ("the run wants 9 GPUs (8 for the trainer, 1 for engines), and there are 8",)
     at_once = config_of(gpu_turns="off")
