@@ -65,14 +65,13 @@ test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) ## run every test that ne
 
 # What the driver makes where it has a GPU; without one vLLM is that for CPUs.
 HAS_GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
-GPU_PACKAGES := $(if $(HAS_GPU),$(VLLM_CUDA),$(LIBNUMA))
 
-gpu-test: $(BASE) $(DEV) $(GPU_PACKAGES) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
+gpu-test: $(BASE) $(DEV) $(if $(HAS_GPU),$(VLLM_CUDA)) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
 	@$(BIN)/python -m benchmarks.gpu.machine --require || { \
 		echo "make gpu-test: not run; make gpu-proof DRY=1 runs on a CPU what can be" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/gpu -q -rs $(PYTEST_ARGS)
 
-gpu-proof: $(BASE) $(DEV) $(GPU_PACKAGES) ## prove on this GPU: speed, updates, a whole run (PART=mfu_4b DRY=1 FRESH=1 MINUTES=9)
+gpu-proof: $(BASE) $(DEV) $(if $(HAS_GPU),$(VLLM_CUDA),$(LIBNUMA)) ## prove on this GPU: speed, updates, a whole run (PART=mfu_4b DRY=1 FRESH=1 MINUTES=9)
 	$(BIN)/python -m benchmarks.gpu $(if $(PART),--part '$(PART)') $(if $(DRY),--dry) $(if $(FRESH),--fresh) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(PROOF_OUT),--out '$(PROOF_OUT)') $(ARGS)
 

@@ -3,8 +3,9 @@
 A random Llama of about `--parameters` parameters in float32 with AdamW's moments (12 bytes a parameter on the
 disk, and once more in memory for the copy) takes one step, and is saved `--rounds` times each way, in turns:
 written where the policy trains (how it was before there was a copy), and copied there and written beside.
-The first copy makes the buffers that later ones fill. Wall time, as training sees it. A step beside a write tells what the write takes from training on the same
-cores. The last line holds medians of both ways and their ratio.
+The first copy makes the buffers that later ones fill. Wall time, as training sees it, and processor time of
+the thread, which other work on the machine does not lengthen. A step beside a write tells what the write
+takes from training on the same cores. The last line holds medians and their ratios.
 """
 
 import argparse
@@ -51,17 +52,17 @@ def step(policy: TransformersPolicy) -> None:
     policy.update(policy.accumulate(MicroBatch(samples)).denominator)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """That it takes."""
-    start = time.perf_counter()
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """That it takes, and of them those of the processor in this thread."""
+    start, busy = time.perf_counter(), time.thread_time()
     work()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.thread_time() - busy
 
 
-def measure(policy: TransformersPolicy, rounds: int, folder: Path) -> dict[str, list[float]]:
+def measure(policy: TransformersPolicy, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each part, a round in each place."""
     store, beside = CheckpointStore(folder, keep=1), ThreadPoolExecutor(1)
-    found: dict[str, list[float]] = {name: [] for name in ROWS}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ROWS}
 
     def write_copied(version: int) -> None:
         store.save(TrainerState(version=version), lambda path: policy.begin_saving(path).result())
@@ -89,13 +90,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = measure(policy, options.rounds, Path(folder))
     num_bytes = sum(tensor.nbytes for tensor in policy.state().tensors.values())
-    medians = {name: statistics.median(times) for name, times in found.items()}
+    medians, busy = (
+        {name: statistics.median(pair[part] for pair in pairs) for name, pairs in found.items()}
+        for part in (0, 1)
+    )
     cells = [
-        [words, f"{medians[name]:.2f} s", ", ".join(f"{value:.2f}" for value in found[name])]
+        [
+            words,
+            f"{medians[name]:.2f} s",
+            f"{busy[name]:.2f} s",
+            ", ".join(f"{wall:.2f}" for wall, _ in found[name]),
+        ]
         for name, words in ROWS.items()
     ]
     title = f"{num_bytes / 12e6:.0f} million parameters, {num_bytes / 1e9:.2f} GB"
-    print_table(title, ["", "median", "rounds"], cells, machine())
+    print_table(title, ["", "median", "processor", "rounds"], cells, machine())
     print_result(
         {
             "in_step_s": medians["in step"],
@@ -103,6 +112,7 @@ def main() -> None:
             "first_copy_s": medians["first copy"],
             "write_beside_s": medians["write"],
             "copy_over_in_step": medians["copy"] / medians["in step"],
+            "copy_over_in_step_busy": busy["copy"] / busy["in step"],
             "step_slowed_by": medians["step beside"] / medians["step"],
             "bytes": num_bytes,
         }

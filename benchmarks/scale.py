@@ -26,7 +26,7 @@ import typer
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.scale_anchors import print_anchors
 from benchmarks.scale_cluster import Outcome, Size, measure
-from benchmarks.scale_faults import FAULTS, measure_faults, print_faults
+from benchmarks.scale_faults import FAULTS, PATIENCE_S, measure_faults, print_faults
 from tidemill.common.process.programs import run_main
 
 MEAN_S, MOST_STRETCH = 1.5, 12.0
@@ -98,6 +98,7 @@ def main(
     stretch: Annotated[float, typer.Option(help="wall seconds of a second; 0: as the machine needs")] = 0.0,
     anchors: Annotated[bool, typer.Option(help="also the published figures")] = True,
     faults: Annotated[bool, typer.Option(help="faults at the largest size, in place of all else")] = False,
+    patience_s: Annotated[float, typer.Option(help="after a fault, to be as before")] = PATIENCE_S,
     only: Annotated[str, typer.Option(help=f"of the faults these: {', '.join(FAULTS)}")] = ",".join(FAULTS),
 ) -> None:
     """Measure, and print one line of JSON."""
@@ -108,7 +109,7 @@ def main(
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
         size = Size(max(sizes), mean_s, stretch or stretch_for(max(sizes), FIRST_CORES_PER_WORKER))
         with tempfile.TemporaryDirectory() as folder:
-            print_faults(run_main(measure_faults(Path(folder), size, chosen)), size)
+            print_faults(run_main(measure_faults(Path(folder), size, chosen, patience_s)), size)
         return
     outcomes = run_main(measure_all(sizes, mean_s, stretch))
     print_outcomes(outcomes)

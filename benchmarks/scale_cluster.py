@@ -33,8 +33,8 @@ STALENESS, WARM_STEPS, STEPS = 8, 1, 4
 """Steps last two mean completions; the longest completion takes ten, and must not hold up the trainer."""
 REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
 TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)
-LEASE_S, DRAIN_S = 15.0, 1.0
-POLL_S = 0.2
+LEASE_S, DRAIN_S = 6.0, 1.0
+POLL_S, END_S = 0.2, 300.0
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,11 @@ class Cluster:
 
     async def end(self) -> Books:
         """Stop the trainer as a person would, then everybody at once; and count."""
-        await self.run.stop("trainer", 60.0)
+        await self.run.stop("trainer", END_S)
         for role in self.pools:
             self.tell(role, "quit")
         for pool in self.pools.values():
-            await asyncio.to_thread(pool.wait, 60.0)
+            await asyncio.to_thread(pool.wait, END_S)
         return await count(self.run.broker, self.run.keys)
 
     def work(self) -> list[tuple[float, float, float]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import typer
+from prometheus_client import generate_latest
 
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.scale_cluster import Cluster, Size
@@ -49,7 +50,7 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
-from tidemill.services.console.exporter.exporter import MetricsReader
+from tidemill.services.console.exporter.exporter import MetricsReader, set_gauges
 from tidemill.services.console.status.snapshot import SnapshotReader
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import _outstanding
@@ -59,6 +60,7 @@ ROUNDS, GROUP_SIZE = 10, 4
 SMALL, LARGE = (100, 20), (1000, 200)
 """Rollout workers, and steps of one group for each worker of the small size."""
 GROUPS = 100
+HELD = 64
 SMALL_RUN, AT_STEPS = (10, 0.3, 1.0), (8, 80)
 Timed = Callable[[], Awaitable[Any]]
 
@@ -70,7 +72,7 @@ async def fill(broker: Broker, keys: Keys, config: RunConfig, workers: int, step
         await publish_heartbeat(
             broker, keys, Heartbeat(f"rollout-{number}", "rollout", counts={"requests": 2})
         )
-    ids, last = np.arange(8, dtype=np.int32), steps * GROUPS + workers
+    ids, last = np.arange(8, dtype=np.int32), steps * GROUPS + workers + HELD
     tickets = [
         Ticket(
             ticket=n,
@@ -120,11 +122,12 @@ async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, ste
     holder: Consumer[Ticket] = Consumer(
         broker, keys.prompts(), ROLLOUT_GROUP, "holder", Ticket, lease_s=3600.0, dead_key=keys.dead
     )
-    await holder.fetch(64, 0.0)
+    await holder.fetch(HELD, 0.0)
     scheduler, join = make_parts(broker, keys, config)
     reconciler = Reconciler(broker, keys, scheduler)
     scheduler.next_ticket = steps * GROUPS
     exporter, history = MetricsReader(broker, keys), History(keys.run_id, None, broker)
+    reading = await exporter.read()
 
     async def reclaim() -> None:
         consumer._next_reclaim = 0.0
@@ -136,6 +139,10 @@ async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, ste
     async def departed() -> None:
         await forget_heartbeats(broker, keys, 3600.0)
         await forget_consumers(broker, keys.prompts(), ROLLOUT_GROUP, 3600.0)
+
+    async def scrape() -> None:
+        set_gauges(reading)
+        generate_latest()
 
     async def admit() -> None:
         scheduler.next_ticket = steps * GROUPS  # tickets are there: their ids are taken
@@ -152,10 +159,11 @@ async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, ste
         ),
         "all heartbeats (status, exporter)": lambda: read_heartbeats(broker, keys),
         "exporter's reading, after the first (5 s)": exporter.read,
+        "exporter's answer to a scrape (15 s)": scrape,
         "status, top's first look": status,
         "tickets adopted (trainer, restart)": admit,
         "started versions (trainer, news)": lambda: reconciler.learn_started_versions(join.groups.values()),
-        "renewal of 64 held (worker, third of a lease)": holder.renew,
+        f"renewal of {HELD} held (worker, third of a lease)": holder.renew,
         "what the dead left (trainer, 10 min)": departed,
         "trace of a group": lambda: read_group(history, steps * GROUPS // 2),
     }

@@ -23,7 +23,7 @@ EVENTS = ("connections", "takeovers", "weights")
 WINDOWS, STEADY = 4, 0.95
 """Slots are steady when so many looks in a row, one a second, see this share of what was full before."""
 PATIENCE_S, TAKEOVERS_S = 40.0, 1.5 * LEASE_S
-"""Unscaled. What the dead held is taken over when its leases have ended."""
+"""Unscaled. How long slots may take to be full again; what the dead held is taken over when leases end."""
 TENTH, WAVES, CUT_S, SLOWER = 10, 10, 3.0, 4.0
 
 
@@ -76,8 +76,8 @@ Fault = Callable[["Trouble"], Awaitable[None]]
 class Trouble:
     """Brings faults about, and watches."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.size = cluster, cluster.size
+    def __init__(self, cluster: Cluster, patience_s: float) -> None:
+        self.cluster, self.size, self.patience_s = cluster, cluster.size, patience_s
         self.tenth = max(1, self.size.workers // TENTH)
 
     async def kill_a_tenth(self) -> None:
@@ -126,7 +126,8 @@ class Trouble:
         await fault(self)
         good = 0
         least_s = TAKEOVERS_S if fault is Trouble.kill_a_tenth else 0.0
-        while time.time() - begun < PATIENCE_S * stretch and good < WINDOWS:
+        until = time.time() + self.patience_s * stretch
+        while time.time() < until and good < WINDOWS:
             await asyncio.sleep(stretch)
             end = time.time() - 1.2  # pools tell what they did once a second
             share = self.cluster.busy_share(end - stretch, end)
@@ -169,11 +170,13 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 }
 
 
-async def measure_faults(folder: Path, size: Size, chosen: Sequence[str] = tuple(FAULTS)) -> Faults:
+async def measure_faults(
+    folder: Path, size: Size, chosen: Sequence[str] = tuple(FAULTS), patience_s: float = PATIENCE_S
+) -> Faults:
     """One run with these faults, one after the other."""
     found = Faults()
     async with Cluster(folder, size) as cluster:
-        trouble = Trouble(cluster)
+        trouble = Trouble(cluster, patience_s)
         await cluster.until_step(0, 120.0 + 30 * size.mean_s * size.stretch)
         await asyncio.sleep(1.5 + 2 * size.stretch)
         end = time.time() - 1.2

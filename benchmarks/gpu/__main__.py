@@ -10,6 +10,7 @@ its time, with 2 where something is missing that can be installed or set right.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ def main(
     if listed:
         _list()
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part that runs
     facts = read_facts_aside()
     has_no_gpu = bool(facts["gpu_problem"]) and not facts["driver"]
     if has_no_gpu and not dry:

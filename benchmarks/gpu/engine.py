@@ -26,6 +26,7 @@ import torch
 import typer
 import yaml
 
+from benchmarks.gpu.parts import DID_NOT_START
 from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
 from benchmarks.report import machine, print_result, print_table
 from tidemill.common.config import RunConfig
@@ -238,10 +239,11 @@ async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) 
         free()
         try:
             served, pairs = await serve(config, load, run_dir, manifests, shape.vocab_size)
-        except (ConfigError, TidemillError) as error:
+        except TidemillError as error:
             if not may_refuse:
                 raise
-            return {"refused": " ".join(str(error).split())[:400]}
+            key = "refused" if isinstance(error, ConfigError) else DID_NOT_START
+            return {key: " ".join(str(error).split())[:400]}
         figures |= served
         for kind in ("full", "delta"):
             copy_ms = figures[f"{kind}_gb"] / figures["copy_gb_per_s"] / MS

@@ -5,37 +5,17 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
-KINDS = {
-    "communication": ("nccl", "gloo", "all_gather", "allgather", "reduce_scatter", "allreduce"),
-    "attention": ("flash", "fmha", "attention", "attn", "sdpa", "varlen"),
-    "optimizer": ("adam", "multi_tensor", "foreach"),
-    "matrix products": (
-        "gemm",
-        "gemv",
-        "cutlass",
-        "xmma",
-        "nvjet",
-        "cublas",
-        "matmul",
-        "::mm",
-        "::addmm",
-        "::bmm",
-    ),
-    "softmax and reductions": ("softmax", "reduce", "norm", "logsumexp", "::sum", "::mean", "::max", "entr"),
-    "gather and scatter": ("gather", "scatter", "index", "embedding"),
-    "copies and casts": ("memcpy", "memset", "copy", "cat", "convert"),
-    "elementwise": (
-        "elementwise",
-        "triton_poi",
-        "::mul",
-        "::add",
-        "::sub",
-        "::div",
-        "::silu",
-        "::exp",
-        "::neg",
-    ),
+_WORDS = {
+    "communication": "nccl gloo all_gather allgather reduce_scatter allreduce",
+    "attention": "flash fmha attention attn sdpa varlen",
+    "optimizer": "adam multi_tensor foreach",
+    "matrix products": "gemm gemv splitk cutlass xmma nvjet cublas matmul ::mm ::addmm ::bmm",
+    "softmax and reductions": "softmax reduce norm logsumexp triton_red triton_per ::sum ::mean ::max entr",
+    "gather and scatter": "gather scatter index embedding",
+    "copies and casts": "memcpy memset copy cat convert",
+    "elementwise": "elementwise triton_poi silu swiglu rope ::mul ::add ::sub ::div ::exp ::neg",
 }
+KINDS = {kind: tuple(words.split()) for kind, words in _WORDS.items()}
 """Kinds, and parts of their kernels' names; the first that fits counts. On CPUs it is operators."""
 OTHER, NONE = "other kernels", "no kernel running"
 

@@ -9,6 +9,10 @@ LIMIT_S = 515.0
 """Of every part: one ends, whatever happens, within nine minutes."""
 
 
+DID_NOT_START = "did_not_start"
+"""A figure: why an engine did not, where that is a finding."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A command whose last line is JSON, and what it needs of a machine with GPUs."""

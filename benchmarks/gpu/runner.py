@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpu.parts import LIMIT_S, Part, missing
+from benchmarks.gpu.parts import DID_NOT_START, LIMIT_S, Part, missing
 
 ROOT = Path(__file__).parents[2]
 DONE, MISSING, FAILED, LATE = "done", "missing", "failed", "late"
@@ -97,7 +97,9 @@ class Proof:
         found: Record = {"command": " ".join(["python", *command[1:]]), "seconds": time.monotonic() - started}
         result = None if is_late or process.returncode else last_json(log)
         if result is not None:
-            return found | {"state": DONE, "result": result}
+            found |= {"state": DONE, "result": result}
+            # vLLM's processes say why on their own.
+            return found | ({"tail": tail_of(log, "Error")} if DID_NOT_START in result else {})
         state = LATE if is_late else FAILED
         return found | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
 
@@ -139,10 +141,11 @@ def last_json(log: Path) -> Any:
     return None
 
 
-def tail_of(log: Path) -> str:
-    """The end of the output, without what progress bars have overwritten."""
+def tail_of(log: Path, word: str = "") -> str:
+    """The end of the output, of the lines with `word`, without what progress bars have overwritten."""
     lines = [line.rpartition("\r")[2].rstrip() for line in log.read_text(errors="replace").split("\n")]
-    return "\n".join(line for line in lines[-TAIL_LINES:] if line)[-TAIL_CHARACTERS:]
+    kept = [line for line in lines if line and word in line]
+    return "\n".join(kept[-TAIL_LINES:])[-TAIL_CHARACTERS:]
 
 
 def _commit() -> str:

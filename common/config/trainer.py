@@ -302,6 +302,15 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _routers_are_there(self) -> "TrainerConfig":
+        if self.algorithm.router.is_on and self.policy == "simulated":
+            raise ValueError(
+                "algorithm.router is for the routers of a mixture model, and policy: simulated has none; "
+                "leave it out, or take policy transformers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ratio_can_move(self) -> "TrainerConfig":
         algorithm = self.algorithm
         if (

@@ -26,8 +26,9 @@ from tidemill.services.trainer.batch.reconciler import Reconciler, Registration,
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
-from tidemill.services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
+from tidemill.services.trainer.durable.checkpointing import Checkpointer, Trimmer
 from tidemill.services.trainer.durable.commits import CommitJournal
+from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
 from tidemill.services.trainer.durable.recovery import Replayer, restore_checkpoint
 from tidemill.services.trainer.evaluation import Evaluator

@@ -27,13 +27,14 @@ from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
 from tidemill.services.trainer.batch.reconciler import delete_results
 from tidemill.services.trainer.durable.beside import WorkBeside
-from tidemill.services.trainer.durable.checkpointing import Checkpointer, During, on_disk, until_stored
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,
     LostTailError,
     append_commit,
     restore_commits,
 )
+from tidemill.services.trainer.durable.disk_retry import During, on_disk, until_stored
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
 from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics

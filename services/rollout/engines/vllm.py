@@ -60,8 +60,7 @@ class VllmEngine:
         self._num_submitted = 0
         # Requests inside vLLM without a token so far, and whether an update has taken them back.
         self._unstarted: dict[str, bool] = {}
-        # Held by an update, by a score, and while asleep.
-        self._updating = asyncio.Lock()
+        self._updating = asyncio.Lock()  # held by an update, by a score, and while asleep
         self._digest: Digest | None = None
         self._is_readable = self._is_patchable = self._moves = False
 
@@ -181,18 +180,21 @@ class VllmEngine:
         return self._running_folder().decode(token_ids)
 
     async def sleep(self) -> None:
-        """Stand still, move the weights to the CPU's memory and drop the KV cache, which `wake` computes anew
-        for what was running. On a CPU it only stands still."""
+        """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which
+        `wake` has computed anew for what was running."""
         from tidemill.services.rollout.engines.vllm_layers import is_cpu
 
         await self._updating.acquire()
-        # Level 0 moves nothing.
-        self._moves = not is_cpu()
-        await self._running_llm().sleep(level=int(self._moves), mode="keep")
+        llm, self._moves = self._running_llm(), not is_cpu()
+        if self._moves:
+            await llm.sleep(level=1, mode="keep")
+        else:
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def wake(self) -> None:
         """Move them back, and go on."""
-        await self._running_llm().wake_up(None if self._moves else ["scheduling"])
+        llm = self._running_llm()
+        await (llm.wake_up() if self._moves else llm.resume_generation())
         self._updating.release()
 
     async def close(self) -> None:

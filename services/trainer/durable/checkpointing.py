@@ -10,10 +10,9 @@ when it has its name, which may be some steps after its state was taken: until t
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
 
 import structlog
 from prometheus_client import Histogram
@@ -50,6 +49,7 @@ from tidemill.services.trainer.durable.archived_history import ALIGNED, Archived
 from tidemill.services.trainer.durable.beside import WorkBeside
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.durable.departed import Departed
+from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.step import StepRunner
 
@@ -58,42 +58,6 @@ log = structlog.get_logger(__name__)
 READ_COUNT = 256
 CHECKPOINT = "checkpoint"
 """The activity while a checkpoint is copied or waited for."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-
-T = TypeVar("T")
-
-
-async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
-    """`until_stored`, for a function that blocks: it runs in a thread."""
-    return await until_stored(context, lambda: asyncio.to_thread(write, *args))
-
-
-During = Callable[..., AbstractContextManager[None]]
-"""Says what a process is at, for the length of a block: `Activity.during`, or what stands for it."""
-
-
-async def until_stored(
-    context: ServiceContext, write: Callable[[], Awaitable[T]], during: During | None = None
-) -> T:
-    """Call `write` until the disk takes it; writes must leave nothing half-written behind.
-
-    Raises:
-        StorageError: waiting cannot cure it.
-        StoppedError: the disk has not taken it, and the service must stop.
-    """
-    pause_s = FIRST_PAUSE_S
-    while True:
-        try:
-            return await write()
-        except StorageError as error:
-            if not error.can_clear:
-                raise
-            log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            with (during or context.activity.during)("wait:disk", str(error)):
-                await context.unless_stopping(asyncio.sleep(pause_s))
-            if context.stopping.is_set():
-                raise StoppedError from error
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class Trimmer:
@@ -236,7 +200,8 @@ class Checkpointer:
             await self.finish()
         with self.context.activity.during(CHECKPOINT), self._timed("copy", metrics.CHECKPOINT_COPY_SECONDS):
             state = self._state(version, dropped)
-            await self.runner.thread.call(self.runner.policy.stage_state)
+            # Also where another process has the GPU now: the policy waits in host memory then.
+            await self.runner.thread.call_anywhere(self.runner.policy.stage_state)
         self._writing.start(self._write(state), f"checkpoint of version {version}")
 
     async def finish(self) -> None:

@@ -38,7 +38,7 @@ class OffloadedAdamW(AdamW):
     slice_size = SLICE
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update; returns when it is enqueued."""
         assert closure is None, "gradients are there before the update"
         lanes: _Lanes | None = None
@@ -61,8 +61,8 @@ class OffloadedAdamW(AdamW):
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{name: on_host(torch.zeros_like(parameter)) for name in MOMENTS},
             }
-        state, flags = self.state[parameter], {"fused": True, "amsgrad": False, "maximize": False}
-        weight, gradient = (_flat(tensor) for tensor in (parameter, parameter.grad))
+        assert parameter.grad is not None, "parameters without a gradient stay as they are"
+        state, weight, gradient = self.state[parameter], _flat(parameter), _flat(parameter.grad)
         moments = [_flat(state[name]) for name in MOMENTS]
         for begin in range(0, len(weight), self.slice_size):
             piece = slice(begin, begin + self.slice_size)
@@ -80,7 +80,9 @@ class OffloadedAdamW(AdamW):
                     lr=group["lr"],
                     weight_decay=group["weight_decay"],
                     eps=group["eps"],
-                    **flags,
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
                 )
         state["step"] += 1
 
@@ -167,7 +169,7 @@ class LeavesDevice:
     """The part of `TransformersPolicy` that gives the device to others between steps: weights, moments and
     the version before wait in the host's memory. Checkpoints can be written there; nothing else is called."""
 
-    _home: torch.device
+    _device: torch.device
     _optimizer: AdamW
     _scorer: "TokenScorer"
     _reference: "ReferenceModel | BaseReference | None"
@@ -180,7 +182,7 @@ class LeavesDevice:
     def enter(self) -> None:
         """Take it again. Raises torch.OutOfMemoryError: what another process has is not free yet; it can be
         called again."""
-        self._move(self._home)
+        self._move(self._device)
 
     def _movable(self) -> list[nn.Module]:
         scorers = [self._scorer, self._reference.scorer] if self._reference else [self._scorer]
@@ -189,10 +191,8 @@ class LeavesDevice:
 
     def _move(self, device: torch.device) -> None:
         def moved(tensor: Tensor) -> Tensor:
-            if (
-                tensor.device.type == device.type != self._home.type
-                or tensor.is_cuda
-                and device.type == "cuda"
+            if tensor.device.type == device.type != self._device.type or (
+                tensor.is_cuda and device.type == "cuda"
             ):
                 return tensor  # there already: an attempt before this one ended half-way
             return on_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
@@ -205,6 +205,6 @@ class LeavesDevice:
                 state.update({name: moved(value) for name, value in state.items() if name in MOMENTS})
         if (writer := self.__dict__.get("_writer")) is not None:
             writer.shadow.move(moved)
-        if self._home.type == "cuda":
-            torch.cuda.synchronize(self._home)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()

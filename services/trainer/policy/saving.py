@@ -59,8 +59,11 @@ class SavesState:
     def stage_state(self) -> None:
         """Copy the state to host memory, after the one before is written."""
         self.finish_saving()
+        self._staged = None  # where tensors have moved since, its buffers are not those that are filled now
         state = self.own_state()
-        self._staged = replace(state, tensors=self._stager.stage(state.tensors))
+        tensors = self._stager.stage(state.tensors)
+        assert isinstance(tensors, dict), "not a future: staged here and now"
+        self._staged = replace(state, tensors=tensors)
 
     def begin_saving(self, folder: Path) -> Future[None]:
         """Start to write what was staged."""

@@ -99,6 +99,11 @@ class PolicyState:
     shard: Shard | None = None
     """None of a whole one."""
 
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with it, without it."""
+        found = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
     def write(self, folder: Path) -> None:
         """Write tensors and values, where there are any; the same state gives the same bytes. Tensors are on
         the disk when this returns: rank 0, which publishes the folder, may be on another machine."""

@@ -62,6 +62,7 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
 from tidemill.services.trainer.policy.state import PolicyState
@@ -108,8 +109,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         max_completion_tokens: int,
         adapters: Adapters | None = None,
     ) -> None:
-        self._model, self._adapters = model, adapters
-        self._home = self._device
+        self._model, self._adapters, self._device = model, adapters, self._find_device(model)
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
@@ -122,7 +122,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
-        self._scorer = self._make_scorer(model)
+        self._scorer = self._make_scorer(model, Routers(model) if algorithm.router.is_on else None)
         if algorithm.needs_reference and adapters is not None:
             self._reference = BaseReference(self._scorer, adapters)
         head_parameters = self._value_head.named() if self._value_head else []
@@ -151,15 +151,14 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        return TokenScorer(model, self._dtype)
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        return TokenScorer(model, self._dtype, routers)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._model.device
+    def _find_device(self, model: PreTrainedModel) -> torch.device:
+        return model.device
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -337,8 +336,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
         moments = optimizer_tensors(self._optimizer, self._parameters)
         tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
-        if self._home.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._home)
+        if self._device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
         values = {"policy": "transformers", "updates": self._num_updates}
         values |= self._coefficients.as_values(self._config.algorithm)
         return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
@@ -377,16 +376,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
                 f"the checkpoint's adapters belong to the model {state.values.get('base')}, and this is "
                 f"{base}; resume with the model.path and trainer.lora the run was started with"
             )
-        load_optimizer_tensors(self._optimizer, self._parameters, _strip(state.tensors, "optimizer."))
+        load_optimizer_tensors(self._optimizer, self._parameters, state.part("optimizer."))
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self._num_updates = int(state.values["updates"])
         self._set_coefficients(self._config.algorithm, state.values.get("coefficients"))
         torch.set_rng_state(state.tensors["rng.cpu"].cpu())
-        if self._home.type == "cuda" and "rng.cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._home)
+        if self._device.type == "cuda" and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._device)
         self.zero()
-
-
-def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -14,7 +14,7 @@ from benchmarks.gpu.parts import Part
 from benchmarks.gpu.runner import Proof
 from tests.support.preloaded import REPO
 
-FACTS = {"vllm_problem": "", "bfloat16_problem": ""}
+FACTS = {"vllm_problem": "", "bfloat16_problem": "", "gpus": []}
 
 
 def part(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Part:
@@ -56,6 +56,10 @@ def test_a_part_that_fails_or_says_nothing_has_failed(
     done = proof.run(part(tmp_path, monkeypatch, "print('{\"figure\": 1}'); print('a warning at the end')"))
     assert done["result"] == {"figure": 1} and proof.record_of(own) == done
     assert proof.order([own], again=False) == []
+    refused = part(
+        tmp_path, monkeypatch, "print('AnError: no fp8\\nend'); print('{\"did_not_start\": \"see above\"}')"
+    )
+    assert proof.run(refused)["tail"] == "AnError: no fp8"
 
 
 def test_the_cheap_parts_of_the_dry_run(tmp_path: Path) -> None:

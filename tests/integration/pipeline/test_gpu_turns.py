@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.training import assert_nothing_lost, num_commits
 from tests.support.waiting import wait_until
@@ -57,3 +59,25 @@ async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_ho
     assert any(commit.metrics.get("time/wait_device_s", 0.0) > 0.0 for commit in commits)
     evaluated = {r["version"] for r in read_records(run.run_dir / METRICS_FILE) if r["kind"] == EVALUATION}
     assert evaluated == set(range(STEPS + 1))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_an_engine_that_finishes_what_runs_takes_turns_at_any_staleness(
+    tmp_path: Path, staleness: int
+) -> None:
+    config = simulated_config(
+        tmp_path,
+        rollout__gpu_turns="on",
+        rollout__gpu_turn_s=0.05,
+        trainer__steps=6,
+        trainer__groups_per_step=2,
+        trainer__max_staleness=staleness,
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        for role in ("rollout", "reward", "trainer"):
+            run.variables[role] = {LOCKS_DIR_VARIABLE: str(tmp_path)}
+            run.start(role)
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        assert await run.stop("rollout") == 0, run.log_of("rollout")
+        commits = await assert_nothing_lost(run.broker, run.keys, 12)
+    assert len(commits) == 6

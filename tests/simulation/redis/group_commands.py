@@ -46,7 +46,7 @@ def _xreadgroup(space: Keyspace, args: Arguments) -> Any:
         stream, group = _group(space, key, group_name, " in XREADGROUP with GROUP option")
         group.consumers[consumer] = now
         if position != b">":
-            found.append([key, _history(stream, group, consumer, parse_id(position), limit)])
+            found.append([key, _history(stream, group, consumer, parse_id(position), limit, now)])
             continue
         entries = []
         for entry_id in stream.after(group.last_delivered, limit):
@@ -60,9 +60,13 @@ def _xreadgroup(space: Keyspace, args: Arguments) -> Any:
     return found or None
 
 
-def _history(stream: Stream, group: Group, consumer: bytes, after: EntryId, limit: int | None) -> list[Any]:
-    """What the consumer holds already."""
+def _history(
+    stream: Stream, group: Group, consumer: bytes, after: EntryId, limit: int | None, now: int
+) -> list[Any]:
+    """What the consumer holds already; it counts as delivered once more."""
     ids = [i for i in group.held() if i > after and group.pending[i].consumer == consumer][:limit]
+    for held in (group.pending[i] for i in ids if i in stream.entries):
+        held.delivered_ms, held.num_deliveries = now, held.num_deliveries + 1
     return [stream.shown(i) if i in stream.entries else [text_of(i), None] for i in ids]
 
 

@@ -68,6 +68,8 @@ def test_what_a_program_names_itself_is_no_kernel() -> None:
         ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies and casts"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "elementwise"),
         ("Memcpy DtoH (Device -> Pageable)", "copies and casts"),
+        ("triton_red_fused__to_copy_mean_pow_rsqrt_3", "softmax and reductions"),
+        ("triton_poi_fused_mul_silu_1", "elementwise"),
         ("something_new", "other kernels"),
     ],
 )

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
@@ -31,6 +32,7 @@ from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.model_loading import layers_of, open_model, prepare_torch
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
@@ -77,9 +79,15 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 class ShardedScorer(TokenScorer):
     """Scores tiles through the root of the sharding."""
 
-    def __init__(self, root: ShardedModel, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        root: ShardedModel,
+        model: PreTrainedModel,
+        compute_dtype: torch.dtype,
+        routers: Routers | None = None,
+    ) -> None:
         self.root = root
-        super().__init__(model, compute_dtype)
+        super().__init__(model, compute_dtype, routers)
 
     @torch.no_grad()
     def _has_plain_head(self) -> bool:
@@ -95,6 +103,7 @@ class ShardedScorer(TokenScorer):
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         """As one rank does."""
+        affinities: list[str] = []
 
         def tensors() -> tuple[Tensor, ...]:
             # The sharding follows gradients through tuples of tensors, and of those that are no views.
@@ -102,9 +111,14 @@ class ShardedScorer(TokenScorer):
                 self, tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
             )
             hidden = () if scores.hidden_NH is None else (scores.hidden_NH,)
-            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden)
+            affinities.extend(layer.affinity for layer in scores.routing)
+            routed = [x for layer in scores.routing for x in (layer.logits_NE, layer.chosen_NK)]
+            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden, *routed)
 
-        return TileScores(*self.root(tensors))
+        logprobs_N, entropies_N, *rest = self.root(tensors)
+        hidden_NH = rest.pop(0) if keep_hidden else None
+        routing = tuple(map(LayerRouting, affinities, rest[::2], rest[1::2]))
+        return TileScores(logprobs_N, entropies_N, hidden_NH, routing)
 
     def hidden(self, tile: Tile) -> Tensor:
         """As one rank does."""
@@ -149,16 +163,15 @@ class RankPolicy(TransformersPolicy):
         super().__init__(model, config, **options)
         self._pretrained = None  # with its open files
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
         root = ShardedModel(model, self._ranks, self._dtype)
         if self._pretrained is not None:
             give_storage(root, self._ranks.device)
             self._pretrained.fill(self._adapters.base() if self._adapters else model_tensors(model))
         self._remember(root)
-        return ShardedScorer(root, model, self._dtype)
+        return ShardedScorer(root, model, self._dtype, routers)
 
-    @property
-    def _device(self) -> torch.device:
+    def _find_device(self, model: PreTrainedModel) -> torch.device:
         return self._ranks.device
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:

@@ -116,6 +116,8 @@ def trainer_take(
         "logits": _logits(sizes, num_tokens, element_bytes(config)),
         **_working_weights(config, sizes, saved, copies),
     }
+    if trainer.algorithm.router.is_on:
+        training["router logits"] = float(num_tokens * sizes.router_logits * element_bytes(config))
     holds = trainer.updates_per_step > 1 and "held weights" in states
     scoring = {"held weights, swapped": 4.0 * trained / shards} if holds else {}
     if trainer.lora is not None:

@@ -24,6 +24,7 @@ from tidemill.common.run.chat_template import exact_attention
 from tidemill.services.trainer.policy.attention import VARLEN, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.experts import follow_autocast
 from tidemill.services.trainer.policy.model_loading import layers_of, recomputable_layers
+from tidemill.services.trainer.policy.routers import find_routers
 from tidemill.services.trainer.weights.exported import plan_export
 from tidemill.services.trainer.weights.store import model_tensors
 
@@ -79,6 +80,8 @@ class ModelSizes:
     """Whether transformers marks layers of it for gradient checkpointing."""
     has_whole_logits: bool
     """Whether the model caps or scales its logits, so that they are not made in chunks."""
+    router_logits: int = 0
+    """Of a token: experts, summed over layers."""
     is_read_whole: bool = False
     """Whether every rank reads the whole model before it is split."""
 
@@ -137,6 +140,7 @@ def count_sizes(model: PreTrainedModel, lora: LoraConfig | None = None) -> Model
         adapters_per_rank=sum(sum(module.weight.shape) for module in adapted),
         can_recompute=bool(recomputable_layers(model)),
         has_whole_logits=any(getattr(config, name, None) not in (None, 1.0) for name in WHOLE_LOGITS),
+        router_logits=sum(len(next(router.parameters(), ())) for router in find_routers(model)),
     )
 
 

@@ -110,6 +110,29 @@ async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker:
     assert set(healthy.held) == set(ids)
 
 
+async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun_at_once(
+    broker: Broker, keys: Keys
+) -> None:
+    """Redis has it as held by a consumer that never saw it; nobody else would look before its lease ends."""
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(4)))
+    consumer, rival = make_consumer(broker, keys, "a"), make_consumer(broker, keys, "b")
+    (held,) = await consumer.fetch(1, 0)
+    read = ("XREADGROUP", "GROUP", REWARD_GROUP, "a", "COUNT", 2, "STREAMS", keys.trajectories(), ">")
+    unseen = [entry_id.decode() for entry_id, _ in (await broker.execute(*read))[0][1]]
+    broker.waited_s += 1.0
+    found = await consumer.fetch(5, 0)
+    assert [delivery.entry_id for delivery in found] == unseen
+    assert set(consumer.held) == {held.entry_id, *unseen} and consumer.holds(held)
+    assert [delivery.attempts for delivery in found] == [2, 2]
+    rows = await broker.execute(
+        "XPENDING", keys.trajectories(), REWARD_GROUP, held.entry_id, held.entry_id, 1
+    )
+    assert rows[0][3] == 1, "what is worked on does not count as delivered again"
+    assert len(await consumer.fetch(5, 0)) == 1, "then what is new"
+    assert await rival.fetch(5, 0) == []
+
+
 async def test_a_consumer_whose_renewal_died_says_so(broker: Broker, keys: Keys) -> None:
     consumer = make_consumer(broker, keys, "a")
 

@@ -49,6 +49,9 @@ def test_what_was_copied_is_written_whatever_the_policy_has_become(tmp_path, mon
     train(policy, [one_batch(samples[:4])])
     expected = {name: tensor.clone() for name, tensor in policy.state().tensors.items()}
     policy.stage_state()
+    policy.leave()  # and where it is on the host meanwhile
+    policy.stage_state()
+    policy.enter()
     train(policy, [one_batch(samples[4:])])
     with monkeypatch.context() as patch:
         patch.setattr(state.os, "fsync", fail_for_space)
