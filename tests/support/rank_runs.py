@@ -80,10 +80,12 @@ def update(policy: Any, samples: list[Sample]) -> tuple[MicroBatchMetrics, Updat
     return sums, policy.update(sums.denominator)
 
 
-def options_of(config: TrainerConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """What else a float64 policy is made of."""
+def options_of(config: TrainerConfig, model: PreTrainedModel | None = None) -> dict[str, Any]:
+    """What else a float64 policy is made of; the model gets its adapters."""
     options = {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION}
-    return options | {"adapters": config.lora and Adapters(model, config.lora, torch.float64, seed=0)}
+    if config.lora is None or model is None:
+        return options
+    return options | {"adapters": Adapters(model, config.lora, torch.float64, seed=0)}
 
 
 def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, Any]:
