@@ -137,6 +137,11 @@ class _BaseScorer(TokenScorer):
     def __init__(self, scorer: TokenScorer, adapters: Adapters) -> None:
         self._scorer, self._adapters = scorer, adapters
 
+    @property
+    def module(self) -> nn.Module:
+        """The policy's own."""
+        return self._scorer.module
+
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:

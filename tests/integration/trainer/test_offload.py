@@ -24,7 +24,7 @@ def make_policy(ranks: Ranks | None, dtype: torch.dtype = torch.float32, **field
     model = make_model("GPTNeoX")
     given = FIELDS | {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}} | fields
     config = TrainerConfig.model_validate(given | {"num_ranks": ranks.size if ranks else 1})
-    options = options_of(config) | {"dtype": dtype}
+    options = options_of(config, model) | {"dtype": dtype}
     if ranks is None:
         return TransformersPolicy(model, config, **options)
     ranks.lay_out(None)
@@ -48,6 +48,10 @@ LEAVING: dict[str, dict[str, Any]] = {
             "kl": {"place": "loss", "coefficient": 0.1},
         },
         "offload_optimizer": True,
+    },
+    "adapters": {
+        "algorithm": {"reference": {"model": "frozen"}, "kl": {"place": "loss", "coefficient": 0.1}},
+        "lora": {"rank": 2},
     },
 }
 
