@@ -89,8 +89,11 @@ class ClusterClient(Client):
         return replies
 
     def ask(self, command: Command) -> asyncio.Future[list[Any]] | None:
-        """As `Client.ask`."""
-        return self._client(self._primary_of(command)).ask(command) if self._slots else None
+        """As `Client.ask`; None too where no primary is known."""
+        try:
+            return self._client(self._primary_of(command)).ask(command)
+        except redis_errors.ClusterDownError:
+            return None
 
     def disconnect(self) -> None:
         """Drop all idle connections, and what is known of the slots."""

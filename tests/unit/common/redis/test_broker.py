@@ -6,6 +6,7 @@ from redis import exceptions as redis_errors
 from tidemill.common.errors import BrokerError
 from tidemill.common.redis import broker as broker_module
 from tidemill.common.redis.broker import Broker, redis_url
+from tidemill.common.redis.client import make_client
 
 OOM = redis_errors.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
 
@@ -107,3 +108,9 @@ async def test_a_missing_permission_ends_the_process_in_plain_words() -> None:
     with pytest.raises(BrokerError, match=r"lacks a permission.*xtrim"):
         await Broker(redis).execute("XTRIM", "a", "MINID", 1)  # type: ignore[arg-type]
     assert redis.calls == 1
+
+
+async def test_nothing_is_asked_ahead_where_no_connection_is_open_or_no_primary_known() -> None:
+    command = ("XREADGROUP", "GROUP", "g", "c", "COUNT", 1, "STREAMS", "tidemill:{a}:prompts", ">")
+    for url in ("redis://localhost:1", "redis+cluster://localhost:1"):
+        assert make_client(url).ask(command) is None
