@@ -147,18 +147,16 @@ async def read_range(
 
 async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
     """The same, with the payloads that they only claim, read on threads."""
-    claims = broker.claims
-
-    async def whole(record: Entry[M]) -> Entry[M]:
-        return Entry(record.entry_id, await asyncio.to_thread(claims.resolve, record.message))
-
-    if claims is None:
+    if broker.claims is None or not any(isinstance(r, Entry) and has_claim(r.message) for r in records):
         return records
-    places = [i for i, r in enumerate(records) if isinstance(r, Entry) and has_claim(r.message)]
-    found = await asyncio.gather(*(whole(records[i]) for i in places))
-    for i, record in zip(places, found, strict=True):
-        records[i] = record
-    return records
+    resolve = broker.claims.resolve
+
+    async def whole(record: Entry[M] | Garbled) -> Entry[M] | Garbled:
+        if isinstance(record, Garbled) or not has_claim(record.message):
+            return record
+        return Entry(record.entry_id, await asyncio.to_thread(resolve, record.message))
+
+    return await asyncio.gather(*map(whole, records))
 
 
 def has_claim(message: Message) -> bool:
