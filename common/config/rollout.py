@@ -80,8 +80,14 @@ class RolloutConfig(Section):
     """GPUs of this machine for its rollout workers, dealt out in turn, `vllm.tensor_parallel_size` to each;
     empty takes GPUs that nobody has (`tidemill up`), of CUDA_VISIBLE_DEVICES where that is set."""
     shares_trainer_gpus: bool = False
-    """Rollout workers are on GPUs of the trainer, both at once: `vllm.gpu_memory_utilization` has to leave
-    what the trainer takes."""
+    """Rollout workers are on GPUs of the trainer, without `gpu_turns` both at once:
+    `vllm.gpu_memory_utilization` has to leave what the trainer takes."""
+    gpu_turns: Literal["auto", "on", "off"] = "auto"
+    """Rollout workers are on GPUs of the trainer, and take turns with it: the engine sleeps while the trainer
+    computes a step, and the trainer waits in the host's memory while the engine generates. `auto` does where
+    `tidemill up` finds one GPU for the trainer and vLLM."""
+    gpu_turn_s: float = Field(5.0, ge=0.05, le=3600.0)
+    """With `gpu_turns`: how long an engine keeps the GPU while another process waits for it, in seconds."""
     workers: int = Field(1, ge=0, le=1024)
     """Rollout processes that `tidemill up` starts on this machine."""
     stall_s: float = Field(600.0, gt=0.0, le=86_400.0)
@@ -99,3 +105,13 @@ class RolloutConfig(Section):
     simulated: SimulatedConfig = SimulatedConfig()
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics and /healthz; 0 takes a free one."""
+
+    @property
+    def takes_gpu_turns(self) -> bool:
+        """Whether the trainer has the GPUs in turn with its engines."""
+        return self.gpu_turns == "on"
+
+    @property
+    def on_trainer_gpus(self) -> bool:
+        """Whether both are meant to be on the same ones."""
+        return self.shares_trainer_gpus or self.takes_gpu_turns

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
 from tidemill.common.config.reward import RewardConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.config.section import Section
 from tidemill.common.config.trainer import TrainerConfig
@@ -163,9 +164,14 @@ class RunConfig(Section):
 
     @property
     def shared_turn_s(self) -> float | None:
-        """Longest turn on a GPU that rollout workers share with a reward model; None where none is shared."""
+        """Longest turn of an engine on GPUs that it has in turn with others; None where there are none."""
+        trainer = [self.rollout.gpu_turn_s] if self.rollout.takes_gpu_turns else []
+        models = [model.turn_s for model in self._models_in_turn()]
+        return min([*trainer, *models], default=None)
+
+    def _models_in_turn(self) -> list[RewardModelConfig]:
         models = [reward.model for reward in self.reward.named.values() if reward.model]
-        return min((model.turn_s for model in models if model.shares_rollout_gpus), default=None)
+        return [model for model in models if model.shares_rollout_gpus]
 
     def _placement_fits(self) -> None:
         rollout = self.rollout
@@ -175,7 +181,7 @@ class RunConfig(Section):
                 f"rollout.gpus names {len(rollout.gpus)} GPUs, but {rollout.workers} workers with "
                 f"{rollout.vllm.tensor_parallel_size} each (rollout.vllm.tensor_parallel_size) need {wanted}"
             )
-        if self.shared_turn_s is not None and rollout.engine == "transformers":
+        if self._models_in_turn() and rollout.engine == "transformers":
             raise ValueError(
                 "shares_rollout_gpus needs an engine that can sleep: rollout.engine vllm, on a GPU"
             )

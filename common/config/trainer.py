@@ -249,6 +249,9 @@ class TrainerConfig(Section):
     sum_gradients: Literal["auto", "update", "micro_batch"] = "auto"
     """When ranks sum their gradients. Once an `update`, or with every `micro_batch`, which saves 4 bytes a
     parameter on each GPU; `auto` is once where that takes at most a quarter of the memory."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments, 8 bytes a parameter, in the host's pinned memory, and bring them to the GPU slice
+    by slice in each update: 16 bytes a parameter over the bus, and the same weights bit by bit."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine for the trainer; empty takes the first that nobody has (`tidemill up`), of
     CUDA_VISIBLE_DEVICES where that is set."""
@@ -284,19 +287,26 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_can_share(self) -> "TrainerConfig":
-        for name, is_set in (
-            ("policy: simulated", self.policy == "simulated"),
-            ("lora", self.lora is not None),
-        ):
-            if is_set and self.num_ranks > 1:
-                raise ValueError(
-                    f"num_ranks is {self.num_ranks}, but {name} works on one rank only; leave it out, or set "
-                    "num_ranks to 1"
-                )
+        if self.policy == "simulated" and self.num_ranks > 1:
+            raise ValueError(
+                f"num_ranks is {self.num_ranks}, but policy: simulated works on one rank only; leave it out, "
+                "or set num_ranks to 1"
+            )
+        if self.offload_optimizer and self.policy == "simulated":
+            raise ValueError("offload_optimizer is about AdamW, and policy: simulated has none; leave it out")
         if self.num_ranks % (self.shard_ranks or 1):
             raise ValueError(
                 f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "
                 "copy of the model is split over as many ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routers_are_there(self) -> "TrainerConfig":
+        if self.algorithm.router.is_on and self.policy == "simulated":
+            raise ValueError(
+                "algorithm.router is for the routers of a mixture model, and policy: simulated has none; "
+                "leave it out, or take policy transformers"
             )
         return self
 

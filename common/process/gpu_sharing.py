@@ -1,4 +1,4 @@
-"""GPUs that two processes share in turn: who holds the locks may use them, the other one sleeps.
+"""GPUs that processes share in turn: who holds the locks may use them, the others sleep.
 
 Guarantees: at most one process holds a GPU; a process that dies loses its locks and its place in line, which
 the kernel frees (flock); who gives a GPU back does not get it again before the one that waited for it.
@@ -128,7 +128,8 @@ class GpuGate:
     """Lets work through while this process holds the lock; `wake` and `sleep` enter and leave the GPU.
 
     The lock is kept while nobody else wants it. When somebody does, it is handed over as soon as there is no
-    work here, and after `turn_s` in any case: what runs is finished, new work waits for the next turn.
+    work here, and after `turn_s` in any case: what runs is finished, new work waits for the next turn. With
+    `stands_still` nothing is finished: `sleep` lets what runs stand still, and `wake` lets it go on.
     """
 
     def __init__(
@@ -137,8 +138,11 @@ class GpuGate:
         wake: Callable[[], Awaitable[object]],
         sleep: Callable[[], Awaitable[object]],
         turn_s: float,
+        *,
+        stands_still: bool = False,
     ) -> None:
         self._lock, self._wake, self._sleep, self._turn_s = lock, wake, sleep, turn_s
+        self._stands_still = stands_still
         self._changed = asyncio.Condition()
         self._is_open = False
         self._num_waiting, self._num_users = 0, 0
@@ -179,6 +183,15 @@ class GpuGate:
             self._num_users -= 1
             await asyncio.shield(self._notify())
 
+    def stay(self) -> Callable[[], None]:
+        """Within `use`: count as work until the result is called, also after it."""
+        self._num_users += 1
+
+        def leave() -> None:
+            self._num_users -= 1
+
+        return leave
+
     async def close(self) -> None:
         """Give the GPU back. Work still inside goes on without the right to it, so end that first."""
         if self._keeper is not None:
@@ -188,7 +201,7 @@ class GpuGate:
     async def _keep(self) -> None:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._num_waiting > 0)
+                await self._changed.wait_for(lambda: self._num_waiting > 0 or self._num_users > 0)
             asked = time.monotonic()
             await self._lock.acquire()
             metrics.GPU_WAIT_SECONDS.observe(time.monotonic() - asked)
@@ -212,7 +225,7 @@ class GpuGate:
                 break
         self._is_open = False
         async with self._changed:
-            await self._changed.wait_for(lambda: self._num_users == 0)
+            await self._changed.wait_for(lambda: self._stands_still or self._num_users == 0)
         log.debug("handing the device over", held_s=round(time.monotonic() - opened, 3))
 
     def _raise_ended(self) -> None:

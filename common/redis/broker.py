@@ -123,7 +123,7 @@ class Broker:
     async def _connect(cls, url: str) -> "Broker":
         broker = cls(make_client(url))
         try:
-            _check_server(_parse_info(await _answered(lambda: broker.redis.execute_command("INFO"))), url)
+            _check_server(_parse_info(await broker.redis.execute_command("INFO")), url)
         except (redis_errors.RedisError, OSError, ValueError, BrokerError) as error:
             await broker.close()
             raise error if isinstance(error, BrokerError) else _explain(error, url) from None
@@ -225,24 +225,30 @@ class Broker:
         """Like `_patiently`, and its time counts as waiting for Redis."""
         begun = self.round_trips.begin()
         try:
-            return await self._patiently(send)
+            return await send()
+        except Exception as error:
+            return await self._again(send, error)
         finally:
             self.round_trips.end(begun)
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `send` while its error is one that passes.
+        """Repeat `send` while its error is one that passes."""
+        try:
+            return await send()
+        except Exception as error:
+            return await self._again(send, error)
+
+    async def _again(self, send: Callable[[], Awaitable[T]], error: Exception) -> T:
+        """Repeat `send`, which met this `error`, while its error is one that passes.
 
         Raises:
             OutageError: the service must stop, and Redis does not come back.
         """
-        try:
-            return await _answered(send)
-        except redis_errors.NoPermissionError as error:
+        if isinstance(error, redis_errors.NoPermissionError):
             raise BrokerError(f"the Redis user of this process lacks a permission: {error}") from None
-        except Exception as error:
-            if not _is_passing(error):
-                raise
-            await self._leave_replica(error)
+        if not _is_passing(error):
+            raise error
+        self._leave_replica(error)
         attempts = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
             wait=wait_random_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S),
@@ -253,13 +259,13 @@ class Broker:
         async for attempt in attempts:
             with attempt:
                 try:
-                    result = await _answered(send)
-                except redis_errors.RedisError as error:
-                    await self._leave_replica(error)
+                    result = await send()
+                except redis_errors.RedisError as failure:
+                    self._leave_replica(failure)
                     raise
         return result
 
-    async def _leave_replica(self, error: Exception) -> None:
+    def _leave_replica(self, error: Exception) -> None:
         """Drop the idle connections to a server that is the master no more: new ones ask for its address."""
         if str(error).startswith(_DEMOTED) or isinstance(error, redis_errors.ReadOnlyError):
             self.redis.disconnect()
@@ -283,21 +289,6 @@ def _give_up(state: RetryCallState) -> NoReturn:
         f"Redis has been away for {state.seconds_since_start:.0f} s ({error}), and this service was asked to "
         "stop: it ends without handing back what it holds. Others take that over after one lease."
     ) from None
-
-
-async def _answered(send: Callable[[], Awaitable[T]]) -> T:
-    """Run `send`, and pass on a cancellation that got lost in it.
-
-    redis-py opens connections through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation
-    that comes just as its inner task ends. A loop that reads from Redis would then go on for ever.
-    """
-    task = asyncio.current_task()
-    before = task.cancelling() if task else 0
-    try:
-        return await send()
-    finally:
-        if task and task.cancelling() > before:
-            raise asyncio.CancelledError
 
 
 @cache

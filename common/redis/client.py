@@ -24,6 +24,7 @@ from tidemill.common.errors import BrokerError
 from tidemill.common.redis.cluster import Address, ClusterClient, make_blocking_cluster_client
 from tidemill.common.redis.lines import Client
 from tidemill.common.telemetry import metrics
+from tidemill.common.telemetry.batched import Batched
 
 URL_VARIABLE = "TIDEMILL_REDIS_URL"
 USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
@@ -215,8 +216,29 @@ def _cluster_options(url: str, options: dict[str, Any]) -> tuple[list[Address], 
     return seeds, {**known, **options}
 
 
+class ServerClock:
+    """The clock of Redis when it was last asked, and ours then: tells a jump of it from time that passed."""
+
+    def __init__(self) -> None:
+        self._told: tuple[int, float] | None = None
+
+    def tell(self, now_ms: int) -> None:
+        """It was asked just now."""
+        self._told = (now_ms, time.monotonic())
+
+    def latest_ms(self, spare_s: float) -> int:
+        """The latest that it can be, unless it jumps ahead by more than `spare_s`; 0 where not known."""
+        if self._told is None:
+            return 0
+        now_ms, asked_at = self._told
+        return int(now_ms + 1000 * (time.monotonic() - asked_at + spare_s))
+
+
 RECENT = 32
 """Durations of which the present one is the median: one outage does not speak for what follows."""
+
+
+_durations: Batched[float] = Batched(metrics.REDIS_SECONDS.observe_many)
 
 
 class RoundTrips:
@@ -255,7 +277,7 @@ class RoundTrips:
         if not self._num_under_way:
             self._cover(self._since, now)
         self._recent.append(now - begun)
-        metrics.REDIS_SECONDS.observe(now - begun)
+        _durations.add(now - begun)
 
     def brought_news(self, begun: float) -> None:
         """A command that blocks, and began at `begun` (time.monotonic), has an answer that is not empty."""

@@ -88,6 +88,10 @@ class ClusterClient(Client):
                 raise self._moved(reply)
         return replies
 
+    def ask(self, command: Command) -> asyncio.Future[list[Any]] | None:
+        """As `Client.ask`."""
+        return self._client(self._primary_of(command)).ask(command) if self._slots else None
+
     def disconnect(self) -> None:
         """Drop all idle connections, and what is known of the slots."""
         self._slots = []

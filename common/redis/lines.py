@@ -34,6 +34,13 @@ class Connection(Protocol):
         """Connect, and give the credentials."""
 
 
+def _packed(command: Command) -> bytes:
+    """The bytes of a command; its name may have two words."""
+    name: str = command[0]
+    packed: bytes = hiredis.pack_command((*name.split(), *command[1:]) if " " in name else tuple(command))
+    return packed
+
+
 class _Call:
     """Commands whose answers one caller waits for."""
 
@@ -84,22 +91,22 @@ class Line(asyncio.Protocol):
         """Whether calls can be made, and the server is still the one that the address means."""
         return self.error is None and getattr(self._connection, "is_current", True)
 
-    async def exchange(self, unit: Sequence[Command], is_atomic: bool = False) -> list[Any]:
+    def exchange(self, unit: Sequence[Command], is_atomic: bool = False) -> asyncio.Future[list[Any]]:
         """Send commands, in a transaction where `is_atomic`; the replies, errors among them as values.
 
-        Raises:
+        Raises, here or where the replies are awaited:
             RedisError: the connection was lost, the server did not answer, or it refused the transaction.
         """
         if self.error is not None:
             raise type(self.error)(*self.error.args)
         call = _Call(len(unit) + 2 if is_atomic else len(unit), is_atomic, self._loop)
-        packed = [hiredis.pack_command((*command[0].split(), *command[1:])) for command in unit]
+        packed = [_packed(command) for command in unit]
         self._unsent += [_MULTI, *packed, _EXEC] if is_atomic else packed
         self._waiting.append(call)
         self._flush_soon()
         if self._watch is None:
             self._watch = self._loop.call_later(ANSWER_TIMEOUT_S, self._look)
-        return await call.future
+        return call.future
 
     def data_received(self, data: bytes) -> None:
         """Give replies to those who wait for them, in the order of the commands."""
@@ -183,6 +190,12 @@ class Client:
             line = await self._open_shared()
         return await line.exchange(unit, is_atomic)
 
+    def ask(self, command: Command) -> asyncio.Future[list[Any]] | None:
+        """Send a command with what leaves next, once; None where no connection is open. The future has one
+        reply or error, and comes before the answers of what is sent later."""
+        line = self._shared
+        return line.exchange([command]) if line is not None and line.is_usable else None
+
     async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
         """One command; its error is raised."""
         (reply,) = await self.exchange([command], is_blocking=is_blocking)
@@ -241,7 +254,13 @@ class Client:
             self._shared = opening.result()
 
     async def _open(self) -> Line:
-        connection = self._make_connection()
+        connection, task = self._make_connection(), asyncio.current_task()
+        before = task.cancelling() if task else 0
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await connection.connect()
+        if task and task.cancelling() > before:
+            # redis-py connects through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation
+            # that comes just as its inner task ends. A loop that reads from Redis would go on for ever.
+            connection._writer.transport.abort()
+            raise asyncio.CancelledError
         return Line(connection)

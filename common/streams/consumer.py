@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any, Generic, TypeVar
 
@@ -19,8 +19,10 @@ from redis import exceptions as redis_errors
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import ServerClock
 from tidemill.common.streams.entries import START, Delivery, Fields, Garbled, at_random, decoded, in_parts
 from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
+from tidemill.common.streams.read_ahead import ReadAhead
 from tidemill.common.streams.unanswered import read_unanswered
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
@@ -64,9 +66,10 @@ class Consumer(Generic[M]):
         self.held: dict[str, Delivery[M]] = {}
         self._settling: Counter[str] = Counter()
         """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
-        self._cursor, self._next_reclaim = START, 0.0
-        self._clock: tuple[int, float] | None = None
-        """The clock of Redis when it was last asked, and ours then."""
+        self._read = ("XREADGROUP", "GROUP", group, name, "COUNT")
+        self._ahead: ReadAhead[M] = ReadAhead(broker, self._hold_new)
+        self._num_deliveries = metrics.DELIVERIES.labels(self.label)
+        self._cursor, self._next_reclaim, self._clock = START, 0.0, ServerClock()
         self._waited_s, self._stand_in = broker.waited_s, stand_in
         self._renewal: asyncio.Task[None] | None = None
         self.renewed_at = time.monotonic()
@@ -92,29 +95,29 @@ class Consumer(Generic[M]):
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
-            if taken := await self._reclaim(count):
+            if taken := await self._reclaim(count) or self._ahead.take(count):
                 return taken
             block = ("BLOCK", block_ms(block_s)) if block_s > 0 else ()
-            reply = await self.broker.execute(
-                "XREADGROUP", "GROUP", self.group, self.name, "COUNT", count, *block, "STREAMS", self.key, ">"
-            )
+            reply = await self.broker.execute(*self._read, count, *block, "STREAMS", self.key, ">")
         except redis_errors.ResponseError as error:
             if not is_without_group(error):
                 raise
             log.warning("consumer group is gone, creating it again", stream=self.label, group=self.group)
             await ensure_group(self.broker, self.key, self.group)
             return []
-        entries = reply[0][1] if reply else []
-        metrics.DELIVERIES.labels(self.label).inc(len(entries))
-        return [self._hold(entry_id, fields_of(raw), 1) for entry_id, raw in entries if raw]
+        return self._hold_new(reply)
 
     async def complete(
-        self, results: Sequence[tuple[Delivery[M], Message | None]], out_key: str
+        self, results: Sequence[tuple[Delivery[M], Message | None]], out_key: str, ahead: int = 0
     ) -> list[bool]:
         """Publish each result to `out_key` and acknowledge its input, as one unit for each pair.
 
-        None acknowledges only. Returns whether each lease was still held; else nothing was published.
+        None acknowledges only. Returns whether each lease was still held; else nothing was published. Up to
+        `ahead` new messages come in the same round trip: they are held from now on, and the next `fetch` has
+        them at once. Ask for no more than will be fetched without delay.
         """
+        if ahead > 0:
+            self._ahead.ask(*self._read, ahead, "STREAMS", self.key, ">")
         done: list[bool] = []
         for part in in_parts(results):
             payloads = [codec.encode_payload(result) if result is not None else b"" for _, result in part]
@@ -250,6 +253,7 @@ class Consumer(Generic[M]):
 
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
+        self._ahead.clear()
         await self.hand_back(list(self.held.values()))
         # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
         await self._script("leave", [self.group, self.name], None)
@@ -272,9 +276,12 @@ class Consumer(Generic[M]):
         self, script: str, delivery: Delivery[Any], rest: tuple[Any, ...], *other_keys: str
     ) -> Any:
         """Run a script about a held message; returns its answer, which is 0 where the lease is gone."""
-        args = [self.group, self.name, delivery.entry_id, *rest]
-        with self._settles(delivery.entry_id):
+        args, ids = [self.group, self.name, delivery.entry_id, *rest], [delivery.entry_id]
+        self._settling.update(ids)
+        try:
             reply = await self._script(script, args, 0, *other_keys, about=[delivery])
+        finally:
+            self._settled(ids)
         if reply == 0:
             self._lose(delivery.entry_id)
             raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
@@ -283,27 +290,33 @@ class Consumer(Generic[M]):
     async def _complete(
         self, deliveries: Sequence[Any], payloads: Sequence[bytes], out_key: str
     ) -> list[bool]:
-        current = [self._is_current(delivery) for delivery in deliveries]
-        about = deliveries
-        if not all(current):
-            about, payloads = list(compress(deliveries, current)), list(compress(payloads, current))
-        ids = [delivery.entry_id for delivery in about]
-        pairs = zip(ids, payloads, strict=True)
-        args = [self.group, self.name, SCHEMA, *chain.from_iterable(pairs)]
+        if not deliveries:
+            return []
+        ids = [delivery.entry_id for delivery in deliveries]
+        args = [self.group, self.name, SCHEMA, *chain.from_iterable(zip(ids, payloads, strict=True))]
+        self._settling.update(ids)
         try:
-            with self._settles(*ids):
-                flags = (
-                    await self._script("complete", args, [0] * len(ids), out_key, about=about) if ids else []
-                )
-        except LeaseLostError:  # of some, which are left out now
-            return await self._complete(deliveries, payloads, out_key)
+            flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
+        except LeaseLostError:
+            flags = None
+        finally:
+            self._settled(ids)
+        if flags is None:  # some came once more, and are left out now
+            current = list(map(self._is_current, deliveries))
+            kept = list(compress(deliveries, current)), list(compress(payloads, current))
+            done = iter(await self._complete(*kept, out_key))
+            return [is_current and next(done) for is_current in current]
         for entry_id, is_done in zip(ids, flags, strict=True):
             if is_done:
                 self.held.pop(entry_id, None)
             else:
                 self._lose(entry_id)
-        done = iter(flags)
-        return [is_current and bool(next(done)) for is_current in current]
+        return list(map(bool, flags))
+
+    def _hold_new(self, reply: Any) -> list[Delivery[M] | Garbled]:
+        entries = reply[0][1] if reply else []
+        self._num_deliveries.inc(len(entries))
+        return [self._hold(entry_id, fields_of(raw), 1) for entry_id, raw in entries if raw]
 
     def _hold(self, raw_id: bytes, fields: Fields, attempts: int) -> Delivery[M] | Garbled:
         entry = decoded(raw_id, fields, self.message_type, self.max_bytes)
@@ -316,16 +329,11 @@ class Consumer(Generic[M]):
         self.held[delivery.entry_id] = delivery
         return delivery
 
-    @contextlib.contextmanager
-    def _settles(self, *entry_ids: str) -> Iterator[None]:
-        """While the block waits for Redis, `renew` may find these acknowledged: that is no lost lease."""
-        self._settling.update(entry_ids)
-        try:
-            yield
-        finally:
-            # Samples of one ticket settle side by side: the first answer does not speak for the others.
-            self._settling.subtract(entry_ids)
-            for entry_id in [item for item in entry_ids if self._settling[item] <= 0]:
+    def _settled(self, entry_ids: Sequence[str]) -> None:
+        """Redis has answered. Samples of one ticket settle side by side: no answer speaks for the others."""
+        for entry_id in entry_ids:
+            self._settling[entry_id] -= 1
+            if not self._settling[entry_id]:
                 del self._settling[entry_id]
 
     def _is_current(self, delivery: Delivery[Any]) -> bool:
@@ -336,9 +344,7 @@ class Consumer(Generic[M]):
         """Before each attempt: Redis may have lost an entry, and given us another one with its id."""
         for delivery in deliveries:
             if not self._is_current(delivery):
-                raise LeaseLostError(
-                    f"{self.label} {delivery.entry_id} was delivered to this worker once more"
-                )
+                raise LeaseLostError(f"{self.label} {delivery.entry_id} was delivered here once more")
 
     def _lose(self, entry_id: str) -> None:
         delivery = self.held.pop(entry_id, None)
@@ -364,9 +370,10 @@ class Consumer(Generic[M]):
                 return unanswered
         if time.monotonic() < self._next_reclaim:
             return []
-        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, self._latest_ms()]
+        latest_ms = self._clock.latest_ms(self.lease_s / CLOCK_CHECKS_PER_LEASE)
+        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, latest_ms]
         now_ms, *found = await self.broker.script("reclaim", [self.key], args)
-        self._clock = (now_ms, time.monotonic())
+        self._clock.tell(now_ms)
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self.label)
             await self.renew()
@@ -385,13 +392,6 @@ class Consumer(Generic[M]):
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
             log.info("took over abandoned messages", stream=self.label, count=len(deliveries))
         return deliveries
-
-    def _latest_ms(self) -> int:
-        """The latest that it can be by Redis's clock, unless that jumps ahead; 0 where it is not known."""
-        if self._clock is None:
-            return 0
-        now_ms, asked_at = self._clock
-        return int(now_ms + 1000 * (time.monotonic() - asked_at + self.lease_s / CLOCK_CHECKS_PER_LEASE))
 
     async def _renew_forever(self) -> None:
         """Renew every held lease, three times a lease, until cancelled."""

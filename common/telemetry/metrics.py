@@ -224,7 +224,17 @@ STAGE_SECONDS = _Latency(
 COMMITTED_VERSION = Gauge("tidemill_committed_version", "Number of committed steps")
 STEP_SECONDS = _Latency("tidemill_step_seconds", "Time from one commit to the next")
 COMMIT_SECONDS = _ShortTime("tidemill_commit_seconds", "Time to make one commit durable")
-CHECKPOINT_SECONDS = _Latency("tidemill_checkpoint_seconds", "Time to write a checkpoint")
+CHECKPOINT_SECONDS = _Latency(
+    "tidemill_checkpoint_seconds", "Time to write a checkpoint, beside the next steps' work"
+)
+CHECKPOINT_COPY_SECONDS = _Latency(
+    "tidemill_checkpoint_copy_seconds",
+    "Time that training stands still for a checkpoint: to copy its state to host memory",
+)
+CHECKPOINT_WAIT_SECONDS = _Latency(
+    "tidemill_checkpoint_wait_seconds",
+    "Time that a checkpoint, and training with it, waits for the one before",
+)
 WEIGHTS_COMPARE_SECONDS = _Latency(
     "tidemill_weights_compare_seconds",
     "Time that training stands still for one version: to find what changed",

@@ -100,9 +100,10 @@ def check_tokens(completion_ids: Any, logprobs: Any, loss_mask: Any, spans: tupl
         raise ValueError(f"{num_tokens} completion ids but a loss mask of {len(loss_mask)}")
     if not spans or spans[0][1] != 0:
         raise ValueError(f"version spans must start at token 0, got {spans}")
-    firsts = [first for _, first in spans]
-    if firsts != sorted(set(firsts)) or (num_tokens and firsts[-1] >= num_tokens):
-        raise ValueError(f"version spans {spans} do not fit {num_tokens} completion tokens")
+    if len(spans) > 1:
+        firsts = [first for _, first in spans]
+        if firsts != sorted(set(firsts)) or (num_tokens and firsts[-1] >= num_tokens):
+            raise ValueError(f"version spans {spans} do not fit {num_tokens} completion tokens")
     if min(version for version, _ in spans) < 0:
         raise ValueError(f"versions cannot be negative, got {spans}")
 

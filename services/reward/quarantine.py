@@ -59,14 +59,19 @@ class Quarantine:
         if not self._num_running:
             self._is_quiet.set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no suspects run."""
+        return self._is_open.is_set()
+
     async def until_open(self) -> None:
         """Wait while suspects run: nothing new is fetched then."""
-        if not self._is_open.is_set():
+        if not self.is_open:
             await self._context.unless_stopping(self._is_open.wait())
 
     async def admit(self, consumer: Consumer[Trajectory], deliveries: list[Delivery[Trajectory]]) -> None:
         """Hold back what was fetched while suspects of another lane began to run, until they are done."""
-        if deliveries and not self._is_open.is_set():
+        if deliveries and not self.is_open:
             await consumer.park(deliveries)
             await self.until_open()
             await consumer.unpark(deliveries)

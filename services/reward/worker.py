@@ -92,12 +92,18 @@ class Publisher:
     during the call before. Each score and the acknowledgement of its trajectory are one unit.
 
     `settled` is called for each score with whether it was published; False means that the lease was lost.
+    `ahead` says how many messages may come with so many acknowledgements.
     """
 
     def __init__(
-        self, consumer: Consumer[Trajectory], scores_key: str, settled: Callable[[Score, bool], None]
+        self,
+        consumer: Consumer[Trajectory],
+        scores_key: str,
+        settled: Callable[[Score, bool], None],
+        ahead: Callable[[int], int],
     ) -> None:
         self._consumer, self._scores_key, self._settled = consumer, scores_key, settled
+        self._ahead = ahead
         self._queue: asyncio.Queue[tuple[Delivery[Trajectory], Score]] = asyncio.Queue()
 
     def put(self, delivery: Delivery[Trajectory], score: Score) -> None:
@@ -111,7 +117,7 @@ class Publisher:
             await asyncio.sleep(GATHER_S)
             while len(batch) < MAX_BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
-            flags = await self._consumer.complete(batch, self._scores_key)
+            flags = await self._consumer.complete(batch, self._scores_key, self._ahead(len(batch)))
             for (_, score), is_published in zip(batch, flags, strict=True):
                 self._settled(score, is_published)
                 self._queue.task_done()
@@ -140,7 +146,7 @@ class RewardLane(LaneWorker[Trajectory]):
         self.groups = GroupScoring(
             self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
-        self.publisher = Publisher(self.consumer, context.keys.scores(lane), self._settle)
+        self.publisher = Publisher(self.consumer, context.keys.scores(lane), self._settle, self._ahead)
         self.slots = slots if callable(slots) else lambda: slots
         self.num_held = 0
         metrics.SCORE_SLOTS.labels(lane).set_function(self.slots)
@@ -222,6 +228,11 @@ class RewardLane(LaneWorker[Trajectory]):
         self._release()
         if is_published:
             self.counts.published(self.lane, score)
+
+    def _ahead(self, num_freed: int) -> int:
+        """Where every slot is taken, the loop does not fetch: what takes the freed slots may come already."""
+        is_full = self.num_free == 0 and self.quarantine.is_open and not self.context.stopping.is_set()
+        return num_freed if is_full else 0
 
     def _release(self) -> None:
         self.num_held -= 1

@@ -1,6 +1,7 @@
 """The trainer service: builds the parts, recovers, and trains."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
@@ -8,6 +9,7 @@ import structlog
 from tidemill.common.config.trainer import HealthyRange
 from tidemill.common.files import locked
 from tidemill.common.process.checks import check_loggers
+from tidemill.common.process.gpu_sharing import GpuLock, lock_files
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import METRICS_FILE, read_records, read_state
@@ -24,8 +26,9 @@ from tidemill.services.trainer.batch.reconciler import Reconciler, Registration,
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
-from tidemill.services.trainer.durable.checkpointing import Checkpointer, Trimmer, on_disk, until_stored
+from tidemill.services.trainer.durable.checkpointing import Checkpointer, Trimmer
 from tidemill.services.trainer.durable.commits import CommitJournal
+from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
 from tidemill.services.trainer.durable.recovery import Replayer, restore_checkpoint
 from tidemill.services.trainer.evaluation import Evaluator
@@ -65,13 +68,16 @@ async def _train(context: ServiceContext) -> None:
     trimmer = Trimmer(context, streams.reconciler)
     evaluator = Evaluator(context, evaluation, trimmer)
     thread = PolicyThread()
-    policy = await thread.call(open_policy, context.config)
-    try:
-        runner = StepRunner(context, policy, thread, GroupFilter(context.config))
-        await _train_policy(context, runner, streams, evaluator, trimmer)
-    finally:
-        if isinstance(policy, ShardedPolicy):
-            await thread.call(policy.close)
+    async with AsyncExitStack() as sharing:
+        if context.config.rollout.takes_gpu_turns:
+            await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
+        policy = thread.policy = await thread.call(open_policy, context.config)
+        try:
+            runner = StepRunner(context, policy, thread, GroupFilter(context.config))
+            await _train_policy(context, runner, streams, evaluator, trimmer)
+        finally:
+            if isinstance(policy, ShardedPolicy):
+                await thread.call_anywhere(policy.close)
 
 
 def _make_streams(context: ServiceContext, prompts: PromptPlan) -> RunStreams:
@@ -176,6 +182,8 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
             "weights_changed": last.share_changed,
             "weights_encode_s": last.encode_s,
         }
+    seconds = trainer.durability.checkpointer.seconds
+    beat.counts |= {f"checkpoint_{name}_s": value for name, value in seconds.items()}
 
 
 def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prompt]]]:

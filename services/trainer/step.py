@@ -155,8 +155,10 @@ class StepRunner:
         """Whether the weights are those within a step: after its first update, before its last."""
 
     async def run(self, step: int, assembler: BatchAssembler) -> StepResult:
-        """Train the groups of `step` as they come, with `mini_batches` updates of the weights. Raises
+        """Train the groups of `step` as they come, with `mini_batches` updates of the weights. A GPU that is
+        shared in turn is held from the first call on; who is done with the weights lets it go. Raises
         StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`)."""
+        self.thread.hold()
         result = self._begin()
         arrived: deque[TrainableGroup] = deque()
         for number in range(self.trainer.mini_batches):
@@ -177,6 +179,7 @@ class StepRunner:
             StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
             TidemillError: what was trained then cannot be trained now: the config has changed.
         """
+        self.thread.hold()
         result = self._begin()
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         if commit.passes > 1:

@@ -2,14 +2,15 @@
 
 The order makes a step exactly-once: it is committed in Redis, with the digest of its weights; then the
 weights are written, beside the next step's work, and announced when they are on the disk; the next step is
-committed only after that. A crash between any two of these is repaired on restart from checkpoint and
-commits: the version is made again, and written if it is not there whole.
+committed only after that. A checkpoint that falls due is copied between two steps and written beside those
+that follow; one that something waits for (a commit that Redis could lose, memory, the end) is written first.
+A crash between any two of these is repaired on restart from checkpoint and commits: the version is made
+again, and written if it is not there whole.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import structlog
@@ -25,13 +26,15 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
 from tidemill.services.trainer.batch.reconciler import delete_results
-from tidemill.services.trainer.durable.checkpointing import Checkpointer, During, on_disk, until_stored
+from tidemill.services.trainer.durable.beside import WorkBeside
+from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,
     LostTailError,
     append_commit,
     restore_commits,
 )
+from tidemill.services.trainer.durable.disk_retry import During, on_disk, until_stored
 from tidemill.services.trainer.durable.memory_watch import MemoryWatch
 from tidemill.services.trainer.evaluation import EvaluationResult, Evaluator, evaluations_on_record
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
@@ -43,7 +46,7 @@ from tidemill.services.trainer.weights.store import WeightState, WeightStore
 
 log = structlog.get_logger(__name__)
 
-WRITING = ("weights", "")
+WRITING = "weights"
 """The activity while weights are compared or waited for."""
 
 
@@ -91,10 +94,8 @@ class Trainer:
         self._trained_version = version
         """What the policy holds: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
-        self._publication: asyncio.Task[None] | None = None
+        self._publication = WorkBeside(context, WRITING)
         """Writes and announces the version that was committed last."""
-        self._beside: tuple[str, str] = WRITING
-        """What it is at: the activity is that of the step."""
         self._evaluations: list[dict[str, object]] = []
         self._committed_at = time.monotonic()
         self._totals: dict[str, float] = {}
@@ -109,12 +110,14 @@ class Trainer:
             while self.version < self.config.steps:
                 await self.scheduler.admit(self.version)
                 await self._step(self.version)
-            await self._finish_publication()
+            await self._publication.finish()
             await self._finish_evaluation()
             await self._save()
             await self._finish()
         except StoppedError:
             await self._stop()
+        finally:
+            await self.durability.checkpointer.close()
 
     async def _finish(self) -> None:
         """Say that the run is over, on a server that has all of its history."""
@@ -133,7 +136,7 @@ class Trainer:
         manifest = await self._announced_weights()
         if manifest is None:
             during = self.context.activity.during
-            with during(*WRITING):
+            with during(WRITING):
                 manifest = await self._write_weights(await self._compare_weights(), during)
         if self._must_evaluate(self.version - 1) and not await self.reconciler.is_announced(self.version):
             self._start_evaluation(self.version - 1)
@@ -146,13 +149,13 @@ class Trainer:
         Weights within a step belong to no version: they are not saved. Workers that are asked to leave too
         may hold tickets that wait for the version that is being written.
         """
-        if self._publication is not None:
-            await asyncio.wait({self._publication}, timeout=LAST_WORDS_S)
-        for task in (self._publication, self._evaluation):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
-        await self.runner.thread.call(self.runner.policy.zero)
+        await self._publication.give_up(LAST_WORDS_S)
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.wait({self._evaluation})
+        await self.runner.thread.call_anywhere(self.runner.policy.zero)
+        with contextlib.suppress(StoppedError):
+            await self.durability.checkpointer.finish()
         if self._trained_version == self.version and not self.runner.has_begun:
             with contextlib.suppress(StoppedError):
                 await self._save()
@@ -161,10 +164,12 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train, commit and announce one step."""
         started_at = time.time()
+        if self.runner.thread.takes_turns:  # an engine may have to evaluate first: not in the trainer's turn
+            await self._publication.finish()
         result = await self.runner.run(step, self.assembler)
         self._trained_version = step + 1
-        await self._finish_publication()
-        with self.context.activity.during(*WRITING):
+        await self._publication.finish()
+        with self.context.activity.during(WRITING):
             state = await self._compare_weights()
         dropped = self.assembler.drain_dropped()
         numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
@@ -179,13 +184,15 @@ class Trainer:
         self.outputs.diagnostics.observe(step, commit.metrics)
         # Before anything else is written: others may wait for memory that only a checkpoint frees.
         is_saved = await self.durability.memory.after_step(self._save)
-        work = self._publish(state)
-        self._publication = self.context.start(work, f"weights of version {self.version}")
+        self._publication.start(self._publish(state), f"weights of version {self.version}")
         self._observe(commit, result)
         every = self.config.checkpoint_every
         is_due = every > 0 and self.version % every == 0
         if is_due and not is_saved and self.version < self.config.steps:
-            await self._save()
+            if self.reconciler.needs_checkpoint:
+                await self._save()
+            else:
+                await self.durability.checkpointer.begin(self.version, self.assembler.dropped)
 
     async def _commit(self, commit: Commit, result: StepResult) -> None:
         """Make the step durable: in Redis, and after a restart of Redis in a checkpoint before that.
@@ -224,6 +231,7 @@ class Trainer:
         await restore_commits(self.context.broker, self.context.keys, self.durability.journal, below)
 
     async def _save(self) -> None:
+        """Have a checkpoint before anything else is done."""
         await self.durability.checkpointer.save(self.version, self.assembler.dropped)
         self.reconciler.needs_checkpoint = False
 
@@ -258,31 +266,9 @@ class Trainer:
     async def _publish(self, state: WeightState) -> None:
         """Write the version that was just committed, and announce it after the evaluation of the one
         before."""
-        manifest = await self._write_weights(state, self._during_beside)
-        await self._finish_evaluation(self._during_beside)
+        manifest = await self._write_weights(state, self._publication.during)
+        await self._finish_evaluation(self._publication.during)
         await self._announce(manifest)
-
-    @contextlib.contextmanager
-    def _during_beside(self, state: str, detail: str = "") -> Iterator[None]:
-        self._beside = state, detail
-        try:
-            yield
-        finally:
-            self._beside = WRITING
-
-    async def _finish_publication(self) -> None:
-        """Wait until the version before is announced. Raises StoppedError: the service must stop first."""
-        if self._publication is None:
-            return
-        with self.context.activity.during(*WRITING):
-            while not self._publication.done():
-                self.context.activity.enter(*self._beside)
-                waiting = asyncio.wait({self._publication}, timeout=QUIET_S)
-                if await self.context.unless_stopping(waiting) is None:
-                    raise StoppedError
-        if self.context.failure is not None or self._publication.exception() is not None:
-            raise StoppedError
-        self._publication = None
 
     async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:
         """Beside other work of the policy's thread, which only begins it."""
@@ -290,6 +276,7 @@ class Trainer:
 
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(weights.begin, version, policy, state)
+            self.runner.thread.let_go()
             return await asyncio.to_thread(weights.finish, begun)
 
         with metrics.WEIGHTS_WRITE_SECONDS.time():
@@ -309,11 +296,8 @@ class Trainer:
         await self._report(status=RUNNING)
 
     async def _announced_weights(self) -> WeightManifest | None:
-        """The manifest of this very version, where it was announced and its bytes are whole.
-
-        Where a replay did not come out bit by bit, the workers keep what they were given: a version cannot be
-        announced a second time.
-        """
+        """The manifest of this very version, where it was announced and its bytes are whole. Where a replay
+        did not come out bit by bit, the workers keep what they were given: no version is announced twice."""
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         if newest is None or newest.message.version != self.version:
             return None

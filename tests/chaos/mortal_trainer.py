@@ -19,6 +19,8 @@ from tidemill.services.trainer import trainer
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.durable import checkpoint
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore
+from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.weights import store
@@ -40,9 +42,12 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "with old versions half-removed": (store, "retire_folder", True),
     "before new tickets": (Scheduler, "admit", False),
     "after new tickets": (Scheduler, "admit", True),
-    "with the checkpoint's tensors half-written": (TransformersPolicy, "save_state", True),
+    "with a checkpoint's state copied": (TransformersPolicy, "stage_state", True),
+    "before a file of the checkpoint": (PolicyState, "write", False),
+    "with the checkpoint's tensors written": (PolicyState, "write", True),
     "before the checkpoint gets its name": (checkpoint, "publish_folder", False),
     "after the checkpoint got its name": (checkpoint, "publish_folder", True),
+    "with the checkpoint whole, before trimming": (CheckpointStore, "save", True),
 }
 """Where a trainer can die: owner and name of a function, and whether it is when that has returned."""
 

@@ -31,7 +31,7 @@ from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 
-STEPS, GROUPS, SIZE = 36, 2, 4
+STEPS, GROUPS, SIZE = 44, 2, 4
 LIFE_S = 90.0
 
 
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.timeout(900)  # sixteen lives, on a busy machine
+@pytest.mark.timeout(900)  # some twenty lives, on a busy machine
 @pytest.mark.parametrize("seed", [0])
 async def test_at_any_point_of_a_step(tmp_path: Path, one_thread: None, seed: int) -> None:
     """Every point of the list once, in random order, and three times more within the micro-batches."""

@@ -1,15 +1,25 @@
-"""What the tests on GPUs share: the mark that skips them elsewhere, and a model that GPU kernels accept."""
+"""What the tests on GPUs share: the mark that skips them elsewhere, and a model that GPU kernels accept.
 
+`make gpu-proof DRY=1` has them compute on the CPU all that does not need a GPU's own kernels.
+"""
+
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu.pytest_part import DRY_VARIABLE
 from tests.support.models import run_config, tiny_model
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none")
+IS_DRY = bool(os.environ.get(DRY_VARIABLE))
+DEVICE = "cpu" if IS_DRY else "cuda"
+needs_gpu = pytest.mark.skipif(
+    not IS_DRY and not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none"
+)
+needs_kernels = pytest.mark.skipif(IS_DRY, reason="a dry run: needs what only GPUs have")
 
 # Heads of 64: the smallest that every attention kernel takes.
 SHAPE: dict[str, Any] = {
@@ -28,7 +38,7 @@ def gpu_model(folder: Path, seed: int = 0) -> Path:
 
 
 def make_gpu_policy(
-    folder: Path, device: str = "cuda", dtype: str = "float32", **trainer: Any
+    folder: Path, device: str = DEVICE, dtype: str = "float32", **trainer: Any
 ) -> TransformersPolicy:
     """The policy that a trainer with this config would load."""
     fields = {"device": device, "liger": "off", "optimizer": {"lr": 1e-3}, **trainer}

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu
+from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_kernels
 from tests.support.models import PIECES, run_config
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
@@ -52,7 +52,8 @@ async def engine(folders: list[Path]) -> AsyncIterator[VllmEngine]:
             "vllm": {
                 "max_num_seqs": 16,
                 "gpu_memory_utilization": 0.3,
-                "extra": {"enable_sleep_mode": True},
+                "enforce_eager": IS_DRY,
+                "extra": {"enable_sleep_mode": not IS_DRY},
             },
         },
     )
@@ -133,6 +134,7 @@ async def test_the_probe_sees_the_new_weights(
     assert_near([gaps(policies[2], request, Generation(token_ids, scores, ((2, 0),), "stop"))])
 
 
+@needs_kernels
 async def test_sleep_frees_the_gpu_and_wake_keeps_the_weights(
     engine: VllmEngine, folders: list[Path], policies: list[TransformersPolicy]
 ) -> None:

@@ -9,6 +9,8 @@ from tests.simulation.schedule import LEASE_S, Fault, Schedule, Setup
 MOST_FAULTS = 6
 MIXED_SHARE = 0.25
 """Share of the schedules whose run has several sources and a curriculum."""
+FEW_SLOTS_SHARE = 0.5
+"""Share of those whose reward workers are always full, and read ahead."""
 SPAN_S = 14.0
 """Faults begin within the first so many seconds: about what an undisturbed run takes."""
 MOMENTS = (
@@ -39,6 +41,8 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
     is in flight, and recovers from few checkpoints."""
     rng = random.Random(f"schedule {seed}")
     setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
+    if random.Random(f"slots {seed}").random() < FEW_SLOTS_SHARE:
+        setup = replace(setup, reward_slots=2)
     if is_tight:
         every = max(4, setup.checkpoint_every)
         setup = replace(setup, trim=True, archive=True, segment_mb=0.001, checkpoint_every=every, steps=6)

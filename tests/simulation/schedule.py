@@ -28,6 +28,8 @@ class Setup:
     evaluation: bool = False
     rollouts: int = 2
     rewards: int = 2
+    reward_slots: int = 256
+    """Of each reward worker: where they are all taken, it reads ahead."""
     mixed: bool = False
     """Two sources, a curriculum, and groups without variance replaced."""
 
@@ -49,7 +51,12 @@ class Setup:
                 "sampling": {"max_tokens": 16},
                 "simulated": {"tokens": 6, "vocab_size": 32, "group_s": 1.0, "jitter": 0.8, "load_s": 0.1},
             },
-            "reward": {"function": "reward.py:compute_score", "workers": self.rewards, "processes": 1},
+            "reward": {
+                "function": "reward.py:compute_score",
+                "workers": self.rewards,
+                "processes": 1,
+                "max_in_flight": self.reward_slots,
+            },
             "trainer": {
                 "policy": "simulated",
                 "steps": self.steps,

@@ -117,9 +117,10 @@ class ForkServer:
 
 
 def become(request: dict[str, Any]) -> NoReturn:
-    """Run the module as `__main__`, in the environment that is asked for, and end with its exit code."""
+    """Run the module as `__main__`, in environment and folder as asked for, and end with its exit code."""
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["-m", *request["arguments"]]
     random.seed()

@@ -66,10 +66,17 @@ class ForkedProcess:
     """The part of `subprocess.Popen` that tests use."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int, errors: int
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+        errors: int,
+        folder: Path = REPO,
     ) -> None:
         """`output` and `errors` are file descriptors."""
         request = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
+        request["folder"] = str(folder)
         self.args = module
         self.returncode: int | None = None
         self._pid, self._told = 0, b""
@@ -153,15 +160,20 @@ def start_module(module: str, arguments: Sequence[str], log: Path, environment: 
 
 def tidemill(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run the command `tidemill` in exactly this environment, forked where that makes no difference."""
+    return run_module("tidemill.services.console", words, environment)
+
+
+def run_module(
+    module: str, words: Sequence[str], environment: Mapping[str, str], folder: Path = REPO
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m MODULE WORDS` in a folder to its end, forked where that makes no difference."""
     if not can_fork(environment):
-        command = [sys.executable, "-m", "tidemill.services.console", *words]
+        command = [sys.executable, "-m", module, *words]
         return subprocess.run(
-            command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
         )
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = ForkedProcess(
-            "tidemill.services.console", words, environment, output.fileno(), errors.fileno()
-        )
+        process = ForkedProcess(module, words, environment, output.fileno(), errors.fileno(), folder)
         try:
             code = process.wait(2 * PATIENCE_S)
         finally:

@@ -16,6 +16,7 @@ from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import Sample, form_micro_batches
+from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
 from tidemill.services.trainer.policy.policy import UpdateResult
@@ -79,9 +80,12 @@ def update(policy: Any, samples: list[Sample]) -> tuple[MicroBatchMetrics, Updat
     return sums, policy.update(sums.denominator)
 
 
-def options_of(config: TrainerConfig) -> dict[str, Any]:
-    """What else a float64 policy is made of."""
-    return {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION}
+def options_of(config: TrainerConfig, model: PreTrainedModel | None = None) -> dict[str, Any]:
+    """What else a float64 policy is made of; the model gets its adapters."""
+    options = {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION}
+    if config.lora is None or model is None:
+        return options
+    return options | {"adapters": Adapters(model, config.lora, torch.float64, seed=0)}
 
 
 def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, A
 
 def train_alone(model: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
     """One process and its outcome."""
-    return outcome_of(TransformersPolicy(model, config, **options_of(config)), config)
+    return outcome_of(TransformersPolicy(model, config, **options_of(config, model)), config)
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any], folder: Path) -> Any:
@@ -132,5 +136,5 @@ def train_cases(
     found = {}
     for name, model, config in cases:
         ranks.lay_out(config.shard_ranks)
-        found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config)), config)
+        found[name] = outcome_of(RankPolicy(model, config, ranks, **options_of(config, model)), config)
     return found

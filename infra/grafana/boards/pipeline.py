@@ -120,6 +120,8 @@ STAGES = Row(
             (
                 Query(quantile(0.95, "tidemill_commit_seconds"), "commit"),
                 Query(quantile(0.95, "tidemill_checkpoint_seconds"), "checkpoint"),
+                Query(quantile(0.95, "tidemill_checkpoint_copy_seconds"), "copy of a checkpoint"),
+                Query(quantile(0.95, "tidemill_checkpoint_wait_seconds"), "wait for the checkpoint before"),
                 Query(quantile(0.95, "tidemill_weights_write_seconds"), "weights"),
                 Query(quantile(0.95, "tidemill_weights_compare_seconds"), "comparison of weights"),
                 Query(quantile(0.95, "tidemill_evaluation_seconds"), "evaluation"),

@@ -216,13 +216,20 @@ STABILITY = Row(
             (Query(step("grad_norm"), "norm"), Query(step("update_skipped"), "skipped")),
         ),
         Panel(
+            "Use of experts",
+            "short",
+            "Of mixtures of experts with algorithm.router: the busiest's load, entropy and idle share.",
+            "A rising load or idle share: algorithm.router.balance, or a lower learning rate.",
+            "Unhealthy numbers",
+            (Query(steps("experts/(max_load|entropy|idle|balance_loss)"), "{{metric}}"),),
+        ),
+        Panel(
             "Loss",
             "short",
             "Loss of each step.",
             "Says little in RL but for jumps; look at reward and KL.",
             HEADING,
             (Query(step("loss"), "loss"),),
-            span=12,
         ),
         Panel(
             "Learning rate",
@@ -231,7 +238,6 @@ STABILITY = Row(
             "Compare with the schedule you meant.",
             HEADING,
             (Query(step("learning_rate"), "learning rate"),),
-            span=12,
         ),
     ),
 )

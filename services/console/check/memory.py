@@ -65,6 +65,8 @@ def describe(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Ite
             f"{_parts(engine['parts'])}; the KV cache holds {engine['num_sequences']:,} sequences of "
             f"{config.model.max_model_len:,} tokens"
         )
+    if fit["takes_turns"]:
+        yield "trainer and engines take turns on GPUs: one computes, the other waits on the host"
     if fit["host"]["peak"]:
         yield f"host: {_gib(fit['host']['peak'])} GiB: {_parts(fit['host']['parts'])}"
 

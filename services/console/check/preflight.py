@@ -170,7 +170,8 @@ def _check_gpus(config: RunConfig) -> None:
         raise PreflightError(
             "; ".join(overlaps)
             + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
-            "share on purpose: rollout.shares_trainer_gpus, shares_rollout_gpus of a reward model"
+            "share on purpose: rollout.gpu_turns, rollout.shares_trainer_gpus, or a reward model's "
+            "shares_rollout_gpus"
         )
     named = {".".join(field): gpus for field, gpus in named_gpus(config).items()}
     if not any(named.values()) or (count := count_gpus()) is None:

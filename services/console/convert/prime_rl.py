@@ -194,9 +194,6 @@ def _convert_machine(draft: Draft) -> None:
     per_node = draft.take("deployment.gpus_per_node")
     ranks = nodes * per_node if nodes else train
     gpus = infer_nodes * per_node if infer_nodes else gpus
-    if draft.has(T + "model.lora.rank") and ranks > 1:
-        draft.lose("deployment.num_train_gpus", "lora trains on one GPU here")
-        ranks = 1
     draft.put("trainer.num_ranks", ranks, "deployment")
     parallel = draft.given.get(I + "tensor_parallel_size", 1)
     draft.put("rollout.engine", "vllm", "inference")

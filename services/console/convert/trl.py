@@ -321,6 +321,3 @@ def _convert_machine(draft: Draft) -> None:
         if modules := draft.take("lora_target_modules"):
             draft.put("trainer.lora.target_modules", modules, "lora_target_modules")
     draft.copy_records("report_to", ("none", "tensorboard", "all"), "run_name")
-    if "trainer.lora.rank" in draft.fields and draft.fields["trainer.num_ranks"] > 1:
-        draft.put("trainer.num_ranks", 1, "")
-        draft.lose(PROCESSES, "lora trains on one GPU here")

@@ -174,12 +174,16 @@ ROWS = (
         "push_to_hub, hub_*, trackio_space_id",
         "every completion and metric of a run is kept in its folder",
     ),
+    missing(
+        "router_aux_loss_coef",
+        "of a batch of rows, so it depends on their split; see trainer.algorithm.router.balance",
+        off=0,
+    ),
     automatic(
         "remove_unused_columns, dataset_config, dataset_split, dataset_train_split, "
         "dataset_test_split, dataset_num_proc, dataloader_*, pad_to_multiple_of, deepspeed*, "
         "fsdp*, ddp_*, accelerator_config*, gradient_checkpointing_kwargs.*, "
-        "attn_implementation, model_init_kwargs.*, disable_dropout, cast_lm_head_to_fp32, "
-        "router_aux_loss_coef",
+        "attn_implementation, model_init_kwargs.*, disable_dropout, cast_lm_head_to_fp32",
         WORDS,
     ),
 )

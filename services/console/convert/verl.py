@@ -244,10 +244,6 @@ def _convert_evaluation(draft: Draft) -> None:
 
 def _convert_machine(draft: Draft, mode: str) -> None:
     ranks = draft.take("trainer.n_gpus_per_node") * draft.take("trainer.nnodes")
-    alone = [name for name in ("trainer.lora.rank", "trainer.algorithm.value.head") if name in draft.fields]
-    if alone and ranks > 1:
-        draft.lose("trainer.n_gpus_per_node", f"{alone[0].rpartition('.')[0]} trains on one GPU here")
-        ranks = 1
     draft.put("trainer.num_ranks", ranks, "n_gpus_per_node * nnodes")
     if mode == "fully_async" or draft.has("rollout.n_gpus_per_node"):
         gpus = draft.take("rollout.n_gpus_per_node") * draft.take("rollout.nnodes")

@@ -2,7 +2,7 @@
 
 Every rank of the trainer, every engine (`rollout.vllm.tensor_parallel_size` each) and every local server of a
 reward model or teacher gets GPUs of its own, in this order, from those that nobody has named. What is named
-stays. On a machine with one GPU they share it, as without any word.
+stays. On a machine with one GPU the trainer and vLLM take turns on it (`rollout.gpu_turns`).
 """
 
 import os
@@ -67,7 +67,7 @@ def find_overlaps(config: RunConfig) -> list[str]:
             problems.append("trainer.gpus names a GPU twice")
         for gpu in dict.fromkeys(gpus):
             owner = owners.setdefault(gpu, field)
-            is_asked = (owner, field) == (TRAINER, ROLLOUT) and config.rollout.shares_trainer_gpus
+            is_asked = (owner, field) == (TRAINER, ROLLOUT) and config.rollout.on_trainer_gpus
             if owner != field and not is_asked:
                 problems.append(f"GPU {gpu} is in {_told(owner)} and in {_told(field)}")
     return problems
@@ -85,7 +85,9 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
             f"trainer.gpus names {len(config.trainer.gpus)} GPUs for {config.trainer.num_ranks} ranks "
             "(trainer.num_ranks): each has one of its own"
         )
-    if config.rollout.shares_trainer_gpus:
+    if _has_one_for_both(config, here, wanted):
+        config = _with(config, ("rollout", "gpu_turns"), "on")
+    if config.rollout.on_trainer_gpus:
         wanted.pop(ROLLOUT, None)
     missing = {field: count for field, count in wanted.items() if count and not named.get(field)}
     free = [gpu for gpu in here if not any(gpu in gpus for gpus in named.values())]
@@ -93,12 +95,24 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
     if not here or needed > len(free):
         return config, _too_few(config, here, missing, len(free))
     for field, count in missing.items():
-        config, free = _with_gpus(config, field, tuple(free[:count])), free[count:]
-    if config.rollout.shares_trainer_gpus:
+        config, free = _with(config, field, tuple(free[:count])), free[count:]
+    if config.rollout.on_trainer_gpus:
         config = _shared(config)
     told = [f"{_told(field[:-1])} {_list(gpus)}" for field, gpus in named_gpus(config).items() if gpus]
     unused = [f"{_list(free)} unused"] if free else []
-    return config, [f"GPUs: {', '.join([*told, *unused])}", *_judges(config)] if told else []
+    turns = [TURNS] if config.rollout.takes_gpu_turns else []
+    return config, [f"GPUs: {', '.join([*told, *unused])}", *turns, *_judges(config)] if told else []
+
+
+TURNS = "trainer and rollout workers take turns on the trainer's GPUs: one computes, the other sleeps"
+
+
+def _has_one_for_both(config: RunConfig, here: Sequence[int], wanted: dict[Field, int]) -> bool:
+    """Whether trainer and engines have one GPU in all, and nothing is said of how they share it."""
+    rollout = config.rollout
+    is_open = rollout.gpu_turns == "auto" and not rollout.shares_trainer_gpus
+    are_small = wanted.get(TRAINER) == 1 == rollout.vllm.tensor_parallel_size and rollout.workers > 0
+    return is_open and len(here) == 1 and are_small and rollout.engine == "vllm" and not rollout.gpus
 
 
 def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], num_free: int) -> list[str]:
@@ -106,6 +120,9 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[Field, int], 
     if not here or not missing:
         return []
     if len(here) == 1:
+        if config.rollout.takes_gpu_turns:
+            others = ", ".join(_told(field[:-1]) for field in missing if field != TRAINER)
+            return [f"one GPU: {TURNS}; {others} on it at once with either"]
         share = config.rollout.vllm.gpu_memory_utilization
         left = f"; rollout.vllm.gpu_memory_utilization leaves {1.0 - share:.0%} of its memory to the others"
         text = f"one GPU: all processes are on GPU {here[0]} at once"
@@ -138,16 +155,16 @@ def _shared(config: RunConfig) -> RunConfig:
             f"rollout.vllm.tensor_parallel_size is {rollout.vllm.tensor_parallel_size}, and the trainer, "
             f"whose GPUs rollout workers share, has {len(gpus)}: lower it"
         )
-    shared: RunConfig = _with_gpus(config, ROLLOUT, tuple(gpus[i % len(gpus)] for i in range(count)))
+    shared: RunConfig = _with(config, ROLLOUT, tuple(gpus[i % len(gpus)] for i in range(count)))
     return shared
 
 
-def _with_gpus(section: Any, path: Sequence[str], gpus: tuple[int, ...]) -> Any:
-    """A copy; sections within mappings are found by their keys."""
+def _with(section: Any, path: Sequence[str], given: Any) -> Any:
+    """A copy with one field changed; sections within mappings are found by their keys."""
     name, *rest = path
     if isinstance(section, dict):
-        return {**section, name: _with_gpus(section[name], rest, gpus)}
-    value = _with_gpus(getattr(section, name), rest, gpus) if rest else gpus
+        return {**section, name: _with(section[name], rest, given)}
+    value = _with(getattr(section, name), rest, given) if rest else given
     return section.model_copy(update={name: value})
 
 

@@ -30,10 +30,10 @@ PREAMBLE = f"""{HEADING}
 
 Written by `services/console/reference/fits_table.py` from the files in `docs/operations/models/`.
 bfloat16, sequences of up to {MAX_MODEL_LEN:,} tokens, no reference model,
-hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough. "needs" is GiB of a
-GPU at the peak, "sequences" of full length are what the KV cache of one engine holds, "host" is GiB of the
-fullest host. `tokens` are `trainer.micro_batch_tokens`. Where it does not fit, the largest part of the
-closest try is named.
+hosts of 8 GPUs; half of the GPUs are the trainer's, and more where that is not enough; one is used in turns.
+"needs" is GiB of a GPU at the peak, "sequences" of full length are what the KV cache of one engine holds,
+"host" is GiB of the fullest host. `tokens` are `trainer.micro_batch_tokens`. Where it does not fit, the
+largest part of the closest try is named.
 
 | model | GPUs | GiB each | fits | settings | trainer needs | tokens | sequences | host |
 |---|---|---|---|---|---|---|---|---|

@@ -189,7 +189,7 @@ def _flow(snapshot: RunSnapshot) -> Table:
         table.add_row(f"jobs, {JOB_WORDS.get(queue_name, queue_name)}", _job_text(states))
     for name, count in sorted(_reward_failures(snapshot).items()):
         table.add_row(Text(f"failed: {printable(name)}"), Text(f"{count:,.0f}", "red"))
-    for label, text in _weights_texts(snapshot.workers):
+    for label, text in weights_texts(snapshot.workers):
         table.add_row(label, text)
     if wrong := sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers):
         table.add_row("engines with wrong weights", Text(f"{wrong:,.0f} times, repaired", "bold red"))
@@ -199,8 +199,8 @@ def _flow(snapshot: RunSnapshot) -> Table:
     return table
 
 
-def _weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
-    """What the newest version took to write beside training, and the slowest engine to take in."""
+def weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
+    """What the newest version and checkpoint took to write, and the slowest engine to take in the version."""
     counts = [beat.counts for beat in workers if beat.is_alive]
     for own in counts:
         if "weights_bytes" in own:
@@ -208,6 +208,10 @@ def _weights_texts(workers: Sequence[Heartbeat]) -> Iterator[tuple[str, str]]:
             share = f", {changed:.1%} changed" if changed >= 0.0 else ""
             yield "weights written", f"{size(own['weights_bytes'])}{share}"
             yield "  beside training", took(own.get("weights_encode_s", 0.0))
+        if "checkpoint_copy_s" in own:
+            yield "checkpoint copied in", took(own["checkpoint_copy_s"])
+            yield "  after a wait of", took(own.get("checkpoint_wait_s"))
+            yield "  written beside in", took(own.get("checkpoint_write_s"))
     for name, label in (("weights_load_s", "weights staged in"), ("weights_pause_s", "  engine's pause")):
         if seconds := [own[name] for own in counts if name in own]:
             yield label, took(max(seconds))

@@ -15,6 +15,7 @@ from tidemill.common.streams.entries import Garbled
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane
 from tidemill.services.console.dead.commands import as_tree
 from tidemill.services.console.dead.dead_letters import Letter, decode_letter, unreadable_letter
+from tidemill.services.console.status.render import weights_texts
 from tidemill.services.console.text.formats import sample_name
 from tidemill.services.console.web.charts import chart_trees
 from tidemill.services.console.web.group_index import STATES, GroupIndex, GroupRow
@@ -187,6 +188,7 @@ def _state(run: WatchedRun) -> dict[str, Any]:
     return {
         "snapshot": run.snapshot,
         "queue_words": QUEUE_WORDS,
+        "weights": list(weights_texts(run.snapshot.workers)) if run.snapshot else [],
         "counts": counts,
         "num_eval": len(run.index.groups[Lane.EVAL]),
         "recent": [steps[step] for step in sorted(steps)[-RECENT_STEPS:][::-1]],

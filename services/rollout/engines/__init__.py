@@ -22,16 +22,15 @@ def build_engine(config: RunConfig, worker: str = "") -> Engine:
     if (turn_s := config.shared_turn_s) is not None:
         from tidemill.services.rollout.engines.gpu_sharing import GpuSharingEngine
 
-        return GpuSharingEngine(_sleeping_engine(config, worker), turn_s)
+        return GpuSharingEngine(_engine(config, worker), turn_s, config.rollout.stall_s)
+    return _engine(config, worker)
+
+
+def _engine(config: RunConfig, worker: str) -> "SleepingEngine":
     if config.rollout.engine == "transformers":
         from tidemill.services.rollout.engines.transformers import TransformersEngine
 
         return TransformersEngine(config)
-    return _sleeping_engine(config, worker)
-
-
-def _sleeping_engine(config: RunConfig, worker: str) -> "SleepingEngine":
-    """One of the engines that can leave their device."""
     if config.rollout.engine == "simulated":
         from tidemill.services.rollout.engines.simulated import SimulatedEngine
 

@@ -1,9 +1,12 @@
-"""An engine that shares its device: it generates in its turn, and sleeps while a reward model has the device.
+"""An engine that shares its device: it generates in its turn, and sleeps while the trainer or a reward model
+has the device.
 
-Asleep, its weights wait in the CPU's memory and its KV cache is gone. A request that has begun is finished
-before the device is handed over; requests and weight updates that come later wait for the next turn.
+Asleep, its weights wait in the CPU's memory and its KV cache is gone. A request that has begun stands still,
+and goes on with the same tokens in the next turn; of an engine that cannot do that, it is finished first.
+Requests and weight updates that come later wait for the next turn.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +20,11 @@ from tidemill.services.rollout.engines.engine import Engine, Generation, Generat
 class SleepingEngine(Engine, Protocol):
     """An engine that can leave its device and come back with the same weights."""
 
+    stands_still: bool
+    """Whether it sleeps with requests running; they go on when it wakes."""
+
     async def sleep(self) -> None:
-        """Give the device's memory back. No request is running."""
+        """Give the device's memory back, after an update that is under way."""
 
     async def wake(self) -> None:
         """Take it again."""
@@ -27,10 +33,13 @@ class SleepingEngine(Engine, Protocol):
 class GpuSharingEngine:
     """`engine`, in its turns on the devices of this process."""
 
-    def __init__(self, engine: SleepingEngine, turn_s: float) -> None:
-        self._engine = engine
-        self._gate = GpuGate(GpuLock(lock_files()), self._wake, engine.sleep, turn_s)
+    def __init__(self, engine: SleepingEngine, turn_s: float, stall_s: float) -> None:
+        """An engine that takes longer than `stall_s` to sleep or to wake hangs, while others wait."""
+        self._engine, self._stall_s = engine, stall_s
+        lock, still = GpuLock(lock_files()), engine.stands_still
+        self._gate = GpuGate(lock, self._wake, self._sleep, turn_s, stands_still=still)
         self._is_started = False
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
@@ -40,11 +49,11 @@ class GpuSharingEngine:
     @property
     def num_running(self) -> int:
         """Requests that are computed; those that wait for a turn are not among them."""
-        return self._engine.num_running
+        return self._engine.num_running if self._gate.is_open else 0
 
     async def start(self) -> None:
         """Load the starting model in the first turn: the other one may have the device's memory now."""
-        self._gate.start()
+        self._gate.start().add_done_callback(self._ended)
         async with self._turn():
             pass
 
@@ -90,7 +99,17 @@ class GpuSharingEngine:
 
     async def _wake(self) -> None:
         if self._is_started:
-            await self._engine.wake()
+            async with asyncio.timeout(self._stall_s):
+                await self._engine.wake()
         else:
             await self._engine.start()
             self._is_started = True
+
+    async def _sleep(self) -> None:
+        async with asyncio.timeout(self._stall_s):
+            await self._engine.sleep()
+
+    def _ended(self, keeper: "asyncio.Task[None]") -> None:
+        """What stands still would do so for ever: it fails, and the worker is started anew."""
+        if not keeper.cancelled():
+            self._closing = asyncio.create_task(self._engine.close())

@@ -29,6 +29,8 @@ from tidemill.services.rollout.engines.engine import (
 class SimulatedEngine:
     """An engine that computes nothing: every token is equally likely and every update succeeds."""
 
+    stands_still = False
+
     def __init__(self, config: RunConfig) -> None:
         self._options = config.rollout.simulated
         self._max_model_len = config.model.max_model_len

@@ -53,6 +53,8 @@ class _Waiting:
 class TransformersEngine:
     """Decodes with a Hugging Face model in this process."""
 
+    stands_still = True
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._options = config.rollout.transformers
@@ -157,6 +159,14 @@ class TransformersEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens."""
         return self._running_folder().decode(token_ids)
+
+    async def sleep(self) -> None:
+        """Stand still after the running batch. The model stays where it is."""
+        await self._model_in_use.acquire()
+
+    async def wake(self) -> None:
+        """Go on."""
+        self._model_in_use.release()
 
     async def close(self) -> None:
         """End the running batch early and free the model. Waiting requests fail."""

@@ -49,6 +49,8 @@ URGENT, NORMAL = 0, 1
 class VllmEngine:
     """One vLLM engine: its scheduler and its workers are child processes of this one."""
 
+    stands_still = True
+
     def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._config, self._worker = config, worker
         self._folder: ModelFolder | None = None
@@ -58,9 +60,9 @@ class VllmEngine:
         self._num_submitted = 0
         # Requests inside vLLM without a token so far, and whether an update has taken them back.
         self._unstarted: dict[str, bool] = {}
-        self._updating = asyncio.Lock()
+        self._updating = asyncio.Lock()  # held by an update, by a score, and while asleep
         self._digest: Digest | None = None
-        self._is_readable = self._is_patchable = False
+        self._is_readable = self._is_patchable = self._moves = False
 
     @property
     def can_patch(self) -> bool:
@@ -178,12 +180,22 @@ class VllmEngine:
         return self._running_folder().decode(token_ids)
 
     async def sleep(self) -> None:
-        """Move the weights to the CPU's memory and drop the KV cache. Only on GPUs."""
-        await self._running_llm().sleep(level=1)
+        """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which
+        `wake` has computed anew for what was running."""
+        from tidemill.services.rollout.engines.vllm_layers import is_cpu
+
+        await self._updating.acquire()
+        llm, self._moves = self._running_llm(), not is_cpu()
+        if self._moves:
+            await llm.sleep(level=1, mode="keep")
+        else:
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def wake(self) -> None:
-        """Move them back."""
-        await self._running_llm().wake_up()
+        """Move them back, and go on."""
+        llm = self._running_llm()
+        await (llm.wake_up() if self._moves else llm.resume_generation())
+        self._updating.release()
 
     async def close(self) -> None:
         """End vLLM's processes. Running requests fail."""

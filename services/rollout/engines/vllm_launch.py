@@ -71,7 +71,8 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
     """Translate the run's config; `rollout.vllm.extra` overrides everything."""
     from transformers import AutoConfig
     from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
+
+    from tidemill.services.rollout.engines.vllm_layers import is_cpu
 
     options = config.rollout.vllm
     seed = config.seed if config.rollout.seed is None else config.rollout.seed
@@ -91,12 +92,12 @@ def engine_args(config: RunConfig, worker: str) -> "AsyncEngineArgs":
         # One stream of noise serves all requests of an engine; two workers must not share it.
         "seed": request_key(seed, worker) >> 33,
     }
-    if config.shared_turn_s is not None:
+    if config.shared_turn_s is not None and not is_cpu():
         fields["enable_sleep_mode"] = True
     if config.model.overrides:
         changed = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
         fields["hf_overrides"] = for_vllm(changed, config.model.overrides)
-    if current_platform.is_cpu():
+    if is_cpu():
         if options.extra.get("dtype", config.model.dtype) in ("auto", "bfloat16"):
             check_bfloat16(f"model.dtype is {config.model.dtype}")
         share_cores(config.rollout)

@@ -142,13 +142,15 @@ class BatchAssembler:
     ) -> None:
         self.context, self.trainer = context, context.config.trainer
         self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
-        self.group_filter, self.precompute = group_filter, precompute
+        # In turns on a GPU nothing is computed before all groups are there: each time an engine would sleep.
+        self.takes_turns = context.config.rollout.takes_gpu_turns
+        self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
         self.limit = ReplacementLimit(self.trainer)
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
-        """Wait until at least one group is there for `step` (all of them, unless `start_early`). Taken groups
-        stay outstanding until `settle`. Raises StoppedError: the service must stop."""
+        """Wait until at least one group is there for `step`; all of them, unless `start_early`, and in turns
+        on a GPU. Taken groups stay outstanding until `settle`. Raises StoppedError: the service must stop."""
         taken: list[TrainableGroup] = []
         quiet_since = time.monotonic()
         while True:
@@ -160,7 +162,8 @@ class BatchAssembler:
                 continue
             for ticket in selected:
                 await self._take(ticket, step, taken)
-            if taken and (self.trainer.start_early or len(taken) == places):
+            starts_early = self.trainer.start_early and not self.takes_turns
+            if taken and (starts_early or len(taken) == places):
                 return taken
             if await self.precompute_waiting(step, places - len(taken)):
                 continue

@@ -3,17 +3,19 @@
 Where the run archives, what no outstanding group needs goes as soon as it is archived and its step committed:
 a restart replays it from the archive. Dead letters go below the oldest kept checkpoint. Without
 an archive all does: an entry goes only when every whole checkpoint on the disk can do without it, and not
-before there are `keep_checkpoints` of them; checkpoints of earlier processes count too.
+before there are `keep_checkpoints` of them; checkpoints of earlier processes count too. A checkpoint counts
+when it has its name, which may be some steps after its state was taken: until then the ones before it do.
 """
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
 
 import structlog
+from prometheus_client import Histogram
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest, note_needed, note_trim
@@ -44,50 +46,18 @@ from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler, Run
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, TRAJECTORIES
 from tidemill.services.trainer.durable.archive_requests import ArchiveJobs
 from tidemill.services.trainer.durable.archived_history import ALIGNED, ArchivedHistory
+from tidemill.services.trainer.durable.beside import WorkBeside
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.durable.departed import Departed
+from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.step import StepRunner
 
 log = structlog.get_logger(__name__)
 
 READ_COUNT = 256
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-
-T = TypeVar("T")
-
-
-async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
-    """`until_stored`, for a function that blocks: it runs in a thread."""
-    return await until_stored(context, lambda: asyncio.to_thread(write, *args))
-
-
-During = Callable[..., AbstractContextManager[None]]
-"""Says what a process is at, for the length of a block: `Activity.during`, or what stands for it."""
-
-
-async def until_stored(
-    context: ServiceContext, write: Callable[[], Awaitable[T]], during: During | None = None
-) -> T:
-    """Call `write` until the disk takes it; writes must leave nothing half-written behind.
-
-    Raises:
-        StorageError: waiting cannot cure it.
-        StoppedError: the disk has not taken it, and the service must stop.
-    """
-    pause_s = FIRST_PAUSE_S
-    while True:
-        try:
-            return await write()
-        except StorageError as error:
-            if not error.can_clear:
-                raise
-            log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            with (during or context.activity.during)("wait:disk", str(error)):
-                await context.unless_stopping(asyncio.sleep(pause_s))
-            if context.stopping.is_set():
-                raise StoppedError from error
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+CHECKPOINT = "checkpoint"
+"""The activity while a checkpoint is copied or waited for."""
 
 
 class Trimmer:
@@ -213,13 +183,51 @@ class Checkpointer:
         """Per version of a checkpoint of this process, the history that its positions are valid in."""
         self._departed = Departed(context)
         self._changing = asyncio.Lock()
+        """Held while the folder of checkpoints changes."""
+        self._writing = WorkBeside(context, CHECKPOINT)
+        self.seconds: dict[str, float] = {}
+        """What the newest checkpoint took: `wait` for the one before, `copy`, and beside training `write`."""
 
     async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
-        """Write the checkpoint of `version`, then trim what no kept checkpoint needs. `dropped` is what the
-        next commit will have to tell."""
+        """`begin`, and wait until the checkpoint is durable and what it frees is trimmed."""
+        await self.begin(version, dropped)
+        await self.finish()
+
+    async def begin(self, version: int, dropped: Sequence[Dropped]) -> None:
+        """Take the state of `version`, between two steps, and start to write it; then trim what no kept
+        checkpoint needs. Waits for the one before. `dropped` is what the next commit will have to tell."""
+        with self._timed("wait", metrics.CHECKPOINT_WAIT_SECONDS):
+            await self.finish()
+        with self.context.activity.during(CHECKPOINT), self._timed("copy", metrics.CHECKPOINT_COPY_SECONDS):
+            state = self._state(version, dropped)
+            # Also where another process has the GPU now: the policy waits in host memory then.
+            await self.runner.thread.call_anywhere(self.runner.policy.stage_state)
+        self._writing.start(self._write(state), f"checkpoint of version {version}")
+
+    async def finish(self) -> None:
+        """Wait until what is being written is durable. Raises StoppedError: it could not be written."""
+        await self._writing.finish(to_the_end=True)
+
+    async def close(self) -> None:
+        """Where the trainer ends with an error: let a write end, and wait for no disk that refuses it."""
+        if self._writing.is_pending:
+            self.context.stopping.set()
+            with suppress(StoppedError):
+                await self.finish()
+
+    @contextmanager
+    def _timed(self, name: str, histogram: Histogram) -> Iterator[None]:
+        started_at = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - started_at
+        histogram.observe(self.seconds[name])
+
+    def _state(self, version: int, dropped: Sequence[Dropped]) -> TrainerState:
+        """Of all parts at one moment: nothing in it moves on with them."""
         scheduler, join = self.streams.scheduler, self.streams.join
         trails = {stream: [list(rung) for rung in rungs] for stream, rungs in join.trails().items()}
-        state = TrainerState(
+        self._histories[version] = join.history
+        return TrainerState(
             version=version,
             positions=join.positions(),
             scheduler=scheduler.state(),
@@ -231,23 +239,22 @@ class Checkpointer:
             data=scheduler.prompts.state(scheduler.next_ticket),
             counters={"trajectories": join.num_trajectories},
         )
-        self._histories[version] = join.history
-        async with self._changing:
-            await self._save(state)
 
     async def keep_newest_only(self) -> None:
         """Have what may go archived at once; without an archive, give up all checkpoints but the newest whole
         one, and trim what only they needed."""
+        if not self._kept:
+            return await self.trimmer.let_go({}, self.trimmer.history, is_urgent=True)
+        if self.trimmer.archives:
+            return await self._trim(self._kept[0], is_urgent=True)
         async with self._changing:
-            if not self._kept:
-                return await self.trimmer.let_go({}, self.trimmer.history, is_urgent=True)
             newest = self._kept[-1]
-            if len(self._kept) > 1 and not self.trimmer.archives:
+            if len(self._kept) > 1:
                 if not await asyncio.to_thread(self.store.keep_only, newest.version):
                     return
                 self._kept = deque([newest], self._kept.maxlen)
                 log.warning("gave up older checkpoints to make room in Redis", kept=newest.version)
-            await self._trim(self._kept[0], is_urgent=True)
+            await self._trim(newest, is_urgent=True)
 
     async def trim_settled(self, version: int) -> None:
         """Between two steps: trim what no outstanding group needs, as far as it is archived.
@@ -267,12 +274,21 @@ class Checkpointer:
             }
             await self.trimmer.let_go(below, history)
 
-    async def _save(self, state: TrainerState) -> None:
-        with self.context.activity.during("checkpoint"), metrics.CHECKPOINT_SECONDS.time():
-            await on_disk(self.context, self.recorder.sync)
-            save_state = self.runner.policy.save_state
-            write = partial(self.runner.thread.call, self.store.save, state, save_state)
-            await until_stored(self.context, write)
+    async def _write(self, state: TrainerState) -> None:
+        async with self._changing:
+            with self._timed("write", metrics.CHECKPOINT_SECONDS):
+                write = partial(asyncio.to_thread, self._store, state)
+                await until_stored(self.context, write, self._writing.during)
+            await self._settle()
+
+    def _store(self, state: TrainerState) -> None:
+        """In a thread of its own: the policy's is asked to begin, and goes on."""
+        thread, policy = self.runner.thread, self.runner.policy
+        self.recorder.sync()
+        self.store.save(state, lambda folder: thread.submit(policy.begin_saving, folder).result().result())
+
+    async def _settle(self) -> None:
+        """Trim what the checkpoints that are there now do not need."""
         self._kept.clear()
         self._kept.extend(self.store.kept)
         if self.trimmer.archives:

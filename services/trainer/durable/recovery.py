@@ -29,8 +29,9 @@ from tidemill.services.trainer.batch.batch_assembler import Dropped
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.durable.archived_history import ArchivedHistory
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWholeError
-from tidemill.services.trainer.durable.checkpointing import on_disk, settled_positions, until_stored
+from tidemill.services.trainer.durable.checkpointing import settled_positions
 from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
+from tidemill.services.trainer.durable.disk_retry import on_disk, until_stored
 from tidemill.services.trainer.groups.group_filter import CompleteGroup
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
@@ -209,6 +210,7 @@ class Replayer:
             await runner.thread.call(
                 check_replay, runner.policy, commit, now, context.config, context.run_dir
             )
+            runner.thread.let_go()
         metrics.REPLAYED_STEPS.inc()
         for ticket in commit.groups:
             self.scheduler.settle(ticket)

@@ -4,6 +4,8 @@ Guarantees: nothing but adapters is trained, in float32; the base stays what it 
 reference model of KL penalties is the same model with its adapters off; what engines get is the base with the
 adapters added to its weights, computed in float32 and rounded once. The first adapters depend on the run's
 seed alone and change nothing: a run that is started again without a checkpoint starts from the same bytes.
+Where ranks share the model, base and adapters are split by rows; what is exported is that of one rank, bit
+for bit.
 """
 
 import math
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -22,7 +25,8 @@ from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy.forward import TileScores, TokenScorer, output_head
 from tidemill.services.trainer.policy.packing import Tile
-from tidemill.services.trainer.weights.store import digest_parameters, model_tensors
+from tidemill.services.trainer.weights.shadow import held_range
+from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
 
 ADAPTER_FOLDER = "adapter"
 """Beside a version's merged weights: its adapters alone, in PEFT's format."""
@@ -32,14 +36,20 @@ _NAME = "default"
 
 
 class Adapters:
-    """The adapters of one model. Make it before the model is compiled and before its optimizer."""
+    """The adapters of one model. Make it before the model is compiled, split, and before its optimizer. Of a
+    model whose weights are not read yet, `base_digest` is that of its files."""
 
     def __init__(
-        self, model: PreTrainedModel, config: LoraConfig, compute_dtype: torch.dtype, seed: int
+        self,
+        model: PreTrainedModel,
+        config: LoraConfig,
+        compute_dtype: torch.dtype,
+        seed: int,
+        base_digest: str = "",
     ) -> None:
         self._model, self._config = model, config
         targets = _find_targets(model, config)
-        base_digest = digest_parameters(model_tensors(model).items())
+        base_digest = base_digest or digest_parameters(model_tensors(model).items())
         self._peft_config = _inject(model, config, targets, seed)
         self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
         scale = config.alpha / (math.sqrt(config.rank) if config.rank_stabilized else config.rank)
@@ -74,30 +84,33 @@ class Adapters:
             for layer in self._layers.values():
                 layer.enable_adapters(True)
 
+    def base(self) -> dict[str, Tensor]:
+        """The tensors of the model without adapters, by the names that it has then; views."""
+        named = model_tensors(self._model).items()
+        return {n.replace(".base_layer.", "."): t for n, t in named if not _is_adapter_weight(n)}
+
     @torch.no_grad()
     def merged(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights of an ordinary model that computes the same, by the base's names."""
-        tensors = {}
-        for name, tensor in model_tensors(self._model).items():
-            path, _, kind = name.rpartition(".base_layer.")
-            layer = self._layers.get(path)
-            if layer is not None:
-                if kind == "weight":
-                    delta = layer.get_delta_weight(_NAME)
-                    tensor = (tensor.to(delta.dtype) + delta).to(dtype)
-                tensors[f"{path}.{kind}"] = tensor
-            elif not _is_adapter_weight(name):
-                tensors[name] = tensor
+        """The weights of an ordinary model that computes the same, by the base's names; all ranks must call
+        this."""
+        tensors = self.base()
+        for path, layer in self._layers.items():
+            tensors[f"{path}.weight"] = _add(_delta(layer), tensors[f"{path}.weight"], dtype)
         return tensors
 
-    def save(self, folder: Path) -> None:
-        """Write a folder that `PeftModel.from_pretrained` and engines load beside the base."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def save(self, folder: Path, writes: bool = True) -> None:
+        """Write a folder that `PeftModel.from_pretrained` and engines load beside the base; all ranks must
+        call this, of which one writes."""
         tensors = {
-            f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": parameter.detach().contiguous()
+            f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": whole_tensor(
+                parameter.detach()
+            ).contiguous()
             for name, parameter in self._model.named_parameters()
             if _is_adapter_weight(name)
         }
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self._peft_config.save_pretrained(str(folder))
 
@@ -105,8 +118,8 @@ class Adapters:
 class BaseReference:
     """The reference model: the policy's with its adapters off. Has the methods of `ReferenceModel`."""
 
-    def __init__(self, model: PreTrainedModel, adapters: Adapters, compute_dtype: torch.dtype) -> None:
-        self.scorer: TokenScorer = _BaseScorer(model, compute_dtype, adapters)
+    def __init__(self, scorer: TokenScorer, adapters: Adapters) -> None:
+        self.scorer: TokenScorer = _BaseScorer(scorer, adapters)
 
     def is_due(self, num_steps: int) -> bool:
         """Never: the base does not move."""
@@ -121,17 +134,48 @@ class BaseReference:
 
 
 class _BaseScorer(TokenScorer):
-    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype, adapters: Adapters) -> None:
-        super().__init__(model, compute_dtype)
-        self._adapters = adapters
+    def __init__(self, scorer: TokenScorer, adapters: Adapters) -> None:
+        self._scorer, self._adapters = scorer, adapters
+
+    @property
+    def module(self) -> nn.Module:
+        """The policy's own."""
+        return self._scorer.module
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         with self._adapters.off():
-            return super().score(
+            return self._scorer.score(
                 tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
             )
+
+
+def _delta(layer: Any) -> Tensor:
+    """What an adapter adds to its layer's weight, in full: as PEFT computes it, so that it does not depend on
+    the number of ranks."""
+    up, down = (getattr(layer, name)[_NAME].weight for name in ("lora_B", "lora_A"))
+    if isinstance(up, DTensor):
+        up, down = up.full_tensor(), down.full_tensor()
+    product = up @ down
+    delta: Tensor = (product.T if layer.fan_in_fan_out else product) * layer.scaling[_NAME]
+    return delta
+
+
+def _add(delta: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their sum, split as the weight is."""
+    if not isinstance(weight, DTensor):
+        return (weight.to(delta.dtype) + delta).to(dtype)
+    (low, high), local = held_range(weight), weight.to_local()
+    own = delta.reshape(-1)[low:high].view_as(local)
+    return DTensor.from_local(
+        (local.to(delta.dtype) + own).to(dtype),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -187,7 +231,29 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
         target_modules=targets,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    forked = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
+    with forked, _stood_in(model):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
     return peft_config
+
+
+@contextmanager
+def _stood_in(model: PreTrainedModel) -> Iterator[None]:
+    """PEFT puts adapters where the layer is. Where that is nowhere as yet, they would lose their values: a
+    number in the layer's shape stands in for its weight."""
+    empty = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.is_meta
+    ]
+    for module, name, weight in empty:
+        number = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        module._parameters[name] = nn.Parameter(number, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, weight in empty:
+            weight.requires_grad = False
+            module._parameters[name] = weight

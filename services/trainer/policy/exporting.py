@@ -20,9 +20,10 @@ from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.digest import PREFIX, Digest, digest_of, is_additive
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters
+from tidemill.services.trainer.policy.saving import SavesState
 from tidemill.services.trainer.policy.side_models import VALUE_PREFIX
 from tidemill.services.trainer.weights.exported import DTYPES
-from tidemill.services.trainer.weights.shard_writer import Alone, Peers, ShardWriter
+from tidemill.services.trainer.weights.shard_writer import ShardWriter
 from tidemill.services.trainer.weights.store import (
     WeightState,
     digest_parameters,
@@ -34,9 +35,9 @@ from tidemill.services.trainer.weights.store import (
 )
 
 
-class ExportsWeights:
-    """The part of `TransformersPolicy` that publishes weights. Where several ranks train, all make each
-    call."""
+class ExportsWeights(SavesState):
+    """The part of `TransformersPolicy` that publishes weights, and saves its state. Where several ranks
+    train, all make each call."""
 
     _model: PreTrainedModel
     _dtype: torch.dtype
@@ -45,16 +46,11 @@ class ExportsWeights:
     max_share_changed = 1.0
     """Where more of the weights changes, nobody wants a delta: `weights.max_share_changed`."""
 
-    @property
-    def peers(self) -> Peers:
-        """The ranks that train this model."""
-        return Alone()
-
     @cached_property
     def _writer(self) -> ShardWriter:
-        return ShardWriter(
-            self._model, self._sources(), self._dtype, self.peers, max_share=self.max_share_changed
-        )
+        # Their shapes are those of the merged ones, and no rank waits for another.
+        tensors = self._adapters.base() if self._adapters else model_tensors(self._model)
+        return ShardWriter(self._model, tensors, self._dtype, self.peers, max_share=self.max_share_changed)
 
     def _sources(self) -> dict[str, Tensor]:
         """What is published, by the model's names: adapters are merged."""
@@ -67,9 +63,12 @@ class ExportsWeights:
 
     def save_weights(self, folder: Path) -> list[Path]:
         """Write `model.safetensors`, adapters merged, and beside it a folder of the adapters alone."""
-        if self._adapters:
-            self._adapters.save(folder / ADAPTER_FOLDER)
+        self._save_adapters(folder)
         return save_model(self._model, self._dtype, folder, self._sources())
+
+    def _save_adapters(self, folder: Path) -> None:
+        if self._adapters:
+            self._adapters.save(folder / ADAPTER_FOLDER, writes=self.peers.rank == 0)
 
     def compare_weights(self) -> WeightState:
         """What the weights are now, and what has changed since the last call."""
@@ -86,8 +85,7 @@ class ExportsWeights:
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         """Beside training where the version is held; weights of four bytes are written here and now."""
         if self._writer.shadow.is_held:
-            if self._adapters:
-                self._adapters.save(folder / ADAPTER_FOLDER)
+            self._save_adapters(folder)
             return self._writer.begin(folder, int(version), int(parent))
         written: Future[tuple[WeightFile, ...]] = Future()
         self.save_weights(folder)
@@ -95,8 +93,9 @@ class ExportsWeights:
         return written
 
     def finish_writing(self) -> None:
-        """Wait for what is being written."""
+        """Wait for what is being written, of weights and of a state."""
         self._writer.wait()
+        self.finish_saving()
 
     def digest(self, like: str = "") -> str:
         """Of the weights as they are, as commits have it; of the kind that `like` is."""

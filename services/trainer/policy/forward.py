@@ -10,7 +10,7 @@ Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.wire.arrays import Float32, Int32
+from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.head import score_hidden, score_logits
@@ -33,6 +34,7 @@ from tidemill.services.trainer.policy.packing import (
     choose_layout,
     make_tiles,
 )
+from tidemill.services.trainer.policy.routers import Routers
 
 log = structlog.get_logger(__name__)
 
@@ -79,12 +81,13 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TileScores:
-    """Of a tile's N scored tokens; `hidden_NH`, if asked for, are the last hidden states that predict
-    them."""
+    """Of a tile's N scored tokens; `hidden_NH`, if asked for, are the last hidden states that predict them,
+    and `routing` what the routers made of those positions."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
     hidden_NH: Tensor | None = None
+    routing: tuple[LayerRouting, ...] = ()
 
 
 class ScoredSamples(NamedTuple):
@@ -108,20 +111,39 @@ def place(values_N: Tensor, tile: Tile, results: list[Float32 | None]) -> None:
 class TokenScorer:
     """Scores the tokens of tiles with one model, whose weights may change between calls."""
 
-    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-        self._model = model
+    def __init__(
+        self, model: PreTrainedModel, compute_dtype: torch.dtype, routers: Routers | None = None
+    ) -> None:
+        self._model, self._routers = model, routers
         self._device = model.device
         self._compute_dtype = compute_dtype
-        with self._autocast():
+        with self._autocast(), routers.recording() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
-            self.is_chunked = has_plain_head(model)
-        """False where the model needs whole logits."""
+            self.is_chunked = self._has_plain_head()
+            """False where the model needs whole logits."""
+            if routers is not None:
+                routers.learn()
+
+    def _has_plain_head(self) -> bool:
+        return has_plain_head(self._model)
+
+    @property
+    def module(self) -> nn.Module:
+        """All of the model, as one module."""
+        return self._model
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
-        entropies."""
+        entropies; routing where there is a gradient and it is wanted."""
+        if self._routers is None or not torch.is_grad_enabled():
+            return self._score(tile, temperature, entropy_gradient, keep_hidden)
+        with self._routers.recording():
+            scores = self._score(tile, temperature, entropy_gradient, keep_hidden)
+            return replace(scores, routing=self._routers.at(tile.sources_N.to(self._device)))
+
+    def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
         kwargs = self._inputs(tile)
         hidden_NH: Tensor | None = None
@@ -220,6 +242,7 @@ def tile_tokens(
         values_N=values_N,
         sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
         num_sequences=len(numbers),
+        routing=scores.routing,
         **dict(zip(columns, tensors, strict=True)),
     )
 

@@ -1,12 +1,14 @@
 """Loads the model that is trained: float32 master weights, in eval mode, on the configured device.
 
-Every weight comes from the files: a folder that lacks some, a model that is too short for the run, or a
+A rank opens the model without its weights, and reads its own shards of them once it is split. Every weight
+comes from the files: a folder that lacks some, a model that is too short for the run, or a
 device that is not there is a ConfigError. Then torch.compile and Liger's fused kernels, where they are
 wanted: what was asked for and is missing ends the start; `auto`, and a compiler that fails, leave the model
 as it was.
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -15,11 +17,7 @@ import structlog
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.common.config.run import ModelConfig
@@ -28,6 +26,13 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_overrides import with_overrides
 from tidemill.services.trainer.policy.attention import choose_attention
 from tidemill.services.trainer.policy.experts import follow_autocast
+from tidemill.services.trainer.weights.pretrained import (
+    PretrainedWeights,
+    UnclearError,
+    give_storage,
+    open_pretrained,
+)
+from tidemill.services.trainer.weights.store import model_tensors
 
 log = structlog.get_logger(__name__)
 
@@ -52,20 +57,45 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def prepare_torch(config: TrainerConfig) -> None:
+    """Threads and determinism of this process; before anything is computed."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    if config.deterministic:
+        # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
+
+
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """Load `model.path` in float32 onto the device, with every dropout at 0. Raises ConfigError: no model
     there, weights missing, or a context shorter than `model.max_model_len`."""
+    # Read by transformers into the CPU's memory; for a GPU that would be once more than is needed.
+    model, weights = open_model(config, device, reads_later=device.type != "cpu")
+    if weights is not None:
+        give_storage(model, device)
+        weights.fill(model_tensors(model))
+    return model
+
+
+def open_model(
+    config: ModelConfig, device: torch.device, reads_later: bool = True
+) -> tuple[PreTrainedModel, PretrainedWeights | None]:
+    """As `load_model`, but without weights, and what fills it with them; or with them, and None, where that
+    is wanted, or where it is not clear which weights the model's are."""
     follow_autocast()
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         _disable_dropout(model_config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=model_config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            attn_implementation=choose_attention(model_config, device, compute_dtype(config)),
-        )
+        attention = choose_attention(model_config, device, compute_dtype(config))
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
+        found: Any = _open_empty(config.path, model_config, options) if reads_later else None
+        if found is None:
+            found = AutoModelForCausalLM.from_pretrained(
+                config.path, config=model_config, output_loading_info=True, **options
+            )
+            found = (*found, None)
     except ConfigError:
         raise
     except Exception as error:
@@ -75,14 +105,25 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
             f"model.path: cannot load a causal language model from {config.path}: {reason}. Give a folder "
             "with config.json and safetensors weights, or the name of a model on the hub."
         ) from error
-    model: PreTrainedModel = loaded[0]
-    _check_weights(config, loaded[1])
+    model, info, weights = found
+    _check_weights(config, info)
     _check_context(config, model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    model.to(device).eval()  # type: ignore[arg-type]
-    return model
+    if weights is None:
+        model.to(device)
+    return model.eval(), weights
+
+
+def _open_empty(
+    path: str, config: PreTrainedConfig, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any], PretrainedWeights] | None:
+    try:
+        return open_pretrained(path, config, **options)
+    except UnclearError as error:
+        log.warning("the whole model is read before it goes to its device", path=path, reason=str(error))
+        return None
 
 
 def _disable_dropout(model_config: Any) -> None:
@@ -111,13 +152,15 @@ def _check_context(config: ModelConfig, model: PreTrainedModel) -> None:
         )
 
 
-def accelerate_model(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place. Raises ConfigError: `liger:
-    on` where Liger cannot run."""
-    if wants_liger(config.liger, model.device):
+def accelerate_model(
+    model: PreTrainedModel, config: TrainerConfig, device: torch.device | None = None
+) -> None:
+    """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place; `device` is where the weights
+    will be that it has not yet. Raises ConfigError: `liger: on` where Liger cannot run."""
+    if wants_liger(config.liger, device or model.device):
         _apply_liger(model)
     if config.compile:
-        compile_model(model)
+        compile_model(model, device=device)
 
 
 def wants_liger(choice: str, device: torch.device) -> bool:
@@ -145,21 +188,31 @@ def _apply_liger(model: PreTrainedModel) -> None:
     log.info("using Liger's kernels", model=str(model.config.model_type))
 
 
-def compile_model(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> bool:
+def compile_model(
+    model: PreTrainedModel,
+    backend: str | Callable[..., Any] = "inductor",
+    device: torch.device | None = None,
+) -> bool:
     """Compile the model's layers for any shape, or its body where it names none; the head works by chunks and
     stays as it is. Layers are alike, so that one is compiled for all; and ranks shard them one by one.
 
     A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
-    for instance, the model stays as it was, a warning says why, and the result is False.
+    for instance, the model stays as it was, a warning says why, and the result is False. A model whose
+    weights will be on `device` cannot be tried yet; a linear layer there is.
     """
     body = model.base_model
     parts = layers_of(model) or [body]
     for part in parts:
         part.compile(backend=backend, dynamic=True)
-    vocab_size = model.config.get_text_config().vocab_size
-    ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % vocab_size
     try:
-        body(input_ids=ids_BT, use_cache=False).last_hidden_state.sum().backward()
+        if model.device.type == "meta":
+            layer = nn.Linear(8, 8, device=device)
+            layer.compile(backend=backend, dynamic=True)
+            layer(torch.ones((2, 8), device=device)).sum().backward()
+        else:
+            vocab_size = model.config.get_text_config().vocab_size
+            ids_BT = torch.arange(1, 9, device=model.device)[None].expand(2, -1) % vocab_size
+            body(input_ids=ids_BT, use_cache=False).last_hidden_state.sum().backward()
     except RuntimeError as error:  # what the compiler and its backends raise derives from it
         for part in parts:
             part._compiled_call_impl = None

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 
 from tidemill.common.config.trainer import OptimizerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.offload import OffloadedAdamW, on_host
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -28,12 +29,17 @@ each expert, head or channel they have two dimensions and multiply no input all 
 
 
 def build_optimizer(
-    parameters: NamedParameters, config: OptimizerConfig, own_rates: Mapping[str, float] | None = None
+    parameters: NamedParameters,
+    config: OptimizerConfig,
+    own_rates: Mapping[str, float] | None = None,
+    *,
+    offloads: bool = False,
 ) -> AdamW:
     """AdamW (arXiv 1711.05101) with weight decay on matrices only: not on biases and norms.
 
     `own_rates` are peak learning rates of parameters by name, where they differ from `config.lr`; each
-    group's `lr_share` says what part of the schedule's rate its parameters take.
+    group's `lr_share` says what part of the schedule's rate its parameters take. `offloads` keeps the moments
+    in host memory.
     """
     rates = own_rates or {}
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
@@ -47,7 +53,8 @@ def build_optimizer(
         groups.append({"params": others, "weight_decay": 0.0, **share})
     groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory for each parameter, on CPUs and GPUs.
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    kind = OffloadedAdamW if offloads else AdamW
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -107,6 +114,7 @@ def load_optimizer_tensors(
     """Replace the optimizer's state by copies of what `optimizer_tensors` gave. Raises ConfigError: a tensor
     belongs to no parameter, or has another shape."""
     by_name = dict(parameters)
+    offloads = isinstance(optimizer, OffloadedAdamW)
     optimizer.state.clear()
     for key, value in tensors.items():
         name, _, moment = key.rpartition(".")
@@ -118,5 +126,8 @@ def load_optimizer_tensors(
             )
         # The step counter stays float32: AdamW's fused kernel wants it beside the parameter.
         dtype = torch.float32 if moment == "step" else parameter.dtype
-        copied = value.detach().to(device=parameter.device, dtype=dtype, copy=True)
-        optimizer.state[parameter][moment] = copied
+        optimizer.state[parameter][moment] = (
+            on_host(value.to(dtype))
+            if offloads and moment != "step"
+            else value.detach().to(device=parameter.device, dtype=dtype, copy=True)
+        )

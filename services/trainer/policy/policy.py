@@ -10,14 +10,20 @@ were. Calls are blocking and not thread-safe: one at a time, from any thread.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import structlog
+import torch
 from torch import Tensor
 
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
 from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
@@ -82,8 +88,14 @@ class Policy(Protocol):
     def state(self) -> PolicyState:
         """What a checkpoint needs to continue bit by bit. Accumulated gradients are not part of it."""
 
+    def stage_state(self) -> None:
+        """Copy `state()` to host memory, once the copy before is written: the policy may change then."""
+
+    def begin_saving(self, folder: Path) -> Future[None]:
+        """Start to write what was staged into a folder; again after the result was a StorageError."""
+
     def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder."""
+        """Write `state()` into a folder, here and now."""
 
     def load_state(self, source: PolicyState | Path) -> None:
         """Continue from a state, or from the folder it was saved in; accumulated gradients are discarded.
@@ -97,7 +109,13 @@ class Policy(Protocol):
         where that is not -1. The weights may change meanwhile. The result may be a StorageError."""
 
     def finish_writing(self) -> None:
-        """Wait for what is being written."""
+        """Wait for what is being written, of weights and of a state."""
+
+    def leave(self) -> None:
+        """Between steps: give the device's memory back, until `enter`. Only states are saved meanwhile."""
+
+    def enter(self) -> None:
+        """Take it again, with every bit as it was."""
 
     def digest(self, like: str = "") -> str:
         """128-bit sum over all weights, as in commits; of the kind of the digest `like`, where one is
@@ -107,14 +125,90 @@ class Policy(Protocol):
 T = TypeVar("T")
 
 
+log = structlog.get_logger(__name__)
+
+WAIT_DEVICE = ("wait:device", "an engine or a reward model has its turn on the GPU")
+ENTER_AGAIN_S = 1.0
+ENTER_ATTEMPTS = 60
+"""Memory of a process that has died may come back after its lock."""
+
+
 class PolicyThread:
-    """Runs the policy's calls one at a time."""
+    """Runs the policy's calls one at a time; where GPUs are shared in turn, in this process's turns.
+
+    The trainer asks for the GPU with the first call of a step, keeps it until the version is being written
+    (`hold`, `let_go`), and leaves it when another process wants it. Between these two it waits for nothing
+    that an engine or a reward model has to do: they could not.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="policy")
+        self._gate: GpuGate | None = None
+        self._activity: Activity | None = None
+        self._is_held = False
+        self._leave: Callable[[], None] | None = None
+        self.policy: Policy | None = None
+        """What leaves the GPU at the end of a turn, once it is there."""
+
+    @asynccontextmanager
+    async def taking_turns(self, lock: GpuLock, activity: Activity) -> AsyncIterator[None]:
+        """Within the block calls wait for the GPU."""
+        # Others wait until the step is over, so it does not end before that.
+        self._gate, self._activity = GpuGate(lock, self._enter, self._exit, math.inf), activity
+        self._gate.start()
+        try:
+            yield
+        finally:
+            await self._gate.close()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether other processes use the GPU too."""
+        return self._gate is not None
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Run one call to its end, also when the caller is cancelled."""
-        return await asyncio.shield(
-            asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-        )
+        """Run one call to its end, also when the caller is cancelled; in turns, with the GPU. Raises
+        GpuSharingError: the policy could not enter the GPU or leave it."""
+        if self._gate is None or self._activity is None:
+            return await self.call_anywhere(function, *args)
+        waiting = nullcontext() if self._gate.is_open else self._activity.during(*WAIT_DEVICE)
+        async with AsyncExitStack() as turn:
+            with waiting:
+                await turn.enter_async_context(self._gate.use())
+            if self._is_held and self._leave is None:
+                self._leave = self._gate.stay()
+            return await self.call_anywhere(function, *args)
+
+    async def call_anywhere(self, function: Callable[..., T], *args: Any) -> T:
+        """The same for what needs no GPU: saving a state, and what ends the policy."""
+        return await asyncio.shield(asyncio.wrap_future(self.submit(function, *args)))
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """The same, for a caller in another thread."""
+        return self._executor.submit(function, *args)
+
+    def hold(self) -> None:
+        """From the next call on keep the GPU until `let_go`."""
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """Others may have it."""
+        leave, self._leave, self._is_held = self._leave, None, False
+        if leave is not None:
+            leave()
+
+    async def _enter(self) -> None:
+        if self.policy is None:
+            return  # it is loaded in this turn
+        for attempt in range(ENTER_ATTEMPTS):
+            try:
+                return await self.call_anywhere(self.policy.enter)
+            except torch.OutOfMemoryError as error:
+                if attempt == ENTER_ATTEMPTS - 1:
+                    raise
+                log.warning("waiting for the GPU's memory", reason=str(error).partition(".")[0])
+            await asyncio.sleep(ENTER_AGAIN_S)
+
+    async def _exit(self) -> None:
+        if self.policy is not None:
+            await self.call_anywhere(self.policy.leave)

@@ -69,11 +69,11 @@ class ValueHead(nn.Module):
     reads_policy = True
     """Whether it sits on the policy's hidden states."""
 
-    def __init__(self, model: PreTrainedModel, detach: bool) -> None:
+    def __init__(self, model: PreTrainedModel, detach: bool, device: torch.device) -> None:
         super().__init__()
         self._detach = detach
         width = model.get_output_embeddings().weight.shape[1]
-        self.layer = nn.Linear(int(width), 1, device=model.device, dtype=model.dtype)
+        self.layer = nn.Linear(int(width), 1, device=device, dtype=model.dtype)
         nn.init.zeros_(self.layer.weight)
         nn.init.zeros_(self.layer.bias)
 
@@ -84,6 +84,10 @@ class ValueHead(nn.Module):
         with torch.autocast(hidden_NH.device.type, enabled=False):
             values: Tensor = self.layer(hidden_NH.to(self.layer.weight.dtype))
         return values.squeeze(-1)
+
+    def modules_to_move(self) -> list[nn.Module]:
+        """What has its weights."""
+        return [self.layer]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Its parameters, under the names that optimizer, digest and checkpoint use."""
@@ -96,8 +100,8 @@ class Critic(ValueHead):
 
     reads_policy = False
 
-    def __init__(self, model: PreTrainedModel, make_scorer: MakeScorer) -> None:
-        super().__init__(model, detach=False)
+    def __init__(self, model: PreTrainedModel, make_scorer: MakeScorer, device: torch.device) -> None:
+        super().__init__(model, detach=False, device=device)
         self.model = copy.deepcopy(model)
         if (head := self.model.get_output_embeddings()) is not None:
             embeddings = self.model.get_input_embeddings()
@@ -109,14 +113,22 @@ class Critic(ValueHead):
         """As of the head; the policy's hidden states are not looked at."""
         return super().forward(tile, self._scorer.hidden(tile))
 
+    def modules_to_move(self) -> list[nn.Module]:
+        """Head and model."""
+        return [self.layer, self._scorer.module]
+
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Those of the head, and of the model whatever is trained."""
         own = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
         return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]
 
 
-def make_value_head(model: PreTrainedModel, config: ValueConfig, make_scorer: MakeScorer) -> ValueHead | None:
-    """What estimates values, where the config wants any."""
+def make_value_head(
+    model: PreTrainedModel, config: ValueConfig, make_scorer: MakeScorer, device: torch.device
+) -> ValueHead | None:
+    """What estimates values, where the config wants any; the model may be without storage as yet."""
     if not config.head:
         return None
-    return Critic(model, make_scorer) if config.model == "own" else ValueHead(model, config.detach)
+    if config.model == "own":
+        return Critic(model, make_scorer, device)
+    return ValueHead(model, config.detach, device)

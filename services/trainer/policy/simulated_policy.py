@@ -28,6 +28,7 @@ from tidemill.services.trainer.algorithm.losses.tokens import denominator
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, PrecomputedTokens, Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.saving import SavesState
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
@@ -35,7 +36,7 @@ TOLD = TensorInfo("simulated", "I64", (17,))
 UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
 
 
-class SimulatedPolicy(HasCoefficients):
+class SimulatedPolicy(HasCoefficients, SavesState):
     """Implements `Policy` with the delays of `trainer.simulated`."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -126,10 +127,6 @@ class SimulatedPolicy(HasCoefficients):
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
-    def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder."""
-        self.state().write(folder)
-
     def load_state(self, source: PolicyState | Path) -> None:
         """Continue the chain of a checkpoint."""
         state = source if isinstance(source, PolicyState) else PolicyState.read(source)
@@ -165,7 +162,13 @@ class SimulatedPolicy(HasCoefficients):
         return written
 
     def finish_writing(self) -> None:
-        """Nothing is being written."""
+        """Weights are written at once."""
+        self.finish_saving()
+
+    def leave(self) -> None:
+        """It has nothing on a device."""
+
+    enter = leave
 
     def digest(self, like: str = "") -> str:
         """The end of the chain, 32 hexadecimal digits."""

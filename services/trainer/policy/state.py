@@ -1,13 +1,13 @@
 """What a checkpoint keeps of a policy: tensors as safetensors and values as JSON, in one file or one of each
 rank.
 
-Each rank writes `policy-00000-of-00002.safetensors` with its rows of every sharded tensor; where they belong
-is in the file's own metadata. Rank r of n holds rows [r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2
-does. Any number of ranks can read them again; a state in one file (`policy.safetensors`) is read the same
-way.
+One rank alone writes `policy.safetensors`. Of several, each writes `policy-00000-of-00002.safetensors` with
+its rows of every sharded tensor; where they belong is in the file's own metadata. Rank r of n holds rows
+[r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2 does. Any number of ranks can read either again.
 """
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,25 @@ def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(num_rows, rank * count), min(num_rows, (rank + 1) * count)
 
 
-def write_shard(folder: Path, rank: int, size: int, tensors: dict[str, Tensor], rows: dict[str, int]) -> None:
-    """Write a rank's tensors; `rows` has the number of rows of those that are sharded."""
-    folder.mkdir(parents=True, exist_ok=True)
-    first = {name: rows_of(num_rows, rank, size)[0] for name, num_rows in rows.items()}
-    path = folder / f"policy-{rank:05}-of-{size:05}.safetensors"
-    save_file(tensors, path, metadata={"first_rows": json.dumps(first, sort_keys=True)})
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a state a rank has."""
+
+    rank: int
+    size: int
+    num_rows: dict[str, int]
+    """Of the tensors of which it has its rows alone."""
+
+    @property
+    def file(self) -> str:
+        """Its name."""
+        return f"policy-{self.rank:05}-of-{self.size:05}.safetensors"
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """First row of each of those tensors."""
+        first = {name: rows_of(count, self.rank, self.size)[0] for name, count in self.num_rows.items()}
+        return {"first_rows": json.dumps(first, sort_keys=True)}
 
 
 class ShardReader:
@@ -83,17 +96,28 @@ class PolicyState:
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
+    shard: Shard | None = None
+    """None of a whole one."""
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with it, without it."""
+        found = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
     def write(self, folder: Path) -> None:
-        """Write `policy.safetensors` and `policy.json`; the same state gives the same bytes."""
+        """Write tensors and values, where there are any; the same state gives the same bytes. Tensors are on
+        the disk when this returns: rank 0, which publishes the folder, may be on another machine."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
-        save_file(tensors, folder / TENSORS_FILE)
-        self.write_values(folder)
-
-    def write_values(self, folder: Path) -> None:
-        """Write `policy.json` alone, beside tensors that ranks write."""
-        (folder / VALUES_FILE).write_text(json.dumps(self.values, sort_keys=True) + "\n", encoding="utf-8")
+        if self.tensors:
+            path = folder / (self.shard.file if self.shard else TENSORS_FILE)
+            tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
+            save_file(tensors, path, metadata=self.shard.metadata if self.shard else None)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if self.values:
+            (folder / VALUES_FILE).write_text(
+                json.dumps(self.values, sort_keys=True) + "\n", encoding="utf-8"
+            )
 
     @classmethod
     def read(cls, folder: Path) -> "PolicyState":

@@ -7,7 +7,6 @@ forward pass is bounded by tiles, whatever the size of the micro-batch.
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,8 +42,10 @@ from tidemill.services.trainer.policy.model_loading import (
     compute_dtype,
     load_model,
     pick_device,
+    prepare_torch,
     recompute_layers,
 )
+from tidemill.services.trainer.policy.offload import LeavesDevice
 from tidemill.services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
@@ -61,6 +62,7 @@ from tidemill.services.trainer.policy.packing import (
     plan_tiles,
 )
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead, make_value_head
 from tidemill.services.trainer.policy.state import PolicyState
@@ -70,36 +72,31 @@ from tidemill.services.trainer.weights.store import model_tensors
 def load_policy(config: RunConfig) -> "TransformersPolicy":
     """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
     used."""
-    model, options = policy_parts(config, pick_device(config.trainer.device))
-    policy = TransformersPolicy(model, config.trainer, **options)
+    prepare_torch(config.trainer)
+    device = pick_device(config.trainer.device)
+    model = load_model(config.model, device)
+    policy = TransformersPolicy(model, config.trainer, **policy_options(config, model, device))
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
 
-def policy_parts(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model on its device, and what else a policy is made of, as keyword arguments. Raises ConfigError:
-    the model cannot be used."""
-    trainer = config.trainer
-    if trainer.num_threads:
-        torch.set_num_threads(trainer.num_threads)
-    if trainer.deterministic:
-        # Read by cuBLAS when its first handle is made, and by transformers' flash attention.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
-        torch.use_deterministic_algorithms(True)
-    model, dtype = load_model(config.model, device), compute_dtype(config.model)
-    adapters = Adapters(model, trainer.lora, dtype, config.seed) if trainer.lora else None
-    accelerate_model(model, trainer)
-    sampling = config.rollout.sampling
-    return model, {
+def policy_options(
+    config: RunConfig, model: PreTrainedModel, device: torch.device, base_digest: str = ""
+) -> dict[str, Any]:
+    """What a policy is made of beside its model, which gets adapters, kernels and compiled layers where they
+    are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
+    trainer, dtype = config.trainer, compute_dtype(config.model)
+    adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
+    accelerate_model(model, trainer, device)
+    return {
         "dtype": dtype,
-        "temperature": sampling.temperature,
+        "temperature": config.rollout.sampling.temperature,
         "max_completion_tokens": config.max_completion_tokens,
         "adapters": adapters,
     }
 
 
-class TransformersPolicy(ExportsWeights, HasCoefficients):
+class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients):
     """Implements `Policy` for one model on one device."""
 
     def __init__(
@@ -112,7 +109,7 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         max_completion_tokens: int,
         adapters: Adapters | None = None,
     ) -> None:
-        self._model, self._adapters = model, adapters
+        self._model, self._adapters, self._device = model, adapters, self._find_device(model)
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
@@ -120,10 +117,14 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         algorithm = config.algorithm
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        self._reference = self._make_reference() if algorithm.needs_reference else None
+        self._reference: ReferenceModel | BaseReference | None = None
+        if algorithm.needs_reference and adapters is None:
+            self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
-        self._scorer = self._make_scorer(model)
+        self._scorer = self._make_scorer(model, Routers(model) if algorithm.router.is_on else None)
+        if algorithm.needs_reference and adapters is not None:
+            self._reference = BaseReference(self._scorer, adapters)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -133,7 +134,9 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         )
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
-        self._optimizer = build_optimizer(self._parameters, config.optimizer, own_rates)
+        self._optimizer = build_optimizer(
+            self._parameters, config.optimizer, own_rates, offloads=config.offload_optimizer
+        )
         self._num_updates = 0
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, model.device)
@@ -148,16 +151,14 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        return TokenScorer(model, self._dtype)
-
-    def _make_reference(self) -> ReferenceModel | BaseReference:
-        if self._adapters is not None:
-            return BaseReference(self._model, self._adapters, self._dtype)
-        return ReferenceModel(self._model, self._config.algorithm.reference, self._make_scorer)
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        return TokenScorer(model, self._dtype, routers)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
-        return make_value_head(model, self._config.algorithm.value, self._make_scorer)
+        return make_value_head(model, self._config.algorithm.value, self._make_scorer, self._device)
+
+    def _find_device(self, model: PreTrainedModel) -> torch.device:
+        return model.device
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -335,8 +336,8 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         moments = optimizer_tensors(self._optimizer, self._parameters)
         tensors.update((f"optimizer.{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
-        if self._model.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
+        if self._device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
         values = {"policy": "transformers", "updates": self._num_updates}
         values |= self._coefficients.as_values(self._config.algorithm)
         return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
@@ -349,10 +350,6 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
         }
         reference = self._reference.tensors() if self._reference else {}
         return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
-
-    def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder."""
-        self.state().write(folder)
 
     @torch.no_grad()
     def load_state(self, source: PolicyState | Path) -> None:
@@ -379,16 +376,12 @@ class TransformersPolicy(ExportsWeights, HasCoefficients):
                 f"the checkpoint's adapters belong to the model {state.values.get('base')}, and this is "
                 f"{base}; resume with the model.path and trainer.lora the run was started with"
             )
-        load_optimizer_tensors(self._optimizer, self._parameters, _strip(state.tensors, "optimizer."))
+        load_optimizer_tensors(self._optimizer, self._parameters, state.part("optimizer."))
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self._num_updates = int(state.values["updates"])
         self._set_coefficients(self._config.algorithm, state.values.get("coefficients"))
         torch.set_rng_state(state.tensors["rng.cpu"].cpu())
-        if self._model.device.type == "cuda" and "rng.cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._model.device)
+        if self._device.type == "cuda" and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"].cpu(), self._device)
         self.zero()
-
-
-def _strip(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -5,7 +5,7 @@ What changed is kept until it is written, and the digest follows from it. A shad
 `compare` changes it, so files can be written from it while the weights move on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +154,11 @@ class Shadow:
     def _num_elements(self) -> int:
         return sum(part.count for part in self.parts)
 
+    def move(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Hold copies in place of what is held. A file that is being written is read from either."""
+        for name in list(self._held):
+            self._held[name] = moved(self._held[name])
+
     def write_changes(self, writer: DeltaWriter) -> None:
         """What the last comparison found."""
         for change in self._changes:
@@ -211,9 +216,16 @@ def _local_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
     several copies of the model the first."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.numel() if is_leader else 0
-    mesh = tensor.device_mesh
-    if mesh.ndim > 1 and mesh.get_local_rank(0):
+    if tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0):
         return 0, 0
+    return held_range(tensor)
+
+
+def held_range(tensor: Tensor) -> tuple[int, int]:
+    """Which flat elements of the whole tensor this process has: rows where ranks share it, else all."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.numel()
+    mesh = tensor.device_mesh
     rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     first = min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1)) * (
         tensor.numel() // max(tensor.shape[0], 1)

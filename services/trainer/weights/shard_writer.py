@@ -38,7 +38,10 @@ class Peers(Protocol):
         """Every rank's bytes, on every rank; only in the policy's thread."""
 
     def gather_beside(self, payload: bytes) -> list[bytes]:
-        """The same, only in the thread that writes."""
+        """The same, only in the thread that writes weights."""
+
+    def gather_state(self, payload: bytes) -> list[bytes]:
+        """The same, only in the thread that writes checkpoints."""
 
 
 class Alone:
@@ -50,7 +53,7 @@ class Alone:
         """Its own."""
         return [payload]
 
-    gather_beside = gather
+    gather_beside = gather_state = gather
 
 
 class ShardWriter:

@@ -297,9 +297,14 @@ PIECE_BYTES = 1 << 26
 def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """32 hexadecimal digits for whole `(name, tensor)` pairs given in any order: the digest of releases
     before that over weights, and what adapters know their base by."""
+    ordered = sorted(parameters, key=lambda pair: pair[0])
+    return digest_in_order(whole_tensor(tensor.detach()) for _, tensor in ordered)
+
+
+def digest_in_order(tensors: Iterable[Tensor]) -> str:
+    """The same of tensors, or pieces of them, one after the other."""
     hasher = xxhash.xxh3_128()
-    for _, tensor in sorted(parameters, key=lambda pair: pair[0]):
-        flat = whole_tensor(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
-        for piece in flat.split(PIECE_BYTES):
+    for tensor in tensors:
+        for piece in tensor.contiguous().reshape(-1).view(torch.uint8).split(PIECE_BYTES):
             hasher.update(piece.cpu().numpy())
     return hasher.hexdigest()

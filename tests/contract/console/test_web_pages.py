@@ -19,6 +19,7 @@ from tests.support.web_runs import (
     write_folder,
     write_run,
 )
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append, append_numbered
@@ -78,6 +79,18 @@ async def test_every_page_answers_and_holds_no_markup_of_others(site: httpx.Asyn
         assert "<script>" not in page.text and "<img src=x" not in page.text, path
         assert "style=" not in page.text and "onclick" not in page.text, path
     assert "&lt;script&gt;window.hacked" in (await site.get("/groups/0")).text
+
+
+async def test_what_a_version_of_the_weights_costs_is_shown_of_a_live_run(
+    site: httpx.AsyncClient, broker: Broker, keys: Keys
+) -> None:
+    counts = {"weights_bytes": 2_500_000.0, "weights_changed": 0.014, "weights_encode_s": 0.3}
+
+    async def is_shown() -> bool:
+        await publish_heartbeat(broker, keys, Heartbeat("t", "trainer", counts=counts))
+        return "2.5 MB, 1.4% changed" in (await site.get("/state.html")).text
+
+    await wait_until(is_shown)
 
 
 async def test_characters_that_nobody_sees_are_shown(site: httpx.AsyncClient) -> None:

@@ -273,9 +273,10 @@ async def test_scores_that_finish_together_are_published_in_few_calls(
     batches: list[int] = []
     complete = Consumer.complete
 
-    async def count(self: Any, results: Any, out_key: str) -> list[bool]:
+    async def count(self: Any, results: Any, out_key: str, ahead: int) -> list[bool]:
         batches.append(len(results))
-        return await complete(self, results, out_key)
+        assert ahead == 0, "there are free slots: the lane asks anyway"
+        return await complete(self, results, out_key, ahead)
 
     monkeypatch.setattr(Consumer, "complete", count)
     reward = GatedReward()
@@ -286,6 +287,29 @@ async def test_scores_that_finish_together_are_published_in_few_calls(
         await wait_until(lambda: _has(broker, keys, 50))
     assert sum(batches) == 50
     assert len(batches) <= 3
+
+
+async def test_a_full_lane_gets_its_next_samples_with_the_acknowledgement(
+    broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    complete = Consumer.complete
+
+    async def count(self: Any, results: Any, out_key: str, ahead: int) -> list[bool]:
+        flags = await complete(self, results, out_key, ahead)
+        asked.append((ahead, len(self.held)))
+        return flags
+
+    monkeypatch.setattr(Consumer, "complete", count)
+    reward = GatedReward()
+    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(7)])
+    async with start(reward, reward={"max_in_flight": 3}):
+        await wait_until(lambda: len(reward.started) == 3)
+        reward.gate.set()
+        await wait_until(lambda: _has(broker, keys, 7))
+    assert asked[0] == (3, 3), "the freed slots are taken already"
+    assert sorted(score.key[0] for score in await scores(broker, keys)) == list(range(7))
+    assert await num_pending(broker, keys) == 0
 
 
 async def test_stopping_hands_back_what_does_not_finish_in_time(

@@ -54,16 +54,16 @@ async def test_a_full_disk_is_waited_out_and_can_be_stopped(make, broker, keys, 
 async def test_an_older_checkpoint_can_still_be_restored_after_a_stop(make, broker, keys, monkeypatch):
     """A stop right after a checkpoint writes it once more; that does not make the one before dispensable."""
     context = make(steps=12, trims=True)
-    save = Checkpointer.save
+    begin = Checkpointer.begin
 
-    async def save_and_stop(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
-        await save(checkpointer, version, *rest)
+    async def begin_and_stop(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
+        await begin(checkpointer, version, *rest)
         if version == 8:
             context.stopping.set()
 
     async with answering(broker, keys):
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpointer, "save", save_and_stop)
+            patch.setattr(Checkpointer, "begin", begin_and_stop)
             await run(context)
         store = CheckpointStore(context.run_dir, keep=2)
         assert store.versions() == [4, 8]

@@ -126,15 +126,16 @@ async def test_a_commit_that_only_a_checkpoint_still_knows_comes_back_with_the_n
     make, broker, keys, monkeypatch
 ):
     """Redis loses its last second and the trainer its process: nobody is left to remember but the disk."""
-    save = Checkpointer.save
+    begin = Checkpointer.begin
 
-    async def save_and_die(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
-        await save(checkpointer, version, *rest)
+    async def write_and_die(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
+        await begin(checkpointer, version, *rest)
+        await checkpointer.finish()
         raise InterruptedError
 
     async with answering(broker, keys):
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpointer, "save", save_and_die)
+            patch.setattr(Checkpointer, "begin", write_and_die)
             with pytest.raises(InterruptedError):
                 await run(make())
         before = await commits_of(broker, keys)
@@ -182,7 +183,7 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
     make, broker, keys, monkeypatch
 ):
     """What was trained on may be gone, so that the steps since the last checkpoint cannot be replayed."""
-    info, saved, save = broker.info, [], Checkpointer.save
+    info, saved, begin = broker.info, [], Checkpointer.begin
 
     async def info_of_two_servers(section: str) -> dict[str, str]:
         found = await info(section)
@@ -190,10 +191,10 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
 
     async def note(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
         saved.append(version)
-        await save(checkpointer, version, *rest)
+        await begin(checkpointer, version, *rest)
 
     monkeypatch.setattr(broker, "info", info_of_two_servers)
-    monkeypatch.setattr(Checkpointer, "save", note)
+    monkeypatch.setattr(Checkpointer, "begin", note)
     async with answering(broker, keys):
         await run(make())
     assert saved == [2, 4, 6]

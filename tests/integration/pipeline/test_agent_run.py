@@ -24,9 +24,9 @@ async def test_a_run_trains_on_all_segments_of_an_agents_sessions_and_leaves_no_
             "trainer.group_size=4",
             "trainer.mini_batches=1",
             "trainer.tensorboard=false",
-            "trainer.evaluation={every: 0}",
+            "trainer.evaluation={every: 0, max_prompts: 8}",
             "streams.lease_s=5",
-            "rollout.environment={use: agent, agent: 'tests.support.agents:forking'}",
+            "rollout.environment={use: agent, agent: 'tests.support.forking_agent:forking'}",
             "reward={rewards: {own: {environment: true}}}",
         ],
     )

@@ -134,6 +134,26 @@ async def test_two_that_share_several_devices_do_not_wait_for_each_other(tmp_pat
         await asyncio.gather(*map(take, both))
 
 
+async def test_what_stands_still_is_handed_over_unfinished_and_wants_the_device_back(tmp_path: Path) -> None:
+    device, path = Device(), tmp_path / "device-0"
+    still, other = device.gate("still", path, 0.05), device.gate("other", path, 3600.0)
+    still._stands_still = True
+    still.start()
+    other.start()
+    async with asyncio.timeout(60), still.use():
+        async with other.use():  # it has it, though work is under way there
+            assert device.on == {"other"} and not still.is_open
+            leave = other.stay()
+        assert device.on == {"other"}
+        await asyncio.sleep(0.05)
+        assert device.on == {"other"}, "it stays after its work"
+        leave()
+        await wait_until(lambda: still.is_open)  # without that anybody asked again
+        assert device.on == {"still"}
+    await still.close()
+    await other.close()
+
+
 async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: Path) -> None:
     async def fail() -> None:
         raise RuntimeError("out of memory")

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.support.rewards import scorer_of
-from tests.support.scoring import Pool, obedient_functions, peak
+from tests.support.scoring import HOLDS_THE_LOCK, Pool, obedient_functions, peak
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import RewardConfig
@@ -45,7 +45,7 @@ async def test_a_function_that_blocks_is_named_and_holds_up_its_own_loop_only(tm
         assert len(await asyncio.gather(*calls)) == 20  # five seconds in all, with a limit of two
 
 
-@pytest.mark.parametrize("code", ["time.sleep(3600)", "re.match('(a+)+$', 'a' * 64 + 'b')"])
+@pytest.mark.parametrize("code", ["time.sleep(3600)", HOLDS_THE_LOCK])
 async def test_a_step_that_never_ends_fails_alone(tmp_path: Path, code: str) -> None:
     async with pool_of(tmp_path) as pool:
         calls = [pool.score("await asyncio.sleep(0.1)", 2.0) for _ in range(7)]

@@ -18,7 +18,7 @@ from tidemill.services.rollout.engines.vllm import VllmEngine
 
 need_vllm()
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked_engines")]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,

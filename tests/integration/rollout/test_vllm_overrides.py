@@ -15,6 +15,8 @@ from tidemill.services.rollout.engines.model import load_model
 
 need_vllm()
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 OVERRIDES = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "max_position_embeddings": 1024}
 SHAPE = {
     "vocab_size": 256,

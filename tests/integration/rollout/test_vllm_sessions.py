@@ -24,7 +24,7 @@ from tidemill.services.rollout.sessions.player import Played
 
 need_vllm()
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked_engines")]
 
 SESSIONS, TURNS, VERSIONS = 512, 3, 4
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.05}

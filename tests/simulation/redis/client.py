@@ -89,6 +89,10 @@ class MemoryClient:
             raise reply
         return reply
 
+    def ask(self, command: Sequence[Any]) -> asyncio.Future[list[Any]]:
+        """As `Client.ask`."""
+        return asyncio.ensure_future(self.exchange([command]))
+
     async def aclose(self) -> None:
         """Nothing to close."""
 

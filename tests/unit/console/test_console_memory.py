@@ -21,6 +21,7 @@ PARTS = {
 }
 FIT: dict[str, Any] = {
     "ranks": 2, "tokens": 4096, "recomputed": True, "engines": 1, "ways": 2, "trainer": PARTS, "host": PARTS,
+    "takes_turns": False,
     "engine": {"parts": {"weights": 1.0 * GIB}, "room": 2.0, "sequence": 1.0, "num_sequences": 2},
     "problems": [], "settings": {},
 }  # fmt: skip

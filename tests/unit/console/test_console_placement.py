@@ -87,8 +87,9 @@ def test_what_is_named_stays_and_is_given_to_nobody_else() -> None:
 def test_without_gpus_or_with_one_everything_is_as_it_was() -> None:
     run = config({}, workers=2)
     assert place(run, []) == (run, [])
-    placed, said = place(run, [3])
-    assert placed is run and "all processes are on GPU 3 at once" in said[0] and "leaves 15%" in said[0]
+    placed, said = place(config({}, workers=2, gpu_turns="off"), [3])
+    assert placed.rollout.gpus == () and "all processes are on GPU 3 at once" in said[0]
+    assert "leaves 15%" in said[0]
     simulated = RunConfig.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engine": "simulated"}}
         | {"trainer": {"policy": "simulated"}}
@@ -114,6 +115,20 @@ def test_a_gpu_belongs_to_one_unless_sharing_is_asked_for() -> None:
     assert find_overlaps(config(trainer=[0, 0])) == ["trainer.gpus names a GPU twice"]
     shared, _ = place(config(workers=2, shares_trainer_gpus=True), range(2))
     assert (shared.trainer.gpus, shared.rollout.gpus) == ((0,), (0, 0))
+
+
+def test_one_gpu_is_taken_in_turns_and_several_where_that_is_asked_for() -> None:
+    run, said = place(config(), [3])
+    assert (run.trainer.gpus, run.rollout.gpus, run.shared_turn_s) == ((3,), (3,), 5.0)
+    assert said[0] == "GPUs: trainer 3, rollout 3" and "take turns" in said[1]
+    assert place(run, [3]) == (run, said), "resumed, it is the same"
+    beside, said = place(config({}, workers=2), [3])
+    assert beside.rollout.gpu_turns == "on" and "reward.rewards.rm.model on it at once" in said[0]
+    for given in ({"engine": "transformers"}, {"shares_trainer_gpus": True}, {"gpu_turns": "off"}):
+        assert place(config(**given), [3])[0].shared_turn_s is None, given
+    many, _ = place(config(workers=2, gpu_turns="on", gpu_turn_s=0.5), range(4))
+    assert (many.trainer.gpus, many.rollout.gpus, many.shared_turn_s) == ((0,), (0, 0), 0.5)
+    assert find_overlaps(many) == [] and place(config(), range(2))[0].shared_turn_s is None
 
 
 def test_gpus_that_the_environment_names_are_those_to_hand_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,14 +49,17 @@ def test_code_that_blocks_an_event_loop_is_a_warning_with_its_line() -> None:
     assert "warning  reward-2" not in text
 
 
-def test_what_a_version_of_the_weights_costs_is_shown() -> None:
+def test_what_a_version_of_the_weights_and_a_checkpoint_cost_is_shown() -> None:
     writer, *engines = (
         beat(name, role, "train") for name, role in (("t", "trainer"), ("a", "rollout"), ("b", "rollout"))
     )
     writer.counts = {"weights_bytes": 2_500_000.0, "weights_changed": 0.014, "weights_encode_s": 0.3}
+    writer.counts |= {"checkpoint_copy_s": 0.25, "checkpoint_wait_s": 3.0, "checkpoint_write_s": 12.0}
     for engine, pause_s in zip(engines, (0.01, 0.02), strict=True):
         engine.counts = {"weights_load_s": 0.5, "weights_pause_s": pause_s}
     text = " ".join(shown(dashboard(snapshot(workers=[writer, *engines])), width=160).split())
+    for words in ("copied in 250 ms", "wait of 3.0 s", "written beside in 12.0 s"):
+        assert words in text
     for words in ("written 2.5 MB, 1.4% changed", "beside training 300 ms", "in 500 ms", "pause 20 ms"):
         assert words in text
     writer.counts["weights_changed"] = -1.0

@@ -1,7 +1,8 @@
 """The loss of a forward pass: surrogate, importance weights, KL, entropy bonus and value loss in one sum.
 
     sum over tokens of weight * (-importance * objective + beta * KL + c_R * log(p / q)^2 + w * teacher's KL
-                                 - c_H * entropy + c_V * value loss), with p now and q at the rollout
+                                 - c_H * entropy + c_V * value loss + routers' losses),
+    with p now and q at the rollout
 
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
 micro-batches. Importance weights belong to the surrogate alone, as in TRL.
@@ -9,6 +10,7 @@ micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 Shape legend: N trained tokens of a forward pass, from any number of whole sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ from tidemill.services.trainer.algorithm.losses.rejection import (
     off_policy_tokens,
     rejected_tokens,
 )
+from tidemill.services.trainer.algorithm.losses.routing import expert_counts, router_terms
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 
@@ -39,6 +42,8 @@ class LossTerms:
     loss: Tensor
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
+    expert_counts: Sequence[Tensor] = ()
+    """Tokens of each expert, [E] for each mixture layer whose routing is there."""
 
 
 def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: SurrogateFunction) -> LossTerms:
@@ -91,9 +96,12 @@ def policy_loss(tokens: Tokens, algorithm: AlgorithmConfig, surrogate: Surrogate
         loss_N = loss_N - algorithm.entropy_coefficient * tokens.entropies_N
     if tokens.values_N is not None:
         loss_N = loss_N + _value_term(tokens, algorithm, sums)
+    if tokens.routing:
+        loss_N = loss_N + _router_term(tokens, algorithm, sums)
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
-    return LossTerms(loss, sums | _sums(tokens, importance, result), _maxima(tokens, importance))
+    sums |= _sums(tokens, importance, result)
+    return LossTerms(loss, sums, _maxima(tokens, importance), expert_counts(tokens.routing))
 
 
 def _weights(
@@ -132,6 +140,15 @@ def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tens
     sums["value_square_error_sum"] = (old_N - returns_N).square().sum()
     sums["return_sum"], sums["return_square_sum"] = returns_N.sum(), returns_N.square().sum()
     return algorithm.value.coefficient * loss_N
+
+
+def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: dict[str, Tensor]) -> Tensor:
+    """The routers' weighted losses of each token; what they are, as means over layers, goes into `sums`."""
+    sequences = tokens.sequence_N, tokens.num_sequences
+    balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
+    sums["balance_sum"] = balance_N.detach().sum() / len(tokens.routing)
+    sums["router_z_sum"] = z_N.detach().sum() / len(tokens.routing)
+    return algorithm.router.balance * balance_N + algorithm.router.z * z_N
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: e^20 is far outside every clip range, and finite."""
 
@@ -46,6 +48,8 @@ class Tokens:
     teacher_logprobs_N: Tensor | None = None
     teacher_weights_N: Tensor | None = None
     """How much each token's teacher counts; 0 without one. They come together."""
+    routing: tuple[LayerRouting, ...] = ()
+    """Of each mixture layer, where it is wanted; with gradient."""
 
     def floored(self) -> "Tokens":
         """The same with logprobs of at least `LOGPROB_FLOOR`.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from tidemill.services.trainer.algorithm.losses.policy_loss import LossTerms
@@ -56,13 +57,28 @@ class MicroBatchMetrics:
     return_sum: float = 0.0
     return_square_sum: float = 0.0
     """Of the value head: its loss, (value at the step's start - return)^2, and the returns."""
+    balance_sum: float = 0.0
+    router_z_sum: float = 0.0
+    """The routers' balance loss and z-loss, means over layers."""
+    expert_counts: tuple[tuple[int, ...], ...] = ()
+    """Of each mixture layer, where it is wanted: tokens that each of its experts got."""
 
     def __add__(self, other: "MicroBatchMetrics") -> "MicroBatchMetrics":
         def join(name: str) -> Any:
             mine, theirs = getattr(self, name), getattr(other, name)
+            if name == "expert_counts":
+                return _added(mine, theirs)
             return max(mine, theirs) if name.endswith("_max") else mine + theirs
 
         return MicroBatchMetrics(**{item.name: join(item.name) for item in fields(self)})
+
+
+ExpertCounts = Sequence[Sequence[int]]
+
+
+def _added(mine: ExpertCounts, theirs: ExpertCounts) -> tuple[tuple[int, ...], ...]:
+    pairs = zip(mine, theirs, strict=True) if mine and theirs else ((layer,) for layer in mine or theirs)
+    return tuple(tuple(np.sum(pair, axis=0).tolist()) for pair in pairs)
 
 
 def total_metrics(parts: Sequence[LossTerms]) -> MicroBatchMetrics:
@@ -72,7 +88,10 @@ def total_metrics(parts: Sequence[LossTerms]) -> MicroBatchMetrics:
     sums = torch.stack([torch.stack([value.double() for value in part.sums.values()]) for part in parts])
     maxima = torch.stack([torch.stack([v.double() for v in part.maxima.values()]) for part in parts])
     totals = dict(zip(parts[0].sums, sums.sum(0).tolist(), strict=True))
-    return MicroBatchMetrics(**totals, **dict(zip(parts[0].maxima, maxima.amax(0).tolist(), strict=True)))
+    layers = zip(*(part.expert_counts for part in parts), strict=True)
+    counts = tuple(tuple(torch.stack(layer).sum(0).tolist()) for layer in layers)
+    largest = dict(zip(parts[0].maxima, maxima.amax(0).tolist(), strict=True))
+    return MicroBatchMetrics(**totals, **largest, expert_counts=counts)
 
 
 def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
@@ -99,7 +118,7 @@ def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:
     }
     selected = {"selection/left_out_mean": sums.left_out / tokens} if sums.left_out else {}
     taught = {"teacher_kl": sums.teacher_kl_sum / sums.teacher_tokens} if sums.teacher_tokens else {}
-    return metrics | selected | taught | _value_metrics(sums, tokens)
+    return metrics | selected | taught | _value_metrics(sums, tokens) | _expert_metrics(sums, tokens)
 
 
 def effective_share(sums: MicroBatchMetrics) -> float:
@@ -124,4 +143,23 @@ def _value_metrics(sums: MicroBatchMetrics, tokens: int) -> dict[str, float]:
         "value/loss": sums.value_loss_sum / tokens,
         "value/explained_variance": 1.0 - error / variance if variance > 1e-12 else 0.0,
         "value/return_mean": sums.return_sum / tokens,
+    }
+
+
+def _expert_metrics(sums: MicroBatchMetrics, tokens: int) -> dict[str, float]:
+    """How evenly the step's tokens used the experts, where it was asked for.
+
+    `max_load` is the busiest expert's tokens over the mean's, in the worst layer: 1 + MaxVio of arXiv
+    2408.15664. Counts (3, 1) and (2, 2): 1.5; idle 0; entropy (0.811 + 1) / 2.
+    """
+    if not any(map(sum, sums.expert_counts)):
+        return {}
+    shares = [np.divide(layer, sum(layer)) for layer in sums.expert_counts]
+    entropies = [-np.sum(p * np.log(p, where=p > 0, out=np.zeros_like(p))) / np.log(len(p)) for p in shares]
+    return {
+        "experts/balance_loss": sums.balance_sum / tokens,
+        "experts/z_loss": sums.router_z_sum / tokens,
+        "experts/max_load": max(float(p.max() * len(p)) for p in shares),
+        "experts/entropy": float(np.mean(entropies)),
+        "experts/idle": float(np.mean(np.concatenate(shares) == 0.0)),
     }

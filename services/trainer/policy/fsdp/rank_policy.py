@@ -24,17 +24,21 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.wire.arrays import Float32
+from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.forward import ScoredSamples, TileScores, TokenScorer
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.model_loading import layers_of
+from tidemill.services.trainer.policy.model_loading import layers_of, open_model, prepare_torch
 from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
-from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_parts
+from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, policy_options
+from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shard_writer import Peers
+from tidemill.services.trainer.weights.store import model_tensors
 
 
 class ShardedModel(nn.Module):
@@ -73,14 +77,33 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class ShardedScorer(TokenScorer):
-    """Scores tiles through the root of the sharding; construct before the model is sharded."""
+    """Scores tiles through the root of the sharding."""
 
-    root: ShardedModel
+    def __init__(
+        self,
+        root: ShardedModel,
+        model: PreTrainedModel,
+        compute_dtype: torch.dtype,
+        routers: Routers | None = None,
+    ) -> None:
+        self.root = root
+        super().__init__(model, compute_dtype, routers)
+
+    @torch.no_grad()
+    def _has_plain_head(self) -> bool:
+        found: bool = self.root(super()._has_plain_head)
+        return found
+
+    @property
+    def module(self) -> nn.Module:
+        """The model and its sharding."""
+        return self.root
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         """As one rank does."""
+        affinities: list[str] = []
 
         def tensors() -> tuple[Tensor, ...]:
             # The sharding follows gradients through tuples of tensors, and of those that are no views.
@@ -88,9 +111,14 @@ class ShardedScorer(TokenScorer):
                 self, tile, temperature, entropy_gradient=entropy_gradient, keep_hidden=keep_hidden
             )
             hidden = () if scores.hidden_NH is None else (scores.hidden_NH,)
-            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden)
+            affinities.extend(layer.affinity for layer in scores.routing)
+            routed = [x for layer in scores.routing for x in (layer.logits_NE, layer.chosen_NK)]
+            return (scores.logprobs_N.clone(), scores.entropies_N, *hidden, *routed)
 
-        return TileScores(*self.root(tensors))
+        logprobs_N, entropies_N, *rest = self.root(tensors)
+        hidden_NH = rest.pop(0) if keep_hidden else None
+        routing = tuple(map(LayerRouting, affinities, rest[::2], rest[1::2]))
+        return TileScores(logprobs_N, entropies_N, hidden_NH, routing)
 
     def hidden(self, tile: Tile) -> Tensor:
         """As one rank does."""
@@ -99,10 +127,17 @@ class ShardedScorer(TokenScorer):
 
 
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
-    """Load the model on this rank's device, and shard it."""
+    """Make the model, shard it, and read this rank's shard of its weights."""
+    prepare_torch(config.trainer)
     ranks.lay_out(config.trainer.shard_ranks)
-    model, options = policy_parts(config, ranks.device)
-    policy = RankPolicy(model, config.trainer, ranks, **options)
+    model, weights = open_model(config.model, ranks.device)
+    digest = ""
+    if config.trainer.lora and weights is not None:
+        # One rank reads all, for the checkpoints of any number of ranks.
+        own = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
+        digest = ranks.broadcast(own).decode()
+    options = policy_options(config, model, ranks.device, digest)
+    policy = RankPolicy(model, config.trainer, ranks, weights, **options)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
@@ -110,20 +145,34 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
 class RankPolicy(TransformersPolicy):
     """Implements `Policy` together with the other ranks; every call has to be made on all of them."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, **options: Any) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        ranks: Ranks,
+        weights: PretrainedWeights | None = None,
+        **options: Any,
+    ) -> None:
+        """`weights` are those of a model that has none yet; models beside it start with them too."""
+        self._ranks, self._pretrained = ranks, weights
         self._roots: list[FSDPModule] = []
         """Of what is trained."""
         self._holds_gradients = False
         """Each rank has gradients of its own that are not summed yet."""
         self._reduces_once = reduces_once(model, config, ranks)
         super().__init__(model, config, **options)
+        self._pretrained = None  # with its open files
 
-    def _make_scorer(self, model: PreTrainedModel) -> TokenScorer:
-        scorer = ShardedScorer(model, self._dtype)
-        scorer.root = ShardedModel(model, self._ranks, self._dtype)
-        self._remember(scorer.root)
-        return scorer
+    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        root = ShardedModel(model, self._ranks, self._dtype)
+        if self._pretrained is not None:
+            give_storage(root, self._ranks.device)
+            self._pretrained.fill(self._adapters.base() if self._adapters else model_tensors(model))
+        self._remember(root)
+        return ShardedScorer(root, model, self._dtype, routers)
+
+    def _find_device(self, model: PreTrainedModel) -> torch.device:
+        return self._ranks.device
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         head = super()._make_value_head(model)
@@ -218,23 +267,31 @@ class RankPolicy(TransformersPolicy):
         """Batched by all, written by rank 0."""
         if self._ranks.is_leader:
             return super().save_weights(folder)
-        for _ in self.named_parameters_for_export():
-            pass
+        self._save_adapters(folder)
+        self.join_export()
         return []
 
-    def save_state(self, folder: Path) -> None:
-        """This rank's shard; returns when all are written. Other copies of the model have the same."""
+    def join_export(self) -> None:
+        """What rank 0 gathers in `named_parameters_for_export`."""
+        for _ in self.named_parameters_for_export():
+            pass
+
+    def own_state(self) -> PolicyState:
+        """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and
+        values, are with rank 0."""
         state, ranks = self.state(), self._ranks
-        if ranks.replica == 0:
-            local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.tensors.items()}
-            tensors = {name: tensor.contiguous() for name, tensor in local.items()}
-            rows = {name: len(t) for name, t in state.tensors.items() if isinstance(t, DTensor)}
-            if not ranks.is_leader:
-                tensors = {name: tensor for name, tensor in tensors.items() if name in rows}
-            write_shard(folder, ranks.shard, ranks.shard_size, tensors, rows)
-        if ranks.is_leader:
-            PolicyState({}, state.values).write_values(folder)
-        ranks.gather(b"")
+        if ranks.replica:
+            return PolicyState({})
+        num_rows = {
+            name: len(tensor) for name, tensor in state.tensors.items() if isinstance(tensor, DTensor)
+        }
+        tensors = {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in state.tensors.items()
+            if name in num_rows or ranks.is_leader
+        }
+        shard = Shard(ranks.shard, ranks.shard_size, num_rows)
+        return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
 
     def load_state(self, source: PolicyState | Path) -> None:
         """This rank's rows of every tensor."""
@@ -252,7 +309,7 @@ class RankPolicy(TransformersPolicy):
         if not isinstance(own, DTensor):
             return reader.read(name)
         ranks = self._ranks
-        return DTensor.from_local(
+        tensor = DTensor.from_local(
             reader.read(name, *rows_of(own.shape[0], ranks.shard, ranks.shard_size)).to(ranks.device),
             ranks.mesh,
             own.placements,
@@ -260,6 +317,9 @@ class RankPolicy(TransformersPolicy):
             shape=own.shape,
             stride=own.stride(),
         )
+        # Else the moments of all parameters would be on the device before the first of them leaves it.
+        is_kept_there = name in owners or not self._config.offload_optimizer
+        return tensor if is_kept_there else tensor.to("cpu")
 
 
 def reduces_once(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:

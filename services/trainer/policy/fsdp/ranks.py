@@ -42,8 +42,10 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._beside = dist.new_group(backend="gloo", timeout=PATIENCE)
+        # One for each thread: in a group, all ranks make their calls in the same order.
+        self._control, self._beside, self._states = (
+            dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(3)
+        )
 
     def lay_out(self, shard_size: int | None) -> None:
         """Let each `shard_size` ranks hold a copy of the model, or all of them one. A call of all ranks."""
@@ -74,8 +76,12 @@ class Ranks:
         return self._gather(payload, self._control)
 
     def gather_beside(self, payload: bytes) -> list[bytes]:
-        """The same, for another thread than that of the policy: it may run beside all other calls."""
+        """The same, for the thread that writes weights: it may run beside all other calls."""
         return self._gather(payload, self._beside)
+
+    def gather_state(self, payload: bytes) -> list[bytes]:
+        """The same, for the thread that writes checkpoints."""
+        return self._gather(payload, self._states)
 
     def _gather(self, payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
         with _losses_told():

@@ -49,7 +49,7 @@ class ShardedPolicy:
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, gathered from all ranks one by one."""
         # The other ranks take part in what rank 0 gathers, and write nothing.
-        self._ranks.broadcast(encode_call("save_weights", [Path()]))
+        self._ranks.broadcast(encode_call("join_export", ()))
         yield from self._own.named_parameters_for_export()
 
     def coefficients(self) -> Coefficients:

@@ -14,6 +14,7 @@ from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.attention import head_size, layer_configs
 from tidemill.services.trainer.policy.head import LOGITS_ELEMENTS
 from tidemill.services.trainer.policy.memory.sizes import ModelSizes, Saved
+from tidemill.services.trainer.policy.offload import PLACES, SLICE
 
 GIB = float(1 << 30)
 CONTEXT_BYTES = 1.0 * GIB
@@ -22,6 +23,10 @@ FRAGMENTED = 0.05
 """Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
 ENGINE_WORK_BYTES = 1.5 * GIB
 """Of an engine: activations of a prefill, graphs."""
+ASLEEP_BYTES = 2.0 * GIB
+"""Of an engine that sleeps: its context, and graphs."""
+PINNED = 4.0 / 3.0
+"""What torch takes of a host for a pinned tensor, on average: sizes are rounded up to powers of two."""
 
 Parts = Mapping[str, float]
 
@@ -111,10 +116,12 @@ def trainer_take(
         "logits": _logits(sizes, num_tokens, element_bytes(config)),
         **_working_weights(config, sizes, saved, copies),
     }
+    if trainer.algorithm.router.is_on:
+        training["router logits"] = float(num_tokens * sizes.router_logits * element_bytes(config))
     holds = trainer.updates_per_step > 1 and "held weights" in states
     scoring = {"held weights, swapped": 4.0 * trained / shards} if holds else {}
     if trainer.lora is not None:
-        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters)
+        scoring["merged weights of an export"] = float(element_bytes(config) * sizes.parameters) / shards
     return Take(states, training, scoring, _starting(config, sizes, shards, trained, has_critic))
 
 
@@ -131,6 +138,9 @@ def _states(
         "gradients": 4.0 * trained / shards,
         "AdamW moments": 8.0 * trained / shards,
     }
+    if trainer.offload_optimizer:
+        passing = float(8 * PLACES * min(SLICE, trained))
+        parts["AdamW moments"] = min(passing, parts["AdamW moments"])
     if width == 2:
         parts["version before, for deltas"] = 2.0 * count / shards
     if sums_once(config, trained, gpu_bytes):
@@ -169,7 +179,10 @@ def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
 def _starting(
     config: RunConfig, sizes: ModelSizes, shards: int, trained: int, has_critic: bool
 ) -> dict[str, float]:
-    """Every rank loads the whole model in float32, and what begins as a copy of it, before it is split."""
+    """What is only there before the model is split. A rank reads its own shard into its place, where it is
+    known which that is; one rank halves the weights under its adapters when it has them."""
+    if not sizes.is_read_whole and (shards > 1 or config.trainer.lora is None):
+        return {}
     parts = {"whole model in float32, before it is split": 4.0 * sizes.parameters}
     if shards > 1 and (config.trainer.algorithm.needs_reference or has_critic):
         parts["its copy"] = 4.0 * sizes.parameters
@@ -239,20 +252,30 @@ def _key_bytes(text: Any, width: int, ways: int) -> int:
     return 2 * width * head_size(text) * max(1, -(-heads // ways))
 
 
-def host_take(config: RunConfig, sizes: ModelSizes, ranks: int, engines: int) -> Take:
-    """A host with so many ranks of the trainer and engines."""
+def host_take(
+    config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, takes_turns: bool = False
+) -> Take:
+    """A host with so many ranks of the trainer and engines; in turns it holds who has not the GPU."""
     trainer, count = config.trainer, sizes.parameters
     shards = trainer.shard_ranks or trainer.num_ranks
     trained = num_trained(config, sizes)
-    checkpoint = (12.0 if trainer.lora is None else 0.0) * count / shards + (
-        12.0 * trained if trainer.lora is not None else 0.0
-    )
+    checkpoint = 12.0 * trained / shards
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
+    if ranks and trainer.offload_optimizer:
+        always["AdamW moments"] = PINNED * 8.0 * trained / shards * ranks
+    if takes_turns:
+        always["weights of engines that sleep"] = PINNED * element_bytes(config) * count * engines
+        # Between steps there are no gradients.
+        states = _states(config, sizes, 0.0, shards, trained, trainer.algorithm.value.model == "own")
+        parked = sum(size for name, size in states.items() if not name.startswith("gradients"))
+        always["trainer outside of its turn"] = PINNED * parked * ranks
     training = {}
     if ranks:
         training["checkpoint on its way to the disk"] = checkpoint * min(ranks, shards)
     if engines and config.weights.delta == "auto" and element_bytes(config) == 2:
         share = config.weights.max_share_changed
         training["changes that engines stage"] = 6.0 * share * count * engines
-    starting = {"whole model in float32, of each rank": 4.0 * count * ranks} if ranks else {}
+    starting = {}
+    if ranks and sizes.is_read_whole:
+        starting["whole model in float32, of each rank"] = 4.0 * count * ranks
     return Take(always, training, starting={**always, **starting} if starting else {})

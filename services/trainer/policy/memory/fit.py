@@ -12,6 +12,8 @@ from typing import Any
 from tidemill.common.config import RunConfig
 from tidemill.common.config.trainer import DEFAULT_TILE_TOKENS, LoraConfig
 from tidemill.services.trainer.policy.memory.estimate import (
+    ASLEEP_BYTES,
+    CONTEXT_BYTES,
     GIB,
     EngineTake,
     Model,
@@ -23,6 +25,7 @@ from tidemill.services.trainer.policy.memory.estimate import (
     usable,
 )
 
+AS_THEY_ARE = ("ranks", "tokens", "recomputed", "engines", "ways", "takes_turns")
 Settings = dict[str, Any]
 """Fields of the config, and values."""
 SMALLEST_TILE = 1024
@@ -58,13 +61,15 @@ class Fit:
     engines: int
     ways: int
     host: Take
+    takes_turns: bool
+    """Trainer and engines have GPUs in turn."""
     problems: tuple[str, ...] = ()
     settings: Settings = field(default_factory=dict)
     """What to set, where that helps."""
 
     def as_json(self) -> dict[str, Any]:
         """For another process: bytes by part, peaks, and words."""
-        tree = {name: getattr(self, name) for name in ("ranks", "tokens", "recomputed", "engines", "ways")}
+        tree = {name: getattr(self, name) for name in AS_THEY_ARE}
         tree["trainer"] = _told(self.trainer) if self.trainer else None
         tree["host"] = _told(self.host)
         tree["engine"] = None
@@ -151,22 +156,31 @@ def _fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
     ranks, ways = trainer.num_ranks if trains else 0, vllm.tensor_parallel_size
     engines = config.rollout.workers if generates else 0
     is_crowded = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
-    shares = generates and (config.rollout.shares_trainer_gpus or is_crowded)
+    turns = ranks > 0 and engines > 0 and takes_turns(config, is_crowded)
+    shares = generates and not turns and (config.rollout.shares_trainer_gpus or is_crowded)
     engine = engine_take(config, model, machine.gpu_bytes) if generates else None
     room = usable(machine.gpu_bytes)
     if shares:
         room -= vllm.gpu_memory_utilization * machine.gpu_bytes
+    if turns:
+        room -= ASLEEP_BYTES
     tokens, recomputed, take = choose_passes(config, model, machine.gpu_bytes, room)
-    host = _fullest_host(config, model, ranks, engines, ways)
-    fit = Fit(ranks, tokens, recomputed, take if trains else None, engine, engines, ways, host)
+    host = _fullest_host(config, model, ranks, engines, ways, turns)
+    fit = Fit(ranks, tokens, recomputed, take if trains else None, engine, engines, ways, host, turns)
     problems = []
-    if (wanted := ranks + engines * ways) > machine.gpus and not shares:
+    if (wanted := ranks + engines * ways) > machine.gpus and not shares and not turns:
         problems.append(
             f"the run wants {wanted} GPUs ({ranks} for the trainer, {engines * ways} for engines), and there "
             f"are {machine.gpus}"
         )
     if fit.trainer is not None and fit.trainer.peak > room:
         problems.append(_trainer_problem(fit, fit.trainer, room, machine, shares))
+    if turns and vllm.gpu_memory_utilization * machine.gpu_bytes > machine.gpu_bytes - 2 * CONTEXT_BYTES:
+        problems.append(
+            f"rollout.vllm.gpu_memory_utilization {vllm.gpu_memory_utilization:g} leaves less than "
+            f"{_gib(2 * CONTEXT_BYTES)} GiB of {_gib(machine.gpu_bytes)} to a trainer that waits: "
+            "lower it"
+        )
     if engine is not None and engine.num_sequences < 1:
         problems.append(
             f"an engine takes {_gib(sum(engine.parts.values()))} GiB of each of its GPUs ({ways}) without a "
@@ -182,12 +196,20 @@ def _fit(config: RunConfig, model: Model, machine: Machine) -> Fit:
     return replace(fit, problems=tuple(problems))
 
 
-def _fullest_host(config: RunConfig, model: Model, ranks: int, engines: int, ways: int) -> Take:
+def takes_turns(config: RunConfig, has_one: bool) -> bool:
+    """Whether trainer and engines have their GPUs in turn; `has_one`, where there is one for both."""
+    rollout = config.rollout
+    return rollout.takes_gpu_turns or (
+        has_one and rollout.gpu_turns == "auto" and not rollout.shares_trainer_gpus
+    )
+
+
+def _fullest_host(config: RunConfig, model: Model, ranks: int, engines: int, ways: int, turns: bool) -> Take:
     """Of the first host, which has ranks and on its other GPUs engines, and one that has engines alone."""
     own = min(ranks, GPUS_OF_A_HOST)
-    beside = min(engines, (GPUS_OF_A_HOST - own) // ways)
+    beside = min(engines, (GPUS_OF_A_HOST - (0 if turns else own)) // ways)
     hosts = [(own, beside), (0, min(engines - beside, GPUS_OF_A_HOST // ways))]
-    return max((host_take(config, model.sizes, *host) for host in hosts), key=lambda take: take.peak)
+    return max((host_take(config, model.sizes, *host, turns) for host in hosts), key=lambda take: take.peak)
 
 
 def trains_on_gpus(config: RunConfig) -> bool:
@@ -211,17 +233,19 @@ def _trainer_problem(fit: Fit, take: Take, room: float, machine: Machine, shares
 
 
 def _settings(config: RunConfig, placements: Sequence[Settings]) -> Iterator[Settings]:
-    """From what costs least to what changes the training: passes, ranks and engines, the reference's dtype,
-    adapters."""
+    """From what costs least to what changes the training: passes, ranks and engines, moments on the host, the
+    reference's dtype, adapters."""
     trainer = config.trainer
-    auto = {"trainer.micro_batch_tokens": "auto", "trainer.gradient_checkpointing": "auto"}
-    yield from ({**auto, **placement} for placement in placements)
+    auto: Settings = {"trainer.micro_batch_tokens": "auto", "trainer.gradient_checkpointing": "auto"}
+    steps = [auto]
+    if not trainer.offload_optimizer and trainer.lora is None:
+        steps.append({**auto, "trainer.offload_optimizer": True})
     reference = trainer.algorithm.reference
     if reference.model != "off" and reference.dtype == "float32" and trainer.lora is None:
-        smaller = {**auto, "trainer.algorithm.reference.dtype": "bfloat16"}
-        yield from ({**smaller, **placement} for placement in placements)
+        steps += [{**step, "trainer.algorithm.reference.dtype": "bfloat16"} for step in list(steps)]
+    yield from ({**step, **placement} for step in steps for placement in placements)
     if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
-        adapters: Settings = {**auto, "trainer.lora": {}, "trainer.num_ranks": 1, "trainer.shard_ranks": None}
+        adapters: Settings = {**auto, "trainer.lora": {}}
         if reference.model != "off":
             adapters["trainer.algorithm.reference.dtype"] = "float32"
         yield from ({**placement, **adapters} for placement in placements)
@@ -232,7 +256,12 @@ def _placements(config: RunConfig, model: Model, machine: Machine) -> Iterator[S
     one GPU the engine leaves what the trainer needs."""
     trains, generates = trains_on_gpus(config), config.rollout.engine == "vllm" and config.rollout.workers > 0
     if machine.gpus == 1:
-        yield from (_shared(config, percent / 100) for percent in range(80, 5, -5))
+        if takes_turns(config, has_one=True) or not (trains and generates):
+            yield _shared(config)
+            return
+        for percent in range(80, 5, -5):
+            yield {**_shared(config), "rollout.vllm.gpu_memory_utilization": percent / 100}
+        yield {**_shared(config), "rollout.gpu_turns": "on"}
         return
     ways = _ways(config, model, machine) if generates else 0
     half, most = machine.gpus // 2, machine.gpus - ways
@@ -245,14 +274,13 @@ def _placements(config: RunConfig, model: Model, machine: Machine) -> Iterator[S
         yield placement
 
 
-def _shared(config: RunConfig, utilization: float) -> Settings:
-    """One GPU for the trainer and an engine, which takes this share of it."""
+def _shared(config: RunConfig) -> Settings:
+    """One GPU for the trainer and an engine."""
     return {
         "trainer.num_ranks": 1,
         "trainer.shard_ranks": None,
         "rollout.workers": min(1, config.rollout.workers),
         "rollout.vllm.tensor_parallel_size": 1,
-        "rollout.vllm.gpu_memory_utilization": utilization,
     }
 
 

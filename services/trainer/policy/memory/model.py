@@ -1,5 +1,7 @@
 """The model of a run as the estimate needs it, and the passes that `auto` chooses for a GPU."""
 
+from dataclasses import replace
+
 import structlog
 import torch
 from transformers import AutoConfig
@@ -8,13 +10,14 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpu_sharing import count_gpus
 from tidemill.common.run.model_overrides import with_overrides
-from tidemill.services.trainer.policy.memory.estimate import GIB, Model, usable
+from tidemill.services.trainer.policy.memory.estimate import ASLEEP_BYTES, GIB, Model, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
 from tidemill.services.trainer.policy.memory.sizes import (
     Saved,
     attention_on_gpus,
     build_on_meta,
     count_sizes,
+    is_read_whole,
     measure_saved,
 )
 from tidemill.services.trainer.policy.model_loading import compute_dtype, pick_device
@@ -36,7 +39,9 @@ def read_model(config: RunConfig) -> Model:
         model = build_on_meta(found, attention, weights)
         return measure_saved(model, dtype, weights, config.model.max_model_len)
 
-    sizes = count_sizes(build_on_meta(found, attention, dtype), config.trainer.lora)
+    model = build_on_meta(found, attention, dtype)
+    sizes = count_sizes(model, config.trainer.lora)
+    sizes = replace(sizes, is_read_whole=is_read_whole(model))
     alone = measured(torch.float32)
     return Model(sizes, alone, alone if dtype == torch.float32 else measured(dtype), found)
 
@@ -58,7 +63,9 @@ def with_fitting_passes(config: RunConfig) -> RunConfig:
     room = usable(gpu_bytes)
     rollout = config.rollout
     shares = rollout.shares_trainer_gpus or count_gpus() == 1
-    if shares and rollout.engine == "vllm" and rollout.workers:
+    if rollout.takes_gpu_turns:
+        room -= ASLEEP_BYTES
+    elif shares and rollout.engine == "vllm" and rollout.workers:
         room -= rollout.vllm.gpu_memory_utilization * gpu_bytes
     tokens, recomputed, take = choose_passes(config, model, gpu_bytes, room)
     told = log.info if take.running <= room else log.warning

@@ -24,6 +24,9 @@ from tidemill.common.run.chat_template import exact_attention
 from tidemill.services.trainer.policy.attention import VARLEN, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.experts import follow_autocast
 from tidemill.services.trainer.policy.model_loading import layers_of, recomputable_layers
+from tidemill.services.trainer.policy.routers import find_routers
+from tidemill.services.trainer.weights.exported import plan_export
+from tidemill.services.trainer.weights.store import model_tensors
 
 MEASURED_TOKENS = 1024
 """Width of the narrower of two passes, of a kernel whose memory is linear."""
@@ -77,6 +80,10 @@ class ModelSizes:
     """Whether transformers marks layers of it for gradient checkpointing."""
     has_whole_logits: bool
     """Whether the model caps or scales its logits, so that they are not made in chunks."""
+    router_logits: int = 0
+    """Of a token: experts, summed over layers."""
+    is_read_whole: bool = False
+    """Whether every rank reads the whole model before it is split."""
 
 
 def build_on_meta(config: PreTrainedConfig, attention: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -133,6 +140,7 @@ def count_sizes(model: PreTrainedModel, lora: LoraConfig | None = None) -> Model
         adapters_per_rank=sum(sum(module.weight.shape) for module in adapted),
         can_recompute=bool(recomputable_layers(model)),
         has_whole_logits=any(getattr(config, name, None) not in (None, 1.0) for name in WHOLE_LOGITS),
+        router_logits=sum(len(next(router.parameters(), ())) for router in find_routers(model)),
     )
 
 
@@ -154,14 +162,11 @@ def measure_saved(
     if dtype == torch.float32 and any(".experts." in name for name, _ in model.named_parameters()):
         half = measure_saved(model, torch.bfloat16, torch.bfloat16, width)
         return Saved(2 * half.layers, 2 * half.layer, 2 * half.inputs, 2 * half.rest, 2 * half.copies)
-    blocks = layers_of(model)
-    if not blocks:
+    kinds, kept = _keep_kinds(model)
+    if not kept:
         raise ConfigError(
             f"transformers names no layers of {type(model).__name__}, so its memory is not known"
         )
-    kinds = [_kind(block) for block in blocks]
-    kept = [blocks[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
-    _keep_layers(model, kept)
     try:
         narrow, wide = (_saved_once(model, kept, dtype, weights, n, width) for n in (1, 2))
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
@@ -175,12 +180,28 @@ def measure_saved(
     return Saved(
         layers=sum(count * slope for count, slope in zip(counts, layers, strict=True)),
         layer=max(layers),
-        inputs=float(len(blocks) * model.config.get_text_config().hidden_size * size),
+        inputs=float(len(kinds) * model.config.get_text_config().hidden_size * size),
         rest=slopes.get("", 0.0),
         copies=max(
             0, round(sum(n * fixed.get(str(i), 0.0) for i, n in enumerate(counts)) + fixed.get("", 0.0))
         ),
     )
+
+
+def is_read_whole(model: PreTrainedModel) -> bool:
+    """Whether it is not clear which elements of its files a rank's shard is (`weights/pretrained.py`). One
+    layer of each kind tells; the model has no others afterwards."""
+    _keep_kinds(model)
+    return bool(plan_export(model, model_tensors(model), torch.float32).converted)
+
+
+def _keep_kinds(model: PreTrainedModel) -> tuple[list[tuple[Any, ...]], list[nn.Module]]:
+    """Leave out all layers but one of each kind: the kinds of all, and what is kept."""
+    blocks = layers_of(model)
+    kinds = [_kind(block) for block in blocks]
+    kept = [blocks[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
+    _keep_layers(model, kept)
+    return kinds, kept
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

@@ -52,8 +52,8 @@ async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker: Broker, 
     holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
     (held,) = await fetched(holder, 1)
     assert await rival.fetch(10, 0) == []
-    now_ms, asked_at = rival._clock
-    rival._clock = (now_ms - int(2000 * LEASE_S), asked_at)  # as if the server were that far ahead since
+    now_ms, asked_at = rival._clock._told
+    rival._clock._told = (now_ms - int(2000 * LEASE_S), asked_at)  # as if the server had jumped ahead
     await fall_silent(broker, keys, "holder", [held.entry_id])
     rival._next_reclaim = 0.0
     assert await rival.fetch(10, 0) == []

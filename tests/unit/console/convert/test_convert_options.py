@@ -36,7 +36,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("verl", {"algorithm.norm_adv_by_std_in_grpo": False}, {ALGORITHM + "advantage": "dr_grpo"}),
     ("verl", {"algorithm.adv_estimator": "gae", "critic.optim.lr": 2e-5},
      {ALGORITHM + "value.head": True, ALGORITHM + "value.lr": 2e-5, ALGORITHM + "gae_lambda": 1.0,
-      "trainer.num_ranks": 1}),
+      "trainer.num_ranks": 8}),
     ("verl", {A + "clip_ratio_low": 2.0}, {ALGORITHM + "clip_low": 1.0}),
     ("verl", {A + "ppo_mini_batch_size": 1024, A + "clip_ratio_c": 10.0}, {ALGORITHM + "dual_clip": None}),
     ("verl", {A + "ppo_mini_batch_size": 1024, A + "policy_loss.loss_mode": "gspo"},
@@ -86,7 +86,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("trl", {"max_prompt_length": 256}, {"data.max_prompt_tokens": 256, "data.overlong_prompts": "left"}),
     ("verl", {"data.train_max_samples": 5}, {"data.max_rows": 5}),
     ("verl", {"actor_rollout_ref.model.lora_rank": 8},
-     {"trainer.lora.rank": 8, "trainer.lora.alpha": 16, "trainer.num_ranks": 1}),
+     {"trainer.lora.rank": 8, "trainer.lora.alpha": 16, "trainer.num_ranks": 8}),
     # TRL: 8 * 2 * 4 completions are 8 groups, in 4 / 2 updates
     ("trl", {"num_processes": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 9},
      {"trainer.groups_per_step": 8, "trainer.mini_batches": 2, "trainer.steps": 5,

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from tidemill.services.trainer.policy.memory.sizes import (
     attention_on_gpus,
     build_on_meta,
     count_sizes,
+    is_read_whole,
     measure_saved,
 )
 
@@ -107,10 +109,18 @@ def test_published_models_have_their_numbers_of_parameters(name, parameters, lay
         assert saved.copies == pytest.approx(36 * 2 * 100_925_440, rel=1e-3), "a layer's matrices in 16 bits"
 
 
+def test_experts_are_read_by_rows_and_what_is_mixed_up_is_read_whole():
+    config = AutoConfig.from_pretrained(MODELS / "Qwen3-30B-A3B")
+    assert not is_read_whole(build_on_meta(config, attention_on_gpus(config), torch.bfloat16))
+    mixed = AutoConfig.for_model("hrm_text", **MANY, num_attention_heads=4)
+    assert is_read_whole(build_on_meta(mixed, None, torch.bfloat16))
+
+
 SIZES = ModelSizes(
     parameters=1000, layer=200, root=400, head=300, vocabulary=30, hidden=10, linears=600,
     adapters_per_rank=5, can_recompute=True, has_whole_logits=False,
 )  # fmt: skip
+WHOLE = replace(SIZES, is_read_whole=True)
 
 
 def model_of(per_token: float = 100.0, sizes: ModelSizes = SIZES) -> Model:
@@ -145,7 +155,7 @@ def test_states_of_one_rank_by_hand():
         "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 2 * 2048 * 10,
         "weights in the compute dtype": 1800,
     }
-    assert take.starting == {"whole model in float32, before it is split": 4000}
+    assert take.starting == {}
     assert take.running == 18000 + sum(take.training.values()) == take.peak
 
 
@@ -168,6 +178,8 @@ def test_states_of_ranks_that_hold_copies_by_hand():
     assert take.training["gathered layers"] == 2 * (400 + 2 * 200)
     assert take.training["gradients being summed"] == 6 * 400
     assert take.scoring == {"held weights, swapped": 1000}
+    assert take.starting == {}, "each rank reads its own rows"
+    take = trainer_take(config_of(trainer), model_of(sizes=WHOLE), 1e9, 16, recomputed=True)
     assert sum(take.starting.values()) == 8000, "whole, twice, on each GPU"
     tight = trainer_take(config_of(trainer), model_of(), 15_000, 16, recomputed=True)
     assert "gradients until an update" not in tight.always, "4000 are more than a quarter"
@@ -178,6 +190,9 @@ def test_states_of_adapters_and_of_float32_by_hand():
     assert take.always["master weights"] == 2 * 600 + 4 * 400 + 4 * 20
     assert (take.always["gradients"], take.always["AdamW moments"]) == (80, 160)
     assert take.scoring == {"merged weights of an export": 2000}
+    assert sum(take.starting.values()) == 4000 + 80, "halved after it is loaded"
+    shared = trainer_take(config_of({"lora": {}, "num_ranks": 4}), model_of(), 1e9, 16, recomputed=False)
+    assert shared.scoring == {"merged weights of an export": 500} and shared.starting == {}
     assert "weights in the compute dtype" not in take.training
     wide = trainer_take(config_of(dtype="float32"), model_of(), 1e9, 16, recomputed=False)
     assert "version before, for deltas" not in wide.always
@@ -208,8 +223,9 @@ def test_the_kv_cache_by_hand():
     assert engine.num_sequences == engine.room // engine.sequence
 
 
-def test_a_host_holds_the_model_once_for_each_rank_at_the_start():
-    take = host_take(config_of({"num_ranks": 8}), SIZES, ranks=4, engines=2)
+def test_a_host_holds_the_model_once_for_each_rank_that_reads_it_whole():
+    assert host_take(config_of({"num_ranks": 8}), SIZES, ranks=4, engines=2).starting == {}
+    take = host_take(config_of({"num_ranks": 8}), WHOLE, ranks=4, engines=2)
     assert sum(take.starting.values()) == 4 * 4000 + 6 * 4 * GIB
     assert take.training == {
         "checkpoint on its way to the disk": 12 * 1000 / 8 * 4,
@@ -242,14 +258,46 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     assert found.settings["trainer.num_ranks"] == 4
     assert found.settings["trainer.gradient_checkpointing"] is False
     assert not find_settings(config_of(), model_of(1e3, big), machine).problems
-    none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 8 * GIB))
-    assert none.settings == {} and "holds 14.9 GiB when it starts" in none.problems[-1]
+    none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 2 * GIB))
+    assert none.settings == {} and "the trainer takes" in none.problems[-1]
+    whole = examine_fit(config_of(), model_of(1e3, replace(big, is_read_whole=True)), Machine(8, 8 * GIB))
+    assert "holds 14.9 GiB when it starts" in whole.problems[-1]
     crowded = examine_fit(config_of({"num_ranks": 8}), model_of(), machine)
     assert crowded.problems == ("the run wants 9 GPUs (8 for the trainer, 1 for engines), and there are 8",)
-    shared = examine_fit(config_of(), model_of(1.0), Machine(1, 40 * GIB))
+    at_once = config_of(gpu_turns="off")
+    shared = examine_fit(at_once, model_of(1.0), Machine(1, 40 * GIB))
     assert shared.problems == (), "on one GPU the engine leaves a part to the trainer"
     full = examine_fit(config_of(), model_of(), Machine(8, 40 * GIB, host_bytes=1.0))
     assert "a host takes" in full.problems[0]
+
+
+def test_in_turns_each_has_the_gpu_but_for_what_the_other_leaves_there():
+    big = ModelSizes(**{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"parameters": 10**9})
+    machine = Machine(1, 24 * GIB)
+    found = examine_fit(config_of(), model_of(1.0, big), machine)
+    assert found.problems == () and found.takes_turns
+    assert found.trainer is not None and 0.15 * 24 * GIB < found.trainer.peak < usable(24 * GIB) - 2 * GIB
+    at_once = examine_fit(config_of(gpu_turns="off"), model_of(1.0, big), machine)
+    assert at_once.problems and not at_once.takes_turns
+    assert found.host.always["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
+    assert found.host.always["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
+    full = examine_fit(config_of(vllm={"gpu_memory_utilization": 0.95}), model_of(1.0), machine)
+    assert "leaves less than 2.0 GiB of 24.0" in full.problems[0]
+    several = examine_fit(config_of({"num_ranks": 2}, gpu_turns="on"), model_of(1.0), Machine(2, 40 * GIB))
+    assert several.problems == () and several.takes_turns
+
+
+def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_the_training():
+    big = ModelSizes(**{n: getattr(SIZES, n) for n in SIZES.__slots__} | {"parameters": 3 * 10**9})
+    take = trainer_take(config_of({"offload_optimizer": True}), model_of(sizes=big), 1e12, 16, False)
+    assert take.always["AdamW moments"] == 2 * 8 * (1 << 25), "two slices of both, in place of 24e9"
+    small = trainer_take(config_of({"offload_optimizer": True}), model_of(), 1e12, 16, False)
+    assert small.always["AdamW moments"] == 8000, "never more than without"
+    host = host_take(config_of({"offload_optimizer": True, "num_ranks": 4}), SIZES, ranks=2, engines=0)
+    assert host.always["AdamW moments"] == pytest.approx(8000 / 4 * 2 * 4 / 3)
+    found = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
+    assert found.problems and found.settings["trainer.offload_optimizer"] is True
+    assert "trainer.lora" not in found.settings
 
 
 def test_a_request_is_answered_from_config_json_alone(capsys):

@@ -1,5 +1,6 @@
 """Policies come and go as files: checkpoints that continue bit by bit, weights that load back, models."""
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,8 @@ from tests.support.models import (
     train,
 )
 from tidemill.common.errors import ConfigError
+from tidemill.common.files import StorageError
+from tidemill.services.trainer.policy import state
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 from tidemill.services.trainer.weights.store import export_tensors, save_model
@@ -38,6 +41,34 @@ def test_a_checkpoint_continues_bit_by_bit(tmp_path):
         theirs = train(resumed, [one_batch(samples[start : start + 4])])
         assert mine == theirs
     assert resumed.digest() == policy.digest()
+
+
+def test_what_was_copied_is_written_whatever_the_policy_has_become(tmp_path, monkeypatch):
+    """Also where the disk takes it only the second time; the next copy has the new state."""
+    policy, samples = make_policy(), make_samples(8)
+    train(policy, [one_batch(samples[:4])])
+    expected = {name: tensor.clone() for name, tensor in policy.state().tensors.items()}
+    policy.stage_state()
+    policy.leave()  # and where it is on the host meanwhile
+    policy.stage_state()
+    policy.enter()
+    train(policy, [one_batch(samples[4:])])
+    with monkeypatch.context() as patch:
+        patch.setattr(state.os, "fsync", fail_for_space)
+        with pytest.raises(StorageError, match=r"policy's state .*No space left on device; free some space"):
+            policy.begin_saving(tmp_path / "full").result()
+    policy.begin_saving(tmp_path / "copied").result()
+    written = PolicyState.read(tmp_path / "copied").tensors
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    policy.save_state(tmp_path / "later")
+    later = PolicyState.read(tmp_path / "later").tensors
+    assert all(torch.equal(later[name], tensor) for name, tensor in policy.state().tensors.items())
+    assert not torch.equal(later["model.model.norm.weight"], expected["model.model.norm.weight"])
+
+
+def fail_for_space(*_args: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_state_brings_the_random_generator_with_it():

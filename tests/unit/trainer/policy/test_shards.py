@@ -1,5 +1,6 @@
 """What ranks send each other and write: shares of a batch, calls, rows of a checkpoint."""
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import torch
 
 from tests.support.models import make_samples, run_config
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.fsdp.rank_policy import split_samples
 from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import decode_call, encode_call
-from tidemill.services.trainer.policy.state import PolicyState, ShardReader, rows_of, write_shard
+from tidemill.services.trainer.policy.state import PolicyState, Shard, ShardReader, rows_of
 
 
 def test_shares_are_balanced_by_tokens_and_hold_every_sample_once():
@@ -42,12 +44,27 @@ def test_rows_written_by_some_ranks_are_read_by_any_number(tmp_path, num_rows, n
     whole = torch.arange(num_rows * 2.0).reshape(num_rows, 2)
     for rank in range(num_writers):
         start, stop = rows_of(num_rows, rank, num_writers)
-        write_shard(tmp_path, rank, num_writers, {"a": whole[start:stop].contiguous()}, {"a": num_rows})
+        shard = Shard(rank, num_writers, {"a": num_rows})
+        PolicyState({"a": whole[start:stop]}, shard=shard).write(tmp_path)
     reader = ShardReader(tmp_path)
     assert torch.equal(reader.read("a"), whole)
     for size in (1, 2, 4):
         parts = [reader.read("a", *rows_of(num_rows, rank, size)) for rank in range(size)]
         assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 1)])
+def test_a_checkpoint_that_lacks_a_byte_of_one_rank_is_passed_over(tmp_path, damage):
+    def write(folder: Path) -> None:
+        for rank in range(2):
+            shard = Shard(rank, 2, {"a": 4})
+            PolicyState({"a": torch.ones(2, 3)}, {"updates": 1} if rank == 0 else {}, shard).write(folder)
+
+    store = CheckpointStore(tmp_path, keep=2)
+    first, second = (store.save(TrainerState(version=version), write) for version in (1, 2))
+    assert store.load_latest().folder == second
+    damage(second / "policy-00001-of-00002.safetensors")
+    assert store.load_latest().folder == first
 
 
 def test_a_folder_without_a_state_is_refused(tmp_path):

@@ -1,0 +1,110 @@
+"""`make gpu-proof`: all parts of the proof, into one JSON file and one table.
+
+    python -m benchmarks.gpu                        # what is not done yet; a dry run where there is no GPU
+    python -m benchmarks.gpu --part mfu_4b          # one part, also where it is done
+    python -m benchmarks.gpu --part 'engine_*' --minutes 9
+    python -m benchmarks.gpu --list
+
+Ends with 0 where every part is done or the machine is too small for it, with 1 where one failed or ran over
+its time, with 2 where something is missing that can be installed or set right.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.gpu.parts import LIMIT_S, PARTS, Part, chosen
+from benchmarks.gpu.runner import FAILED, LATE, MISSING, ROOT, Proof, Record
+from benchmarks.gpu.table import JSON_FILE, PAGE_FILE, write_all
+from benchmarks.report import print_result, print_table
+
+OUT = ROOT / "runs/gpu-proof"
+OUT_DRY = ROOT / "runs/gpu-proof-dry"
+
+
+def main(
+    part: Annotated[
+        str, typer.Option(help="parts by name or pattern, with commas between; done ones too")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="folder of the results; runs/gpu-proof")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="forget what was done")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="on the CPU with tiny models")] = False,
+    minutes: Annotated[
+        float, typer.Option(help="begin no part that would probably end later; 0 is no limit")
+    ] = 0.0,
+    limit: Annotated[float, typer.Option(help="seconds after which a part is ended")] = LIMIT_S,
+    listed: Annotated[bool, typer.Option("--list", help="say what the parts are")] = False,
+) -> None:
+    """Run the parts."""
+    names = [name.strip() for name in part.split(",") if name.strip()]
+    try:
+        parts = chosen(names)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if listed:
+        _list()
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part that runs
+    facts = read_facts_aside()
+    has_no_gpu = bool(facts["gpu_problem"]) and not facts["driver"]
+    if has_no_gpu and not dry:
+        print(f"{facts['gpu_problem']}: a dry run on the CPU, with tiny models\n", flush=True)
+    proof = Proof(out or (OUT_DRY if dry or has_no_gpu else OUT), facts, dry or has_no_gpu, limit)
+    if fresh:
+        for each in parts:
+            (proof.folder / f"{each.name}.json").unlink(missing_ok=True)
+    _run(proof, proof.order(parts, again=bool(names)), time.monotonic() + minutes * 60 if minutes else None)
+    records = write_all(proof, PARTS)
+    for name in (PAGE_FILE, JSON_FILE):
+        print(proof.folder / name, flush=True)
+    wanted = {each.name: records.get(each.name) for each in parts}
+    print_result({name: record["state"] if record else "not tried" for name, record in wanted.items()})
+    raise typer.Exit(exit_code([record for record in wanted.values() if record]))
+
+
+def _run(proof: Proof, parts: Sequence[Part], until: float | None) -> None:
+    for part in parts:
+        if until is not None and time.monotonic() + part.estimate_s > until:
+            print(f"{part.name}: not begun, it takes about {part.estimate_s} s", flush=True)
+            continue
+        print(f"{part.name}: {part.text} ...", flush=True)
+        record = proof.run(part)
+        write_all(proof, PARTS)
+        seconds = f" in {record['seconds']:.0f} s" if "seconds" in record else ""
+        print(f"{part.name}: {record['state']}{seconds} {'; '.join(record.get('missing', []))}", flush=True)
+        if tail := record.get("tail"):
+            print("  " + "\n  ".join(tail.splitlines()[-10:]), flush=True)
+
+
+def exit_code(records: Sequence[Record]) -> int:
+    """See the top of this file."""
+    if any(record["state"] in (FAILED, LATE) for record in records):
+        return 1
+    return 2 if any(record["state"] == MISSING and record["can_be_set_right"] for record in records) else 0
+
+
+def read_facts_aside() -> dict[str, Any]:
+    """What is here, asked by a process of its own: looking at a GPU would keep some of its memory."""
+    command = [sys.executable, "-m", "benchmarks.gpu.machine"]
+    asked = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    facts: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
+    return facts
+
+
+def _list() -> None:
+    rows = [
+        (p.name, p.text, f"{p.estimate_s} s", str(p.gpus), f"{p.gpu_gib:g}", f"{p.disk_gib:g}") for p in PARTS
+    ]
+    columns = ("part", "what", "about, on an H100", "GPUs", "GiB each", "GiB of disk")
+    print_table("Parts (times are estimates)", columns, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

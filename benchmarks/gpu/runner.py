@@ -1,0 +1,160 @@
+"""Runs the parts of the proof one after the other, and keeps what became of each in a file of its own.
+
+Guarantees: every part ends within its limit, and all that it started with it; what failed or took too long is
+written down with the end of its output, and the next one goes on; what is done is not done again.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.gpu.parts import DID_NOT_START, LIMIT_S, Part, missing
+
+ROOT = Path(__file__).parents[2]
+DONE, MISSING, FAILED, LATE = "done", "missing", "failed", "late"
+TAIL_LINES, TAIL_CHARACTERS = 40, 4000
+GRACE_S = 15.0
+"""From the request to end to the end by force."""
+OWN_VARIABLES = {
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TYPER_STANDARD_TRACEBACK": "1",
+    "COLUMNS": "110",
+}
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One folder of results, of this machine."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+    dry: bool
+    limit_s: float = LIMIT_S
+
+    def record_of(self, part: Part) -> Record | None:
+        """What became of a part; None where it has not been tried."""
+        with suppress(OSError, ValueError):
+            found: Record = json.loads((self.folder / f"{part.name}.json").read_text())
+            return found
+        return None
+
+    def order(self, parts: Sequence[Part], again: bool) -> list[Part]:
+        """Parts to run: those not tried yet, then those that came to nothing; with `again` all of them."""
+        if again:
+            return list(parts)
+        records = {part.name: self.record_of(part) for part in parts}
+        left = [part for part in parts if (records[part.name] or {}).get("state") != DONE]
+        return sorted(left, key=lambda part: records[part.name] is not None)
+
+    def run(self, part: Part) -> Record:
+        """Run a part, or say what is missing for it; the record is kept."""
+        wrong, too_little = missing(part, dict(self.facts), self.dry)
+        record: Record = {"part": part.name, "dry": self.dry, "commit": _commit(), "at": _now()}
+        if wrong or too_little:
+            record |= {"state": MISSING, "missing": [*wrong, *too_little], "can_be_set_right": bool(wrong)}
+        else:
+            record |= self._execute(part)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = self.folder / f".{part.name}"
+        aside.write_text(json.dumps(record, indent=1))
+        aside.replace(self.folder / f"{part.name}.json")
+        return record
+
+    def _execute(self, part: Part) -> Record:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command, log = [sys.executable, *part.words(self.dry)], self.folder / f"{part.name}.log"
+        started = time.monotonic()
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | OWN_VARIABLES,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                process.wait(self.limit_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                is_late = process.poll() is None
+                end_all(process.pid, {process.pid: process})
+        found: Record = {"command": " ".join(["python", *command[1:]]), "seconds": time.monotonic() - started}
+        result = None if is_late or process.returncode else last_json(log)
+        if result is not None:
+            found |= {"state": DONE, "result": result}
+            # vLLM's processes say why on their own.
+            return found | ({"tail": tail_of(log, "Error")} if DID_NOT_START in result else {})
+        state = LATE if is_late else FAILED
+        return found | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
+
+
+def end_all(session: int, own: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    """End every process of a session that is left: asked first, then by force."""
+    left = list(_members(session))
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + GRACE_S
+    while time.monotonic() < until and any(_members(session)):
+        for child in own.values():
+            child.poll()
+        time.sleep(0.05)
+    for process in {*left, *_members(session)}:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for child in own.values():
+        child.wait()
+
+
+def _members(session: int) -> Iterator[psutil.Process]:
+    """Processes of the session, and what they have started in sessions of their own."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+                yield from (child for child in process.children(recursive=True))
+
+
+def last_json(log: Path) -> Any:
+    """The map in the last line that holds one; None where there is none."""
+    for line in reversed(log.read_text(errors="replace").splitlines()):
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return None
+
+
+def tail_of(log: Path, word: str = "") -> str:
+    """The end of the output, of the lines with `word`, without what progress bars have overwritten."""
+    lines = [line.rpartition("\r")[2].rstrip() for line in log.read_text(errors="replace").split("\n")]
+    kept = [line for line in lines if line and word in line]
+    return "\n".join(kept[-TAIL_LINES:])[-TAIL_CHARACTERS:]
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    with suppress(OSError):
+        asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return asked.stdout.strip()
+    return ""
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,210 @@
+"""Tensors of the trainer that wait in the host's memory: moments of the optimizer, and in turns all of it.
+
+Guarantee: every bit is what it would be on the device. AdamW works on each element by itself, so moments can
+pass by in slices; everything else is copied.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+from torch.optim.adamw import adamw
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.adapters import BaseReference
+    from tidemill.services.trainer.policy.forward import TokenScorer
+    from tidemill.services.trainer.policy.side_models import ReferenceModel, ValueHead
+
+SLICE = 1 << 25
+"""Elements of a parameter whose moments are on the device at once; a multiple of every vector's width, so
+that a CPU rounds them as it would the whole."""
+PLACES = 2
+"""Slices on the device: one is updated, while the one before leaves and the one after comes."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class OffloadedAdamW(AdamW):
+    """AdamW, whose moments are in host memory between updates and pass over the device in each.
+
+    On a GPU they come and go on streams of their own, beside the update, out of pinned memory. What is on the
+    device is `PLACES * SLICE` elements of both moments, whatever the model's size. `state` has the tensors
+    that torch's AdamW has.
+    """
+
+    slice_size = SLICE
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update; returns when it is enqueued."""
+        assert closure is None, "gradients are there before the update"
+        lanes: _Lanes | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    lanes = lanes or _Lanes(local(parameter), self._longest())
+                    self._update(group, parameter, lanes)
+        if lanes is not None:
+            lanes.join()
+
+    def _longest(self) -> int:
+        """Elements of the longest slice."""
+        numbers = [local(p).numel() for group in self.param_groups for p in group["params"]]
+        return min(self.slice_size, max(numbers))
+
+    def _update(self, group: dict[str, Any], parameter: Tensor, lanes: "_Lanes") -> None:
+        if not self.state[parameter]:
+            self.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                **{name: on_host(torch.zeros_like(parameter)) for name in MOMENTS},
+            }
+        assert parameter.grad is not None, "parameters without a gradient stay as they are"
+        state, weight, gradient = self.state[parameter], _flat(parameter), _flat(parameter.grad)
+        moments = [_flat(state[name]) for name in MOMENTS]
+        for begin in range(0, len(weight), self.slice_size):
+            piece = slice(begin, begin + self.slice_size)
+            with lanes.passing([moment[piece] for moment in moments]) as (first, second):
+                # The kernel counts the step up; every slice begins from the same.
+                adamw(
+                    [weight[piece]],
+                    [gradient[piece]],
+                    [first],
+                    [second],
+                    [],
+                    [state["step"].clone()],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
+                )
+        state["step"] += 1
+
+
+class _Place(NamedTuple):
+    buffers: tuple[Tensor, Tensor]
+    emptied: Any
+    """An event: what was in the buffers is back on the host."""
+
+
+class _Lanes:
+    """The way of moments to the device and back: places in turn, and on a GPU a stream for each direction."""
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        self._on_gpu = like.is_cuda
+        self._coming, self._leaving = (torch.cuda.Stream(like.device) if like.is_cuda else None for _ in "io")
+        self._places = [
+            _Place((like.new_empty(size), like.new_empty(size)), torch.cuda.Event() if like.is_cuda else None)
+            for _ in range(PLACES)
+        ]
+        if self._coming is not None:
+            # The buffers may be memory that work before this is still reading.
+            self._coming.wait_stream(torch.cuda.current_stream())
+
+    @contextmanager
+    def passing(self, host: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Copies of these on the device, for an update within the block; then they are copied back."""
+        place = self._places.pop(0)
+        self._places.append(place)
+        assert place.buffers[0].dtype == host[0].dtype, "all that is trained is of one dtype"
+        if self._coming is not None:
+            self._coming.wait_event(place.emptied)
+        with self._on(self._coming):
+            device = [
+                buffer[: len(own)].copy_(own, non_blocking=True)
+                for buffer, own in zip(place.buffers, host, strict=True)
+            ]
+        if self._coming is not None:
+            torch.cuda.current_stream().wait_stream(self._coming)
+        yield device
+        if self._leaving is not None:
+            self._leaving.wait_stream(torch.cuda.current_stream())
+        with self._on(self._leaving):
+            for own, moved in zip(host, device, strict=True):
+                own.copy_(moved, non_blocking=True)
+            if self._leaving is not None:
+                place.emptied.record(self._leaving)
+
+    def join(self) -> None:
+        """Wait until all are back: checkpoints read them on the CPU."""
+        if self._leaving is not None:
+            self._leaving.synchronize()
+
+    def _on(self, stream: Any) -> Any:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard; the tensor that a DTensor stands for, not a view of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """This rank's elements in a row."""
+    own = local(tensor.detach())
+    assert own.is_contiguous(), "weights, gradients and moments are dense rows"
+    return own.view(-1)
+
+
+@torch.no_grad()
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, pinned where it comes from a GPU; of a DTensor, a DTensor."""
+    if tensor.device.type != "cuda":
+        return tensor.detach().to("cpu", copy=True)
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach())
+    copied = tensor.detach().to("cpu")
+    own = local(copied)
+    own.data = own.pin_memory()
+    return copied
+
+
+class LeavesDevice:
+    """The part of `TransformersPolicy` that gives the device to others between steps: weights, moments and
+    the version before wait in the host's memory. Checkpoints can be written there; nothing else is called."""
+
+    _device: torch.device
+    _optimizer: AdamW
+    _scorer: "TokenScorer"
+    _reference: "ReferenceModel | BaseReference | None"
+    _value_head: "ValueHead | None"
+
+    def leave(self) -> None:
+        """Give the device's memory back."""
+        self._move(torch.device("cpu"))
+
+    def enter(self) -> None:
+        """Take it again. Raises torch.OutOfMemoryError: what another process has is not free yet; it can be
+        called again."""
+        self._move(self._device)
+
+    def _movable(self) -> list[nn.Module]:
+        scorers = [self._scorer, self._reference.scorer] if self._reference else [self._scorer]
+        heads = self._value_head.modules_to_move() if self._value_head else []
+        return list(dict.fromkeys([*(scorer.module for scorer in scorers), *heads]))
+
+    def _move(self, device: torch.device) -> None:
+        def moved(tensor: Tensor) -> Tensor:
+            if tensor.device.type == device.type != self._device.type or (
+                tensor.is_cuda and device.type == "cuda"
+            ):
+                return tensor  # there already: an attempt before this one ended half-way
+            return on_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+        # Of modules and not of tensors: a sharded one has its rows in a buffer of its own.
+        for module in self._movable():
+            module._apply(moved)
+        if not isinstance(self._optimizer, OffloadedAdamW):
+            for state in self._optimizer.state.values():
+                state.update({name: moved(value) for name, value in state.items() if name in MOMENTS})
+        if (writer := self.__dict__.get("_writer")) is not None:
+            writer.shadow.move(moved)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()

@@ -1,0 +1,189 @@
+"""The weights that a run starts with, of which a rank reads no more than its own shard.
+
+A model is made without storage, as transformers would load it: it gets stand-ins for the tensors of the
+files, which note what is read of them. `exported.py` says which elements of a model's tensors are which
+elements of its published ones; read the other way round that fills each shard from slices of the files.
+Guarantee: the weights are those of `from_pretrained`, bit for bit. Where the two do not agree on what is
+read, there is an UnclearError, and nothing is filled. Beside its shards a rank holds `CHUNK` elements.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from tidemill.services.trainer.weights.exported import Slice, plan_export
+from tidemill.services.trainer.weights.shadow import held_range
+from tidemill.services.trainer.weights.store import digest_in_order, model_tensors
+
+CHUNK = 1 << 20
+"""Elements read at once."""
+
+
+class UnclearError(Exception):
+    """It is not known which elements of the files are which elements of the model; says why."""
+
+
+@dataclass(slots=True)
+class StandIn:
+    """A tensor of a file, without its data, for transformers to load."""
+
+    path: Path
+    shape: tuple[int, ...]
+    is_read: bool = False
+
+    def __getitem__(self, _: Any) -> "StandIn":
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """What becomes of it in a model without storage."""
+        self.is_read = True
+        return torch.empty(self.shape, dtype=dtype, device="meta")
+
+
+class PretrainedWeights:
+    """Where each element of a model's tensors stands in its files."""
+
+    def __init__(self, files: Mapping[str, StandIn], slices: Mapping[str, list[Slice]]) -> None:
+        self._files, self._slices = files, slices
+        self._opened: dict[Path, Any] = {}
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read what this process holds of each tensor: all of it, or rows where ranks share it."""
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            low, high = held_range(tensor)
+            for start, values in self._pieces(name, low, high):
+                local.view(-1)[start - low : start - low + len(values)].copy_(values)
+
+    def digest(self, tensors: Mapping[str, Tensor]) -> str:
+        """`digest_parameters` of these tensors as the files have them, in their dtypes."""
+        return digest_in_order(
+            values.to(tensors[name].dtype)
+            for name in sorted(tensors)
+            for _, values in self._pieces(name, 0, tensors[name].numel())
+        )
+
+    def _pieces(self, name: str, low: int, high: int) -> Iterator[tuple[int, Tensor]]:
+        """The elements [low, high) of a tensor of the model in their order: where some begin, and these."""
+        for part in self._slices[name]:
+            begin, end = max(low, part.first), min(high, part.end)
+            if begin >= end:
+                continue
+            path = self._files[part.info.name].path
+            if path not in self._opened:
+                # Not mapped: pages of a mapping would count as this process's memory.
+                self._opened[path] = safe_open(path, "pt", backend="pread")
+            for start in range(begin, end, CHUNK):
+                stop = min(start + CHUNK, end)
+                yield start, _read(self._opened[path], part, start - part.first, stop - part.first)
+
+
+def _read(file: Any, part: Slice, start: int, stop: int) -> Tensor:
+    """Flat elements [start, stop) of a tensor of a file; no rows are read but those that they are in."""
+    name, shape = part.info.name, part.info.shape
+    if not shape:
+        scalar: Tensor = file.get_tensor(name).reshape(1)
+        return scalar
+    row = part.info.num_elements // shape[0]
+    first = start // row
+    rows: Tensor = file.get_slice(name)[first : -(-stop // row)]
+    return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+def open_pretrained(
+    path: str, config: PreTrainedConfig, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any], PretrainedWeights]:
+    """The model without its weights, what transformers says of loading it, and where its weights are.
+    Buffers that are no weights are there. Raises UnclearError."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnclearError("its weights are quantised")
+    files = _find_tensors(path, config)
+    with torch.device("meta"):
+        model_class: Any = type(AutoModelForCausalLM.from_config(config))
+    # Of a config with several parts, some classes take that of the text alone.
+    own = config if isinstance(config, model_class.config_class) else config.get_text_config()
+    try:
+        model, info = model_class.from_pretrained(
+            None, config=own, state_dict=dict(files), output_loading_info=True, **options
+        )
+    except (AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UnclearError(f"{model_class.__name__} cannot be made without weights: {reason}") from error
+    model.config.name_or_path = path
+    return model, info, PretrainedWeights(files, _locate(model, files))
+
+
+def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, StandIn]:
+    """Of the safetensors files that transformers would read, by name."""
+
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(
+            path,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return found
+
+    if getattr(config, "transformers_weights", None) or find("adapter_config.json"):
+        raise UnclearError("its config names other files of weights")
+    if whole := find(SAFE_WEIGHTS_NAME):
+        paths = [whole]
+    elif index := find(SAFE_WEIGHTS_INDEX_NAME):
+        paths = get_checkpoint_shard_files(path, index)[0]
+    else:
+        raise UnclearError(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+    found = {}
+    for one in paths:
+        with safe_open(one, "pt", backend="pread") as file:
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                found[name] = StandIn(Path(one), tuple(file.get_slice(name).get_shape()))
+    return found
+
+
+def _locate(model: PreTrainedModel, files: Mapping[str, StandIn]) -> dict[str, list[Slice]]:
+    """Where the files have the elements of each tensor."""
+    for tied, weight in model.all_tied_weights_keys.items():
+        if model.get_parameter_or_buffer(tied) is not model.get_parameter_or_buffer(weight):
+            raise UnclearError(f"the files have {tied} and {weight}, which are one tensor if they are alike")
+    tensors = model_tensors(model)
+    plan = plan_export(model, tensors, torch.float32)
+    if plan.converted:
+        raise UnclearError(f"{plan.converted[0].name} is not a part of one tensor of the model")
+    published = {part.info.name: part.info.shape for part in plan.slices}
+    read = {name: file.shape for name, file in files.items() if file.is_read}
+    if unlike := sorted(dict(published.items() ^ read.items())):
+        raise UnclearError(f"transformers reads {unlike[0]}, and the model is saved with other tensors")
+    slices: dict[str, list[Slice]] = defaultdict(list)
+    for part in sorted(plan.slices, key=lambda part: part.first):
+        slices[part.source].append(part)
+    for name, tensor in tensors.items():
+        if sum(part.info.num_elements for part in slices[name]) != tensor.numel():
+            raise UnclearError(f"the files have not every element of {name}")
+    return slices
+
+
+def give_storage(root: nn.Module, device: torch.device) -> None:
+    """Make room for the weights on the device: of what is sharded, for this rank's rows. Tied weights stay
+    tied, buffers with values keep them."""
+    places = defaultdict(list)
+    for module in root.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                places[id(weight)].append((module, name))
+    root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for (first, own), *others in places.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[own]

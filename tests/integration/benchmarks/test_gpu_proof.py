@@ -1,0 +1,84 @@
+"""The proof on a GPU, dry: parts are processes that end within their limit, and are done once."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu.parts import Part
+from benchmarks.gpu.runner import Proof
+from tests.support.preloaded import REPO
+
+FACTS = {"vllm_problem": "", "bfloat16_problem": "", "gpus": []}
+
+
+def part(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Part:
+    """A part that runs a program of its own."""
+    (folder / "program_of_a_part.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return Part("own", "a program", ("x",), 1, dry_command=("program_of_a_part",))
+
+
+def test_a_part_that_runs_over_its_time_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a process in a session of its own, and one that does not end when it is asked."""
+    program = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "child = subprocess.Popen(command, start_new_session=True)\n"
+        "print('started', child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr("benchmarks.gpu.runner.GRACE_S", 0.3)
+    record = Proof(tmp_path, FACTS, dry=True, limit_s=4.0).run(part(tmp_path, monkeypatch, program))
+    assert record["state"] == "late" and record["tail"].startswith("started ")
+    child = int(record["tail"].split()[1])
+    until = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "the part's child goes on"
+
+
+def test_a_part_that_fails_or_says_nothing_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof = Proof(tmp_path, FACTS, dry=True)
+    own = part(tmp_path, monkeypatch, "print('{\"figure\": 1}'); raise SystemExit('a reason')")
+    failed = proof.run(own)
+    assert (failed["state"], failed["exit"]) == ("failed", 1) and failed["tail"].endswith("a reason")
+    assert proof.run(part(tmp_path, monkeypatch, "print('no JSON')"))["state"] == "failed"
+    done = proof.run(part(tmp_path, monkeypatch, "print('{\"figure\": 1}'); print('a warning at the end')"))
+    assert done["result"] == {"figure": 1} and proof.record_of(own) == done
+    assert proof.order([own], again=False) == []
+    refused = part(
+        tmp_path, monkeypatch, "print('AnError: no fp8\\nend'); print('{\"did_not_start\": \"see above\"}')"
+    )
+    assert proof.run(refused)["tail"] == "AnError: no fp8"
+
+
+def test_the_cheap_parts_of_the_dry_run(tmp_path: Path) -> None:
+    """The command itself: a part is done, and once; the table and the last line say so."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--out", str(tmp_path)]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [*command, *arguments], cwd=REPO, env=environment, capture_output=True, text=True, check=False
+        )
+
+    done = run("--part", "mfu_8b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"mfu_8b": "done"}
+    result = json.loads((tmp_path / "proof.json").read_text())["parts"]["mfu_8b"]["result"]
+    assert (
+        result["layers"] == "all" and result["tokens_per_s"] > 0 and result["profile"]["matrix products"] > 0
+    )
+    assert "| mfu_8b | tokens_per_s |" in (tmp_path / "proof.md").read_text()
+    wrong = run("--part", "mfu_9b")
+    assert wrong.returncode == 2 and "no part" in wrong.stderr

@@ -1,0 +1,152 @@
+"""What the proof on a GPU computes and decides, without one: kernels, FLOPs, what is missing, the table."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.autograd import DeviceType
+
+from benchmarks.gpu.__main__ import exit_code
+from benchmarks.gpu.kernels import NONE, kernel_shares, kind_of
+from benchmarks.gpu.mfu import Work, count_flops
+from benchmarks.gpu.parts import LIMIT_S, PARTS, chosen, missing
+from benchmarks.gpu.runner import Proof
+from benchmarks.gpu.shapes import shape_of
+from benchmarks.gpu.table import JSON_FILE, PAGE_FILE, write_all
+
+H100: dict[str, Any] = {
+    "machine": "16 cores",
+    "packages": {"torch": "2.13.0"},
+    "host_gib": 128.0,
+    "disk_gib": 60.0,
+    "driver": "NVIDIA H100, 580",
+    "gpus": ["NVIDIA H100"],
+    "gpu_gib": 79.0,
+    "capability": 9.0,
+    "gpu_problem": "",
+    "vllm_problem": "",
+    "compiler": "",
+    "bfloat16_problem": "",
+}
+BY_NAME = {part.name: part for part in PARTS}
+
+
+def event(name: str, seconds: float, device: DeviceType = DeviceType.CUDA, annotation: bool = False) -> Any:
+    return SimpleNamespace(
+        key=name,
+        device_type=device,
+        is_user_annotation=annotation,
+        self_device_time_total=seconds * 1e6,
+        self_cpu_time_total=seconds * 1e6,
+    )
+
+
+def test_what_a_program_names_itself_is_no_kernel() -> None:
+    """The optimizer's annotation spans its own kernels: with it they would count twice."""
+    events = [
+        event("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", 0.5),
+        event("multi_tensor_apply_kernel<FusedAdam>", 0.2),
+        event("Optimizer.step#AdamW.step", 0.25, annotation=True),
+        event("aten::mm", 9.0, DeviceType.CPU),
+    ]
+    shares = kernel_shares(events, 1.0, DeviceType.CUDA)
+    assert shares["matrix products"] == pytest.approx(0.5) and shares["optimizer"] == pytest.approx(0.2)
+    assert shares[NONE] == pytest.approx(0.3) and sum(shares.values()) == pytest.approx(1.0)
+    assert kernel_shares(events, 10.0, DeviceType.CPU)["matrix products"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("cutlass_80_tensorop_bf16_s16816gemm_bf16", "matrix products"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4>", "softmax and reductions"),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies and casts"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "elementwise"),
+        ("Memcpy DtoH (Device -> Pageable)", "copies and casts"),
+        ("triton_red_fused__to_copy_mean_pow_rsqrt_3", "softmax and reductions"),
+        ("triton_poi_fused_mul_silu_1", "elementwise"),
+        ("something_new", "other kernels"),
+    ],
+)
+def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(("name", "tied"), [("4b", True), ("8b", False)])
+def test_flops_are_those_counted_by_hand(name: str, tied: bool) -> None:
+    """The tiny model: per layer q and o 128 x 128, k and v 128 x 64, gate, up and down 128 x 256."""
+    shape, work = shape_of(name, dry=True), Work(packed=64, sequence=32, prompt=8, micro_batches=2)
+    assert shape.tie_word_embeddings is tied
+    body = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
+    head, tokens, scored = 512 * 128, 128, 128 * 24 // 32
+    pairs = 4 * 32 * 32 / 2
+    assert count_flops(shape, work) == 6 * body * tokens + 6 * head * scored + 12 * 128 * 2 * pairs
+
+
+def test_the_shapes_are_those_published() -> None:
+    for name, layers, hidden in (("0.6b", 28, 1024), ("4b", 36, 2560), ("8b", 36, 4096)):
+        shape = shape_of(name, dry=False)
+        assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (layers, hidden, 151_936)
+
+
+def test_each_part_says_what_it_lacks() -> None:
+    assert missing(BY_NAME["mfu_4b"], H100, dry=False) == ([], [])
+    assert missing(BY_NAME["fsdp_8b"], H100, dry=False) == ([], ["2 GPUs, here is 1"])
+    small = H100 | {"gpu_gib": 23.0, "disk_gib": 10.0}
+    assert missing(BY_NAME["engine_8b"], small, dry=False)[1] == [
+        "58 GiB of GPU memory, here are 23",
+        "42 GiB of free disk, here are 10",
+    ]
+    bare = H100 | {"vllm_problem": "vLLM is not installed", "compiler": "Triton needs a C compiler"}
+    assert missing(BY_NAME["engine_4b"], bare, dry=False)[0] == [bare["vllm_problem"], bare["compiler"]]
+    assert missing(BY_NAME["mfu_4b"], bare, dry=False) == ([], [])
+    old = H100 | {"gpus": [], "gpu_problem": "the driver is too old"}
+    assert missing(BY_NAME["mfu_4b"], old, dry=False) == (["the driver is too old"], [])
+    assert missing(BY_NAME["fsdp_8b"], old, dry=True) == ([], [])
+    assert missing(BY_NAME["fsdp_8b"], H100, dry=True) == ([], ["2 GPUs, here is 1"])
+
+
+def test_parts_are_chosen_by_name_and_pattern() -> None:
+    assert [part.name for part in chosen(["engine_*", "machine"])] == [
+        "machine",
+        *(part.name for part in PARTS if part.name.startswith("engine_")),
+    ]
+    with pytest.raises(ValueError, match="no part 'mfu_70b'; parts are machine"):
+        chosen(["mfu_70b"])
+    assert len(BY_NAME) == len(PARTS) and max(part.estimate_s for part in PARTS) < LIMIT_S < 540
+
+
+def test_the_exit_code_tells_what_went_wrong() -> None:
+    done, small = {"state": "done"}, {"state": "missing", "can_be_set_right": False}
+    bare = small | {"can_be_set_right": True}
+    assert (exit_code([done, small]), exit_code([done, bare])) == (0, 2)
+    assert exit_code([bare, {"state": "late"}]) == exit_code([{"state": "failed"}]) == 1
+
+
+def test_the_table_holds_figures_beside_their_goals(tmp_path: Path) -> None:
+    proof = Proof(tmp_path, H100, dry=False)
+    record = {"part": "mfu_4b", "dry": False, "commit": "abc", "seconds": 90.0, "state": "done"}
+    result = {"mfu": 0.41, "layers": "all", "profile": {"attention": 0.25, NONE: 0.75}}
+    (tmp_path / "mfu_4b.json").write_text(json.dumps(record | {"result": result}))
+    late = record | {"part": "engine_4b", "state": "late", "command": "python -m x", "tail": "it | hung"}
+    (tmp_path / "engine_4b.json").write_text(json.dumps(late))
+    write_all(proof, PARTS)
+    page = (tmp_path / PAGE_FILE).read_text()
+    assert "| mfu_4b | mfu | 0.41 | >= 0.45 | no |" in page and "| attention | 25.0% |" in page
+    assert "| mfu_8b | a step at 8B | not tried |" in page
+    assert "## engine_4b: late" in page and "it | hung" in page
+    assert json.loads((tmp_path / JSON_FILE).read_text())["parts"]["mfu_4b"]["result"] == result
+
+
+def test_parts_that_were_not_tried_come_before_those_that_failed(tmp_path: Path) -> None:
+    proof = Proof(tmp_path, H100, dry=False)
+    parts = [replace(BY_NAME["machine"], name=name) for name in ("done", "failed", "new")]
+    for state in ("done", "failed"):
+        (tmp_path / f"{state}.json").write_text(json.dumps({"state": state}))
+    assert [part.name for part in proof.order(parts, again=False)] == ["new", "failed"]
+    assert proof.order(parts, again=True) == parts
