@@ -24,7 +24,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, group_status, id_order, memory_bytes, scan
 from tidemill.common.streams.entries import entry_id_of
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import Commit, Message, Score, Ticket, Trajectory
+from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ticket, Trajectory
 from tidemill.services.console.plan.lengths import mean_of_lengths
 
 SIGMA, CUT = 0.99, 16
@@ -90,6 +90,8 @@ class Books:
     issued: int = 0
     trained: int = 0
     in_flight: int = 0
+    buried: int = 0
+    """Given up and told in the dead letters; the next commit says that another ticket replaces it."""
     lost: list[int] = field(default_factory=list)
     duplicated: int = 0
     steps: int = 0
@@ -237,7 +239,7 @@ async def messages(broker: Broker, key: str, kind: type[Message]) -> Any:
 
 
 async def count(broker: Broker, keys: Keys) -> Books:
-    """Every ticket is trained once, or still on its way where somebody will be given it; else it is lost."""
+    """Each ticket is trained once, a dead letter, or on its way to somebody who will be given it, or lost."""
     books, trained = Books(), Counter[tuple[int, int]]()
     done: set[int] = set()
     async for commit in messages(broker, keys.commits, Commit):
@@ -249,6 +251,7 @@ async def count(broker: Broker, keys: Keys) -> Books:
         if isinstance(entry, Entry) and entry.message.ticket not in done:
             made.setdefault(entry.message.ticket, {}).setdefault(entry.message.index, entry.entry_id)
     scored = {score.key async for score in messages(broker, keys.scores(), Score)}
+    buried = {letter.ticket async for letter in messages(broker, keys.dead, DeadLetter)}
     held = await pending(broker, keys.prompts(), ROLLOUT_GROUP)
     judging = await pending(broker, keys.trajectories(), REWARD_GROUP)
     async for ticket in messages(broker, keys.prompts(), Ticket):
@@ -257,7 +260,9 @@ async def count(broker: Broker, keys: Keys) -> Books:
         if number in done:
             continue
         is_scored = all((number, i) in scored or judging(entry_id) for i, entry_id in samples.items())
-        if held(entry_id_of(number)) or (len(samples) == ticket.group_size and is_scored):
+        if number in buried:
+            books.buried += 1
+        elif held(entry_id_of(number)) or (len(samples) == ticket.group_size and is_scored):
             books.in_flight += 1
         else:
             books.lost.append(number)

@@ -219,6 +219,7 @@ def print_faults(found: Faults, size: Size) -> None:
             },
             "steps": found.books.steps,
             "tickets": found.books.issued,
+            "dead_letters": found.books.buried,
             "lost": len(found.books.lost),
             "duplicated": found.books.duplicated,
         }

@@ -147,14 +147,16 @@ async def read_range(
 
 async def resolved(broker: Broker, records: list[Entry[M] | Garbled]) -> list[Entry[M] | Garbled]:
     """The same, with the payloads that they only claim, read on threads."""
-    claims = broker.claims
+    if broker.claims is None or not any(isinstance(r, Entry) and has_claim(r.message) for r in records):
+        return records
+    resolve = broker.claims.resolve
 
     async def whole(record: Entry[M] | Garbled) -> Entry[M] | Garbled:
-        if claims is None or isinstance(record, Garbled) or not has_claim(record.message):
+        if isinstance(record, Garbled) or not has_claim(record.message):
             return record
-        return Entry(record.entry_id, await asyncio.to_thread(claims.resolve, record.message))
+        return Entry(record.entry_id, await asyncio.to_thread(resolve, record.message))
 
-    return records if claims is None else list(await asyncio.gather(*map(whole, records)))
+    return await asyncio.gather(*map(whole, records))
 
 
 def has_claim(message: Message) -> bool:

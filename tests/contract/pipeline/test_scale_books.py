@@ -3,9 +3,9 @@
 from benchmarks.scale_cluster import count
 from tests.support.histories import tickets
 from tests.support.training import publish_group
-from tidemill.common.streams import Consumer, append_numbered
+from tidemill.common.streams import Consumer, append, append_numbered
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import Commit, Ticket
+from tidemill.common.wire.messages import Commit, DeadLetter, Ticket
 
 
 async def test_books_tell_lost_from_trained_and_from_under_way(broker, keys):
@@ -26,3 +26,6 @@ async def test_books_tell_lost_from_trained_and_from_under_way(broker, keys):
         books = await count(broker, keys)
     assert (books.issued, books.trained, books.in_flight, books.lost) == (5, 2, 3, [3])
     assert books.duplicated == 1
+    await append(broker, keys.dead, DeadLetter(origin="prompts", entry_id="4-0", error="given up", ticket=3))
+    books = await count(broker, keys)
+    assert (books.lost, books.buried) == ([], 1), "it is told, and another ticket replaces it"
