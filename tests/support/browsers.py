@@ -9,11 +9,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.async_api import Page, async_playwright
 
+from tests.support.late_imports import Late
 from tests.support.preloaded import REPO
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE_MS = 60_000.0
@@ -57,10 +61,10 @@ async def serving(runs: Path, url: str, *arguments: str) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def browsing(width: int = 1280, height: int = 900) -> AsyncIterator[Page]:
+async def browsing(width: int = 1280, height: int = 900) -> AsyncIterator["Page"]:
     """A page that fails the test where a script fails or the page's policy is broken."""
     complaints: list[str] = []
-    async with async_playwright() as playwright:
+    async with Late("playwright.async_api").async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium())
         page = await browser.new_page(viewport={"width": width, "height": height})
         page.set_default_timeout(PATIENCE_MS)

@@ -3,9 +3,9 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.async_api import Page
 
 from tests.conftest import SERVERS
 from tests.support.browsers import browsing, chromium, serving
@@ -26,6 +26,9 @@ from tidemill.common.run.state import publish_config
 from tidemill.common.streams import append, append_numbered
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 NUM_GROUPS, NUM_SCORED = 50_000, 970
 MOST_ELEMENTS = 8_000
@@ -53,7 +56,7 @@ def browser_is_there() -> None:
     chromium()
 
 
-async def settled(page: Page, address: str) -> None:
+async def settled(page: "Page", address: str) -> None:
     """Load a page again until the server has read the run."""
     await page.goto(address)
     while await page.get_by_text("still being read").count():
@@ -61,7 +64,7 @@ async def settled(page: Page, address: str) -> None:
         await page.reload()
 
 
-async def text_of(page: Page, selector: str) -> str:
+async def text_of(page: "Page", selector: str) -> str:
     return await page.locator(selector).first.inner_text()
 
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
+from tests.support.late_imports import late
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
 from tests.support.training import commits_of, num_commits
@@ -14,7 +13,7 @@ from tidemill.common.run.weight_files import version_name
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.policy.state import PolicyState
 
-pytest.importorskip("peft", reason="the lora extra is not installed")
+late("peft", "the lora extra is not installed")
 
 STEPS, LEAST_GAIN = 6, 0.05
 """With this seed the score rises from 0.32 to about 0.5."""

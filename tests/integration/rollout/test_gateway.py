@@ -6,16 +6,17 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
+from tests.support.late_imports import late
 from tests.support.scripted_model import END, ByteChat, ScriptedModel, call_line
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Segment
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession, Limits
+
+anthropic, openai = late("anthropic"), late("openai")
 
 CHAT = ByteChat()
 ADD = {
@@ -75,8 +76,11 @@ async def opened(*lines: str, limits: Limits = LIMITS, max_tokens: int = 200) ->
 
 
 USER = {"role": "user", "content": "What is 1 + 2?"}
-UNCOUNTED = {RETRY_COUNT: openai.Omit()}
-"""Headers of a client that does not say whether it asks again."""
+
+
+def without_count() -> dict[str, Any]:
+    """Headers of a client that does not say whether it asks again."""
+    return {RETRY_COUNT: openai.Omit()}
 
 
 async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_form() -> None:
@@ -133,7 +137,7 @@ async def test_other_histories_are_segments_of_their_own_and_each_is_found_again
 
 async def test_a_retry_gets_the_same_answer_while_it_is_made_and_afterwards() -> None:
     async with opened("one", "two") as run:
-        both = await asyncio.gather(*(run.say([USER], extra_headers=UNCOUNTED) for _ in range(2)))
+        both = await asyncio.gather(*(run.say([USER], extra_headers=without_count()) for _ in range(2)))
         again = await run.say([USER], extra_headers={RETRY_COUNT: "1"})
         assert {message.content for message in (*both, again)} == {"one"} and len(run.model.seen) == 1
         await run.say([USER, again, {"role": "user", "content": "on"}])
@@ -145,7 +149,7 @@ async def test_a_retry_gets_the_same_answer_while_it_is_made_and_afterwards() ->
 async def test_the_same_question_asked_anew_gets_an_answer_of_its_own() -> None:
     async with opened("one", "two", "three") as run:
         answers = [await run.say([USER]) for _ in range(2)]
-        uncounted = await run.say([USER], extra_headers=UNCOUNTED)
+        uncounted = await run.say([USER], extra_headers=without_count())
         assert [message.content for message in (*answers, uncounted)] == ["one", "two", "two"]
         assert run.session.counts == {"forked": 1}
         await run.say([USER, answers[0], {"role": "user", "content": "on"}])

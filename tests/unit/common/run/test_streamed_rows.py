@@ -9,13 +9,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.support.late_imports import late
 from tidemill.common.config import DataConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.dataset import read_dataset
 from tidemill.common.run.hub_datasets import open_hub_dataset
 from tidemill.common.run.training_rows import read_evaluation_rows, read_training_rows
 
-datasets = pytest.importorskip("datasets")
+datasets = late("datasets")
 ROWS = [{"prompt": f"what is {i}?", "ground_truth": str(i), "level": i % 3} for i in range(7)]
 
 
@@ -95,7 +96,7 @@ def test_a_name_of_the_hub_says_dataset_config_and_split(
         calls.append((name, config, split))
         return datasets.Dataset.from_list(ROWS)
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset", load)
     rows = read_dataset(path)
     assert calls == [asked]
     assert (rows[6].origin, rows[6].ground_truth) == (f"{path} row 6", "6")

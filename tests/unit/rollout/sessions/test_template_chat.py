@@ -1,16 +1,18 @@
 """Chat formats with the real templates of well-known models, around tokenizers of single bytes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tidemill.services.rollout.sessions.template_chat import TemplateChat
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TRL = find_spec("trl")  # importing it takes seconds
+assert TRL is not None and TRL.origin is not None
+TEMPLATES = Path(TRL.origin).parent / "chat_templates"
 ENDS = {  # the first one is the tokenizer's own; all of them stop the engine
     "qwen3": ["<|im_end|>", "<|endoftext|>"],
     "qwen3_5_think": ["<|im_end|>", "<|endoftext|>"],

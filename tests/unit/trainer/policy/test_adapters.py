@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from tests.support.late_imports import late
 from tests.support.models import (
     gradients_of,
     make_policy,
@@ -25,7 +26,7 @@ from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 from tidemill.services.trainer.weights.store import WeightStore
 
-pytest.importorskip("peft", reason="the lora extra is not installed")
+late("peft", "the lora extra is not installed")
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 16}}
 FROZEN: dict[str, Any] = {"algorithm": {"reference": {"model": "frozen"}}}
