@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PYTHON ?=
 ENGINE ?= transformers
 # Tests wait more than they compute. Files stay whole, and the longest come first (tests/conftest.py).
-PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder
 V ?=
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
@@ -28,7 +28,7 @@ LIBNUMA := $(VENV)/.libnuma.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill unit test gpu-test gpu-proof check docs bench bench-name chaos simulate compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -59,9 +59,15 @@ examples/distill/teacher/config.json: | $(BASE)
 unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest tests/unit -q -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
-test: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) ## run every test that needs no GPU (PYTEST_ARGS="-k name -x")
+test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS)
 	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run
-	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(PARALLEL) $(PYTEST_ARGS)
+	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(MARKED) $(PARALLEL) $(PYTEST_ARGS)
+
+test: MARKED := -m "not long"
+test: ## run the tests that need no GPU, but for the long ones (PYTEST_ARGS="-k name -x")
+test-long: MARKED := -m long
+test-long: ## run the long ones: chaos, simulation, whole runs, pages, a second kind of Redis
+test-all: ## run both
 
 # What the driver makes where it has a GPU; without one vLLM is that for CPUs.
 HAS_GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)

