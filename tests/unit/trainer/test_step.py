@@ -1,9 +1,10 @@
 """Mini-batches trained as their groups arrive: the same as trained at once, and replayed bit by bit."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from tidemill.services.trainer.replay.session import ReplayedStep
 from tidemill.services.trainer.replay.torch_dump import batch_of
 from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
 
+T = TypeVar("T")
 GROUPS, SIZE = 8, 2
 OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
 """An epsilon of 1 makes AdamW's update nearly linear in the gradient: what differs there shows here."""
@@ -136,6 +138,12 @@ class RecordingPolicy:
         return call
 
 
+def complete(step: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, which describes its task to the signal module, with all tensors of its result."""
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        return loop.run_until_complete(step)
+
+
 def run_step(
     config: RunConfig,
     policy: Policy,
@@ -147,7 +155,7 @@ def run_step(
     arrivals = Arrivals(runner.group_filter, runner.precompute, order, portions, num_waiting)
     if isinstance(policy, RecordingPolicy):
         arrivals.log = policy.calls
-    return asyncio.run(runner.run(0, arrivals))  # type: ignore[arg-type]
+    return complete(runner.run(0, arrivals))  # type: ignore[arg-type]
 
 
 def policy_of(config: RunConfig, dtype: torch.dtype = torch.float64) -> TransformersPolicy:
@@ -259,7 +267,7 @@ def test_every_algorithm_is_replayed_bit_by_bit(name):
     live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
     commit = commit_of(run_step(config, live, [5, 2, 7, 0, 1, 6, 3, 4], [3, 4], num_waiting=2))
     groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
-    asyncio.run(runner_of(config, replayed).replay(commit, groups))
+    complete(runner_of(config, replayed).replay(commit, groups))
     assert live.digest() == replayed.digest() != policy_of(config, torch.float32).digest()
 
 
@@ -293,7 +301,7 @@ def test_replaying_the_commit_gives_the_same_bits_whatever_was_precomputed_when(
     live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
     commit = commit_of(run_step(config, live, order, portions, num_waiting))
     groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
-    asyncio.run(runner_of(config, replayed).replay(commit, groups))
+    complete(runner_of(config, replayed).replay(commit, groups))
     assert (len(commit.mini_batches), commit.passes) == (num_mini_batches, passes)
     assert len(commit.trained_keys) == len(set(commit.trained_keys)), "later passes are the first again"
     assert live.digest() == replayed.digest()
