@@ -57,7 +57,7 @@ examples/distill/teacher/config.json: | $(BASE)
 	$(BIN)/python examples/distill/make_teacher.py
 
 unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
-	$(BIN)/python -m pytest tests/unit -q -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit -q -m "not long" -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS)
 	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run

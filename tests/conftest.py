@@ -78,6 +78,7 @@ LONG = (
     "integration/rollout/test_vllm_overrides.py",
     "integration/rollout/test_vllm_sessions.py",
     "integration/trainer/test_replay.py",
+    "unit/trainer/test_step.py",
 )
 """What `make test` leaves to `make test-long`: long runs, and programs and libraries from outside."""
 
