@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmarks.report import machine, print_result, print_table
-from benchmarks.transport import Span, executable_of, positive, rate, run_ends, started_server
+from benchmarks.transport import IN_FLIGHT, Span, executable_of, positive, rate, run_ends, started_server
 from tidemill.common.errors import TidemillError
 
 PER_CALL = 64
@@ -42,7 +42,7 @@ def main() -> None:
             for way, (appendfsync, *ends) in WAYS.items():
                 with started_server(executable, appendfsync) as server:
                     used_s = server.cpu_s
-                    spans = run_ends(server, options.records, PER_CALL, *ends)
+                    spans = run_ends(server, *ends, counts=(options.records, PER_CALL, IN_FLIGHT))
                     rates[way].append(rate(options.records, spans))
                     used_s = server.cpu_s - used_s
                     cpu_us[way].append(_cpu_us(spans, used_s, options.records))

@@ -97,7 +97,7 @@ def main() -> None:
 
 def _measure(server: Server, kind: str, state: str, records: int, found: Pairs) -> None:
     ends = (f"{end}-{kind}-{state}" for end in ("write", "read"))
-    spans = run_ends(server, records, PER_CALL, *ends, module=MODULE)
+    spans = run_ends(server, *ends, counts=(records, PER_CALL), module=MODULE)
     found.rates[state].append(rate(records, spans))
     found.cpu_us[state].append(sum(span.cpu_s for span in spans) / records * 1e6)
 

@@ -12,9 +12,9 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from prometheus_client.metrics import MetricWrapperBase
 
+from benchmarks.transport import IN_FLIGHT
 from benchmarks.transport_ends import (
     BLOCK_S,
-    CALLS_IN_FLIGHT,
     LEASE_S,
     Stopwatch,
     score_of,
@@ -61,7 +61,7 @@ async def write(url: str, run_id: str, records: int, per_call: int, counts: bool
                     counters.observe(record)
 
     watch = Stopwatch()
-    await asyncio.gather(*(send() for _ in range(CALLS_IN_FLIGHT)))
+    await asyncio.gather(*(send() for _ in range(IN_FLIGHT)))
     watch.stop()
     await broker.close()
 
@@ -97,7 +97,7 @@ async def read(url: str, run_id: str, records: int, per_call: int, counts: bool)
 
     async with consumer:
         watch = Stopwatch()
-        takers = [asyncio.create_task(take()) for _ in range(CALLS_IN_FLIGHT)]
+        takers = [asyncio.create_task(take()) for _ in range(IN_FLIGHT)]
         await finished.wait()
         watch.stop()
         for taker in takers:

@@ -9,7 +9,8 @@ starts; after it has stopped the reader must have seen each one exactly once.
 * `write`, `read`: one end alone, the other having nothing to do; AOF off.
 * `at once`: records over the time from the common start until the last record is acknowledged.
 * one record a call: the writer awaits each append; the reader awaits each acknowledgement, with which its
-  next record comes. Two such calls are in flight at either end.
+  next record comes. Two such calls are in flight at either end, or sixteen, as of a worker that has many
+  samples under way.
 * raw: what redis-py can do here without Tidemill: the same arrays as plain bytes, a pipeline of 64 XADDs,
   XREADGROUP 64, XACK, nothing validated; and the same commands for one record. It is measured in turns with
   the other rows, so that the ratio holds on a busy machine too.
@@ -37,9 +38,18 @@ from tidemill.common.errors import BrokerError, TidemillError
 from tidemill.common.redis.embedded import EmbeddedRedis, available_servers, find_server
 
 AOF_OFF, AOF_EVERYSEC = "no-aof", "everysec"
-SINGLE, BATCHED = "one record a call", "64 records a call"
+SINGLE, MANY, BATCHED = "one record a call", "one a call, 16 in flight", "64 records a call"
 RAW_SINGLE, RAW = "raw arrays, one a call", "raw arrays, 64 a call"
-WAYS = {SINGLE: ("stream", 1), BATCHED: ("stream", 64), RAW_SINGLE: ("raw", 1), RAW: ("raw", 64)}
+IN_FLIGHT = 2
+"""One call travels while the next one is encoded, or the last one decoded."""
+WAYS: dict[str, tuple[str, int, int]] = {
+    SINGLE: ("stream", 1, IN_FLIGHT),
+    MANY: ("stream", 1, 16),
+    BATCHED: ("stream", 64, IN_FLIGHT),
+    RAW_SINGLE: ("raw", 1, IN_FLIGHT),
+    RAW: ("raw", 64, IN_FLIGHT),
+}
+"""Ends, records a call, and calls in flight; raw ends have one."""
 RUN_ID = "transport"
 
 
@@ -141,15 +151,16 @@ def started_server(executable: str, appendfsync: str) -> Iterator[Server]:
 
 
 def _run(server: Server, way: str, records: int, *ends: str) -> list[Span]:
-    kind, per_call = WAYS[way]
-    return run_ends(server, records, per_call, *(f"{end}-{kind}" for end in ends))
+    kind, per_call, in_flight = WAYS[way]
+    return run_ends(server, *(f"{end}-{kind}" for end in ends), counts=(records, per_call, in_flight))
 
 
 def run_ends(
-    server: Server, records: int, per_call: int, *ends: str, module: str = "benchmarks.transport_ends"
+    server: Server, *ends: str, counts: Sequence[int], module: str = "benchmarks.transport_ends"
 ) -> list[Span]:
-    """Run the ends as processes from a common start; each says how long it took."""
-    arguments = [server.url, RUN_ID, str(records), str(per_call)]
+    """Run the ends as processes from a common start; each says how long it took. They are given the counts:
+    records, records a call, calls in flight."""
+    arguments = [server.url, RUN_ID, *map(str, counts)]
     processes = [_start(module, end, arguments) for end in ends]
     try:
         for process in processes:
@@ -210,6 +221,7 @@ def _report(rows: Mapping[str, Row], records: int, repeats: int, version: str) -
             "bytes_per_record": round(median(batched.num_bytes)),
             "records_per_s_no_aof": round(median(batched.at_once)),
             "records_per_s_single": round(median(rows[SINGLE].at_once_aof)),
+            "records_per_s_single_many": round(median(rows[MANY].at_once_aof)),
             "records_per_s_raw": round(median(raw.at_once_aof)),
             "records_per_s_raw_single": round(median(rows[RAW_SINGLE].at_once_aof)),
             "ratio_to_raw": round(median(ratios), 3),

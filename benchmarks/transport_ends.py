@@ -25,8 +25,6 @@ PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
 VOCABULARY = 151_936
 LEASE_S = 60.0
 BLOCK_S = 1.0
-CALLS_IN_FLIGHT = 2
-"""One call travels while the next one is encoded, or the last one decoded, as in the services."""
 CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
 
 
@@ -66,7 +64,7 @@ def trajectories(count: int) -> list[Trajectory]:
     ]
 
 
-async def write_stream(url: str, run_id: str, records: int, per_call: int) -> None:
+async def write_stream(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
     """Append all records, `per_call` at a time, from a few tasks at once as a worker does."""
     broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
     calls = iter(range(0, records, per_call))
@@ -76,12 +74,12 @@ async def write_stream(url: str, run_id: str, records: int, per_call: int) -> No
             await append(broker, key, *batch[first : first + per_call])
 
     watch = Stopwatch()
-    await asyncio.gather(*(write() for _ in range(CALLS_IN_FLIGHT)))
+    await asyncio.gather(*(write() for _ in range(in_flight)))
     watch.stop()
     await broker.close()
 
 
-async def read_stream(url: str, run_id: str, records: int, per_call: int) -> None:
+async def read_stream(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
     """Fetch, decode, validate and acknowledge until every record was seen."""
     broker, keys = await Broker.connect(url), Keys(run_id)
     consumer = Consumer(
@@ -105,7 +103,7 @@ async def read_stream(url: str, run_id: str, records: int, per_call: int) -> Non
     finished = asyncio.Event()
     async with consumer:
         watch = Stopwatch()
-        readers = [asyncio.create_task(read()) for _ in range(CALLS_IN_FLIGHT)]
+        readers = [asyncio.create_task(read()) for _ in range(in_flight)]
         await finished.wait()
         watch.stop()
         for reader in readers:
@@ -115,7 +113,7 @@ async def read_stream(url: str, run_id: str, records: int, per_call: int) -> Non
     await broker.close()
 
 
-async def read_scored(url: str, run_id: str, records: int, per_call: int) -> None:
+async def read_scored(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
     """As a reward worker: lease, decode, and publish a score with the acknowledgement, as one unit."""
     broker, keys = await Broker.connect(url), Keys(run_id)
     consumer = Consumer(
@@ -136,7 +134,7 @@ async def read_scored(url: str, run_id: str, records: int, per_call: int) -> Non
 
     async with consumer:
         watch = Stopwatch()
-        readers = [asyncio.create_task(read()) for _ in range(CALLS_IN_FLIGHT)]
+        readers = [asyncio.create_task(read()) for _ in range(in_flight)]
         await finished.wait()
         watch.stop()
         for reader in readers:
@@ -145,7 +143,7 @@ async def read_scored(url: str, run_id: str, records: int, per_call: int) -> Non
     await broker.close()
 
 
-async def write_forgotten(url: str, run_id: str, records: int, per_call: int) -> None:
+async def write_forgotten(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
     """The same records in pipelines of plain XADDs: no transaction."""
     broker, key, batch = await Broker.connect(url), Keys(run_id).trajectories(), trajectories(records)
     calls = iter(range(0, records, per_call))
@@ -155,12 +153,12 @@ async def write_forgotten(url: str, run_id: str, records: int, per_call: int) ->
             await send(broker, key, batch[first : first + per_call])
 
     watch = Stopwatch()
-    await asyncio.gather(*(write() for _ in range(CALLS_IN_FLIGHT)))
+    await asyncio.gather(*(write() for _ in range(in_flight)))
     watch.stop()
     await broker.close()
 
 
-async def read_forgotten(url: str, run_id: str, records: int, per_call: int) -> None:
+async def read_forgotten(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
     """XREAD from a position of its own, and the same scores by plain XADDs: no group, no acknowledgement.
 
     A batch is decoded and answered while the next one travels, so that this end is no slower by design.
@@ -173,7 +171,7 @@ async def read_forgotten(url: str, run_id: str, records: int, per_call: int) -> 
         entries = await reader.read(per_call, BLOCK_S)
         scores = [score_of(entry.message) for entry in entries if not isinstance(entry, Garbled)]
         num_read += len(scores)
-        if len(sending) == CALLS_IN_FLIGHT:
+        if len(sending) == in_flight:
             _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
         sending.add(asyncio.create_task(send(broker, keys.scores(), scores)))
     await asyncio.gather(*sending)
@@ -199,7 +197,7 @@ def score_of(trajectory: Trajectory) -> Score:
     )
 
 
-async def write_raw(url: str, run_id: str, records: int, per_call: int) -> None:
+async def write_raw(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
     """Arrays as bytes, a pipeline of plain XADDs."""
     client, key, batch = redis.Redis.from_url(url), Keys(run_id).trajectories(), trajectories(records)
     watch = Stopwatch()
@@ -212,7 +210,7 @@ async def write_raw(url: str, run_id: str, records: int, per_call: int) -> None:
     watch.stop()
 
 
-async def read_raw(url: str, run_id: str, records: int, per_call: int) -> None:
+async def read_raw(url: str, run_id: str, records: int, per_call: int, in_flight: int) -> None:
     """XREADGROUP and XACK, the arrays cut out of the bytes."""
     client, key = redis.Redis.from_url(url), Keys(run_id).trajectories()
     client.xgroup_create(key, REWARD_GROUP, "0", mkstream=True)
@@ -241,5 +239,5 @@ ENDS: dict[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    end, url, run_id, records, per_call = sys.argv[1:]
-    run_main(ENDS[end](url, run_id, int(records), int(per_call)))
+    end, url, run_id, *numbers = sys.argv[1:]
+    run_main(ENDS[end](url, run_id, *map(int, numbers)))

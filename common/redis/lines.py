@@ -1,8 +1,10 @@
 """Connections on which calls follow one another without waiting for answers.
 
-What is called in one turn of the event loop leaves in one write, whoever calls, and the answers come back to
-each caller in one read: a worker with hundreds of samples under way pays for a round trip once, not for each.
-An error of one call does not touch the others. A command that blocks has a connection to itself meanwhile.
+A call leaves at once where the server has nothing of this connection to work on, so that it works while the
+next call is prepared. What is called after it in the same turn of the event loop leaves in one write, whoever
+calls, and the answers come back to each caller in one read: a worker with hundreds of samples under way pays
+for two round trips, not for each. An error of one call does not touch the others. A command that blocks has a
+connection to itself meanwhile.
 """
 
 import asyncio
@@ -77,6 +79,8 @@ class Line(asyncio.Protocol):
         )
         self._waiting: deque[_Call] = deque()
         self._unsent: list[bytes] = []
+        self._num_unsent = 0
+        """Calls of which nothing has left yet; the last ones of those that wait."""
         self._is_flush_due = False
         self._watch: asyncio.TimerHandle | None = None
         self.error: redis_errors.RedisError | None = None
@@ -91,8 +95,12 @@ class Line(asyncio.Protocol):
         """Whether calls can be made, and the server is still the one that the address means."""
         return self.error is None and getattr(self._connection, "is_current", True)
 
-    def exchange(self, unit: Sequence[Command], is_atomic: bool = False) -> asyncio.Future[list[Any]]:
+    def exchange(
+        self, unit: Sequence[Command], is_atomic: bool = False, goes_with_next: bool = False
+    ) -> asyncio.Future[list[Any]]:
         """Send commands, in a transaction where `is_atomic`; the replies, errors among them as values.
+
+        What `goes_with_next` is not sent for itself, if another call comes in this turn.
 
         Raises, here or where the replies are awaited:
             RedisError: the connection was lost, the server did not answer, or it refused the transaction.
@@ -103,7 +111,11 @@ class Line(asyncio.Protocol):
         packed = [_packed(command) for command in unit]
         self._unsent += [_MULTI, *packed, _EXEC] if is_atomic else packed
         self._waiting.append(call)
-        self._flush_soon()
+        self._num_unsent += 1
+        if self._num_unsent == len(self._waiting) and not goes_with_next:
+            self._flush()
+        else:
+            self._flush_soon()
         if self._watch is None:
             self._watch = self._loop.call_later(ANSWER_TIMEOUT_S, self._look)
         return call.future
@@ -147,13 +159,16 @@ class Line(asyncio.Protocol):
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush_now)
 
     def _flush(self) -> None:
-        self._is_flush_due = False
         if self._unsent:
-            unsent, self._unsent = self._unsent, []
+            unsent, self._unsent, self._num_unsent = self._unsent, [], 0
             self._transport.write(b"".join(unsent) if len(unsent) > 1 else unsent[0])
+
+    def _flush_now(self) -> None:
+        self._is_flush_due = False
+        self._flush()
 
     def _look(self) -> None:
         """Whether the server still answers."""
@@ -194,7 +209,7 @@ class Client:
         """Send a command with what leaves next, once; None where no connection is open. The future has one
         reply or error, and comes before the answers of what is sent later."""
         line = self._shared
-        return line.exchange([command]) if line is not None and line.is_usable else None
+        return line.exchange([command], goes_with_next=True) if line and line.is_usable else None
 
     async def execute_command(self, *command: Any, is_blocking: bool = False) -> Any:
         """One command; its error is raised."""

