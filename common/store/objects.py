@@ -75,4 +75,5 @@ class Objects:
         try:
             return work()
         except Exception as problem:  # as above
-            raise self._error(f"object store: {path}: {str(problem).splitlines()[0][:300]}") from problem
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0][:300]
+            raise self._error(f"object store: {path}: {reason}") from problem
