@@ -52,8 +52,10 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket, Trajectory
 from tidemill.services.console.exporter.exporter import MetricsReader, set_gauges
 from tidemill.services.console.status.snapshot import SnapshotReader
+from tidemill.services.trainer.batch.batch_assembler import select_groups
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import _outstanding
+from tidemill.services.trainer.batch.stream_join import PendingGroup
 from tidemill.services.trainer.durable.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE
 
 ROUNDS, GROUP_SIZE = 10, 4
@@ -136,6 +138,13 @@ async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, ste
     async def status() -> None:
         await (await SnapshotReader.attach(broker, keys.run_id)).read()
 
+    outstanding = {n: PendingGroup(n, 0, 0, GROUP_SIZE, started_version=n % 9) for n in range(9 * workers)}
+    complete = [n for n in outstanding if n % 2]
+
+    async def select() -> None:
+        select_groups(outstanding, complete, order="as_ready", step=8, places=workers,
+                      groups_per_step=workers, max_staleness=8)  # fmt: skip
+
     async def departed() -> None:
         await forget_heartbeats(broker, keys, 3600.0)
         await forget_consumers(broker, keys.prompts(), ROLLOUT_GROUP, 3600.0)
@@ -163,6 +172,7 @@ async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, ste
         "status, top's first look": status,
         "tickets adopted (trainer, restart)": admit,
         "started versions (trainer, news)": lambda: reconciler.learn_started_versions(join.groups.values()),
+        "groups that a step takes (trainer, news)": select,
         f"renewal of {HELD} held (worker, third of a lease)": holder.renew,
         "what the dead left (trainer, 10 min)": departed,
         "trace of a group": lambda: read_group(history, steps * GROUPS // 2),

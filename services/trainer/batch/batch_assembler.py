@@ -4,7 +4,10 @@ A step always gets `groups_per_step` groups: a filtered, failed, stale or dead o
 ticket for the same step, and the reason goes into the step's commit.
 """
 
+import asyncio
+import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -87,6 +90,9 @@ log = structlog.get_logger(__name__)
 
 QUIET_S = 2.0
 """After this long without news, what Redis holds is compared with what it should hold."""
+REST_PER_LOOK = 4.0
+"""After a look at all groups the loop is left to others for so many times what the look took: with thousands
+of groups it takes milliseconds, and there may be something new hundreds of times a second."""
 
 Dropped = tuple[int, int, str]
 """`(ticket, index, reason)`; index -1 means the whole group."""
@@ -109,24 +115,25 @@ def select_groups(
     """
     if order == "in_order":
         return [ticket for ticket in complete if groups[ticket].step == step][:places]
-    deadlines = {
-        ticket: group.oldest_version + max_staleness for ticket, group in groups.items() if not group.is_taken
-    }
+    counts = Counter(group.oldest_version + max_staleness for group in groups.values() if not group.is_taken)
     horizons = range(step, step + max_staleness + 1)
-    due = {h: sum(deadline <= h for deadline in deadlines.values()) for h in horizons}
+    due = {h: sum(n for deadline, n in counts.items() if deadline <= h) for h in horizons}
     capacity = {h: places + (h - step) * groups_per_step for h in horizons}
+    waiting: dict[int, list[int]] = defaultdict(list)
+    """By deadline, the lowest ticket last."""
+    for ticket in sorted(complete, reverse=True):
+        waiting[groups[ticket].oldest_version + max_staleness].append(ticket)
     chosen: list[int] = []
-    waiting = sorted(complete)
     while len(chosen) < places:
-        tight = next((h for h in horizons if due[h] >= capacity[h]), None)
-        ticket = next((t for t in waiting if tight is None or deadlines[t] <= tight), None)
-        if ticket is None:
+        tight = next((h for h in horizons if due[h] >= capacity[h]), math.inf)
+        fitting = [deadline for deadline, tickets in waiting.items() if tickets and deadline <= tight]
+        if not fitting:
             break
-        chosen.append(ticket)
-        waiting.remove(ticket)
+        deadline = min(fitting, key=lambda deadline: waiting[deadline][-1])
+        chosen.append(waiting[deadline].pop())
         for h in horizons:
             capacity[h] -= 1
-            due[h] -= deadlines[ticket] <= h
+            due[h] -= deadline <= h
     return chosen
 
 
@@ -147,6 +154,7 @@ class BatchAssembler:
         self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
         self.limit = ReplacementLimit(self.trainer)
+        self._rest_s = 0.0
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
         """Wait until at least one group is there for `step`; all of them, unless `start_early`, and in turns
@@ -174,6 +182,7 @@ class BatchAssembler:
                 raise StoppedError
             if has_news:
                 quiet_since = time.monotonic()
+                await asyncio.sleep(self._rest_s)
             else:
                 await self._look_for_losses(step, time.monotonic() - quiet_since)
 
@@ -215,7 +224,8 @@ class BatchAssembler:
             return []
         if trainer.batch_order == "as_ready":
             await self.reconciler.learn_started_versions(self.join.groups.values())
-        return select_groups(
+        begun = time.monotonic()
+        selected = select_groups(
             self.join.groups,
             self.join.complete,
             order=trainer.batch_order,
@@ -224,6 +234,8 @@ class BatchAssembler:
             groups_per_step=trainer.groups_per_step,
             max_staleness=trainer.max_staleness,
         )
+        self._rest_s = REST_PER_LOOK * (time.monotonic() - begun)
+        return selected
 
     async def _take(self, ticket: int, step: int, taken: list[TrainableGroup]) -> None:
         """Filter one complete group: into the step, or replaced."""

@@ -42,6 +42,7 @@ log = structlog.get_logger(__name__)
 BLOCK_S = 1.0
 READ_COUNT = 256
 UNKNOWN_VERSION = 2**63
+OBSERVE_S = 1.0
 
 M = TypeVar("M", bound=Message)
 
@@ -59,6 +60,8 @@ class PendingGroup:
     trajectories: dict[int, Entry[Trajectory]] = field(default_factory=dict)
     scores: dict[int, Entry[Score]] = field(default_factory=dict)
     started_version: int = -1
+    oldest_sampled: int = UNKNOWN_VERSION
+    """Of the tokens that have arrived."""
     is_ahead: bool = False
     """Whether a trajectory came that names a version which was not committed then."""
     is_taken: bool = False
@@ -75,7 +78,7 @@ class PendingGroup:
     def oldest_version(self) -> int:
         """No token of the group is or will be older than this, as far as is known now."""
         if len(self.trajectories) == self.group_size:
-            return min(entry.message.min_version for entry in self.trajectories.values())
+            return self.oldest_sampled
         return max(self.min_version, self.started_version)
 
     def complete(self) -> CompleteGroup:
@@ -98,7 +101,8 @@ class PendingGroup:
         """Everything that has arrived, to read it again."""
         self.trajectories.clear()
         self.scores.clear()
-        self.started_version, self.precomputed, self.is_ahead = -1, None, False
+        self.started_version, self.oldest_sampled = -1, UNKNOWN_VERSION
+        self.precomputed, self.is_ahead = None, False
 
 
 class StreamJoin:
@@ -117,6 +121,7 @@ class StreamJoin:
         self.version = UNKNOWN_VERSION
         """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
+        self._observed_at = -math.inf
         self.history = 0
         """In which of the reconciler's histories its positions are valid."""
         self._seen_up_to: dict[str, str] = {}
@@ -134,7 +139,10 @@ class StreamJoin:
             self.groups.setdefault(item.ticket, group)
 
     def observe(self) -> None:
-        """Tell Prometheus how many groups are how far."""
+        """Tell Prometheus how many groups are how far, a few times between two looks of it."""
+        if time.monotonic() < self._observed_at + OBSERVE_S:
+            return
+        self._observed_at = time.monotonic()
         num_generated = sum(len(g.trajectories) == g.group_size for g in self.groups.values())
         num_ready = len(self.complete)
         metrics.TRAINER_GROUPS.labels("ready").set(num_ready)
@@ -270,6 +278,7 @@ class StreamJoin:
             self.num_trajectories += 1
         group = self._group_of(sample.ticket, TRAJECTORIES, entry.entry_id)
         if group is not None and self._join(group, group.trajectories, sample.index, entry, TRAJECTORIES):
+            group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
             group.is_ahead |= sample.max_version > self.version
 
     def _take_score(self, entry: Entry[Score]) -> None:

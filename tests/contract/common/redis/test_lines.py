@@ -29,7 +29,7 @@ async def reads_of(client: lines.Client) -> int:
     return int(text.partition("total_reads_processed:")[2].split()[0])
 
 
-async def test_what_is_called_in_one_turn_is_read_in_two_parts_and_answered_to_each(client, keys: Keys) -> None:
+async def test_what_is_called_in_one_turn_is_read_in_two_parts(client, keys: Keys) -> None:
     key = f"{keys.state}:counter"
     before = await reads_of(client)
     calls = [client.execute_command("INCR", key) for _ in range(50)]
