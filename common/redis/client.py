@@ -216,18 +216,28 @@ def _cluster_options(url: str, options: dict[str, Any]) -> tuple[list[Address], 
     return seeds, {**known, **options}
 
 
+CLOCK_CHECKS_PER_LEASE = 3
+"""A clock of the server that is ahead of ours by this part of a lease, or behind, has jumped."""
+
+
 class ServerClock:
     """The clock of Redis when it was last asked, and ours then: tells a jump of it from time that passed."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float) -> None:
+        self._spare_s = lease_s / CLOCK_CHECKS_PER_LEASE
         self._told: tuple[int, float] | None = None
 
-    def tell(self, now_ms: int) -> None:
-        """It was asked just now."""
+    def tell(self, now_ms: int) -> bool:
+        """It was asked just now. Whether it was set back since the time before."""
+        earliest_ms = self._now_ms(-self._spare_s)
         self._told = (now_ms, time.monotonic())
+        return now_ms < earliest_ms
 
-    def latest_ms(self, spare_s: float) -> int:
-        """The latest that it can be, unless it jumps ahead by more than `spare_s`; 0 where not known."""
+    def latest_ms(self) -> int:
+        """The latest that it can be, unless it jumps ahead; 0 where not known."""
+        return self._now_ms(self._spare_s)
+
+    def _now_ms(self, spare_s: float) -> int:
         if self._told is None:
             return 0
         now_ms, asked_at = self._told

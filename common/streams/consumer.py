@@ -20,7 +20,7 @@ from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.stand_in import StandIn
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import ServerClock
-from tidemill.common.streams.entries import START, Delivery, Fields, Garbled, at_random, decoded, in_parts
+from tidemill.common.streams.entries import Delivery, Fields, Garbled, at_random, decoded, in_parts
 from tidemill.common.streams.log import block_ms, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.read_ahead import ReadAhead
 from tidemill.common.streams.unanswered import read_unanswered
@@ -33,8 +33,8 @@ log = structlog.get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
 RECLAIMS_PER_LEASE = 2
-CLOCK_CHECKS_PER_LEASE = 3
-"""A clock of the server that is ahead of ours by this part of a lease has jumped."""
+EVERYWHERE = "-"
+"""Where deliveries from the future are looked for at the start, and once the clock was set back."""
 
 M = TypeVar("M", bound=Message)
 
@@ -69,7 +69,8 @@ class Consumer(Generic[M]):
         self._read = ("XREADGROUP", "GROUP", group, name, "COUNT")
         self._ahead: ReadAhead[M] = ReadAhead(broker, self._hold_new)
         self._num_deliveries = metrics.DELIVERIES.labels(self.label)
-        self._cursor, self._next_reclaim, self._clock = START, 0.0, ServerClock()
+        self._next_reclaim, self._clock = 0.0, ServerClock(lease_s)
+        self._place = EVERYWHERE
         self._waited_s, self._stand_in = broker.waited_s, stand_in
         self._renewal: asyncio.Task[None] | None = None
         self.renewed_at = time.monotonic()
@@ -370,18 +371,17 @@ class Consumer(Generic[M]):
                 return unanswered
         if time.monotonic() < self._next_reclaim:
             return []
-        latest_ms = self._clock.latest_ms(self.lease_s / CLOCK_CHECKS_PER_LEASE)
-        args = [self.group, self.name, int(self.lease_s * 1000), count, self._cursor, latest_ms]
+        args = [self.group, self.name, int(self.lease_s * 1000), count, self._place, self._clock.latest_ms()]
         now_ms, *found = await self.broker.script("reclaim", [self.key], args)
-        self._clock.tell(now_ms)
+        is_set_back = self._clock.tell(now_ms)
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self.label)
             await self.renew()
             self._next_reclaim = time.monotonic() + at_random(self.lease_s)
             return []
-        cursor, taken = found
-        self._cursor = cursor.decode()
-        if self._cursor == START and len(taken) < count:
+        place, taken = found
+        self._place = EVERYWHERE if is_set_back else place.decode()
+        if len(taken) < count:
             self._next_reclaim = time.monotonic() + at_random(self.lease_s / RECLAIMS_PER_LEASE)
         deliveries = [
             self._hold(entry_id, fields_of(raw), attempts)

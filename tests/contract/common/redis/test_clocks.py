@@ -1,5 +1,6 @@
 """Leases and heartbeats when clocks are wrong: those of machines, and that of Redis itself."""
 
+import asyncio
 import time
 
 import pytest
@@ -44,6 +45,23 @@ async def test_a_live_consumer_keeps_its_lease_when_the_clock_is_set_back(broker
         await holder.renew()
     assert not held.is_lost
     assert await pending(broker, keys) == [held.entry_id]
+
+
+async def test_who_has_looked_before_notices_that_the_clock_is_set_back(broker: Broker, keys: Keys) -> None:
+    await publish(broker, keys, 0)
+    rival = make_consumer(broker, keys, "rival")
+    assert await rival.fetch(10, 0) == []
+    await publish(broker, keys, 1)
+    (held,) = await fetched(make_consumer(broker, keys, "dead"), 1)
+    await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
+    now_ms, asked_at = rival._clock._told
+    rival._clock._told = (now_ms + int(2000 * LEASE_S), asked_at)  # as if the server were behind now
+    for _ in range(2):  # the first look notices it, the second one begins the lease
+        rival._next_reclaim = 0.0
+        assert await rival.fetch(10, 0) == []
+    await asyncio.sleep(0.01)
+    (row,) = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 10)
+    assert row[0].decode() == held.entry_id and row[2] > 0
 
 
 async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker: Broker, keys: Keys) -> None:

@@ -177,6 +177,17 @@ async def test_all_that_a_dead_consumer_held_is_taken_over_once(broker: Broker, 
     assert taken == abandoned
 
 
+async def test_one_look_finds_what_is_abandoned_behind_all_that_others_hold(
+    broker: Broker, keys: Keys
+) -> None:
+    *_, last = await publish(broker, keys, 400)
+    await fetched(make_consumer(broker, keys, "living"), 399)
+    await fetched(make_consumer(broker, keys, "dead"), 1)
+    await fall_silent(broker, keys, "dead", [last])
+    (taken,) = await make_consumer(broker, keys, "rival").fetch(1, 0)
+    assert (taken.entry_id, taken.attempts) == (last, 2)
+
+
 async def test_what_is_handed_back_is_there_for_others_at_once_and_not_counted(
     broker: Broker, keys: Keys
 ) -> None:
