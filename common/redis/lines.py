@@ -8,6 +8,7 @@ connection to itself meanwhile.
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ ANSWER_TIMEOUT_S = 30.0
 """Longer than any blocking read of ours, so that it only fires when the server is gone."""
 MAX_BLOCKING = 32
 """Commands that may block at once; more wait for their turn."""
+SEND_BUFFER_BYTES = 1 << 20
+"""As far as the system allows it (net.core.wmem_max)."""
 
 Command = Sequence[Any]
 
@@ -41,6 +44,14 @@ def _packed(command: Command) -> bytes:
     name: str = command[0]
     packed: bytes = hiredis.pack_command((*name.split(), *command[1:]) if " " in name else tuple(command))
     return packed
+
+
+def _widen(transport: asyncio.BaseTransport) -> None:
+    """Let a call of many records leave at once, though the server reads it piece by piece. A socket of the system
+    takes 200 kB by default; one of TCP grows by itself."""
+    own = transport.get_extra_info("socket")
+    if own is not None and own.family == socket.AF_UNIX:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 class _Call:
@@ -87,6 +98,7 @@ class Line(asyncio.Protocol):
         """Why no call can be made here any more."""
         self._transport: asyncio.Transport = connection._writer.transport
         self._transport.set_protocol(self)
+        _widen(self._transport)
         if self._transport.is_closing():
             self.fail(redis_errors.ConnectionError("Connection closed by server."))
 

@@ -23,7 +23,7 @@ if ARGV[5] ~= '' then
     place = '(' .. rows[#rows][1]
   end
 end
--- The server looks through all that the group holds, which takes it some 50 ns an entry. None is found twice.
+-- The server looks through all that the group holds, which takes it some 70 ns an entry. None is found twice.
 local taken, wanted, rows = {}, tonumber(ARGV[4]), nil
 repeat
   rows = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', wanted - #taken)
