@@ -47,8 +47,8 @@ def _packed(command: Command) -> bytes:
 
 
 def _widen(transport: asyncio.BaseTransport) -> None:
-    """Let a call of many records leave at once, though the server reads it piece by piece. A Unix socket takes
-    200 kB by default; those of TCP grow by themselves."""
+    """Let a call of many records leave at once, though the server reads it piece by piece. A Unix socket
+    takes 200 kB by default; those of TCP grow by themselves."""
     own = transport.get_extra_info("socket")
     if own is not None and own.family == socket.AF_UNIX:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
