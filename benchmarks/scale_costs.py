@@ -116,6 +116,18 @@ async def _fill_step(broker: Broker, keys: Keys, step: int) -> None:
     await append_numbered(broker, keys.commits, [(step, commit)])
 
 
+def selecting(groups_per_step: int) -> Callable[[], Awaitable[None]]:
+    """Choose among the groups of nine steps, of which every second one is complete."""
+    numbers = range(9 * groups_per_step)
+    outstanding = {n: PendingGroup(n, 0, 0, GROUP_SIZE, started_version=n % 9) for n in numbers}
+
+    async def select() -> None:
+        select_groups(outstanding, numbers[1::2], order="as_ready", step=8, places=groups_per_step,
+                      groups_per_step=groups_per_step, max_staleness=8)  # fmt: skip
+
+    return select
+
+
 async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, steps: int) -> dict[str, Timed]:
     """What is timed, by who does it and how often."""
     consumer: Consumer[Ticket] = Consumer(
@@ -137,13 +149,6 @@ async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, ste
 
     async def status() -> None:
         await (await SnapshotReader.attach(broker, keys.run_id)).read()
-
-    outstanding = {n: PendingGroup(n, 0, 0, GROUP_SIZE, started_version=n % 9) for n in range(9 * workers)}
-    complete = [n for n in outstanding if n % 2]
-
-    async def select() -> None:
-        select_groups(outstanding, complete, order="as_ready", step=8, places=workers,
-                      groups_per_step=workers, max_staleness=8)  # fmt: skip
 
     async def departed() -> None:
         await forget_heartbeats(broker, keys, 3600.0)
@@ -172,7 +177,7 @@ async def calls(broker: Broker, keys: Keys, config: RunConfig, workers: int, ste
         "status, top's first look": status,
         "tickets adopted (trainer, restart)": admit,
         "started versions (trainer, news)": lambda: reconciler.learn_started_versions(join.groups.values()),
-        "groups that a step takes (trainer, news)": select,
+        "groups that a step takes (trainer, news)": selecting(workers),
         f"renewal of {HELD} held (worker, third of a lease)": holder.renew,
         "what the dead left (trainer, 10 min)": departed,
         "trace of a group": lambda: read_group(history, steps * GROUPS // 2),

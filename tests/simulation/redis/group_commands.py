@@ -18,8 +18,6 @@ from tests.simulation.redis.stream import (
 )
 from tests.simulation.redis.stream_commands import existing, option, streams_of
 
-SCANS_PER_CLAIM = 10
-"""XAUTOCLAIM looks at so many entries for each that it may take."""
 NEEDS_KEY = (
     "The XGROUP subcommand requires the key to exist. Note that for CREATE you may want to use the MKSTREAM "
     "option to create an empty stream automatically."
@@ -150,37 +148,6 @@ def _xclaim(space: Keyspace, args: Arguments) -> Any:
             held.num_deliveries += 1
         taken.append(entry_id)
     return [text_of(i) if b"JUSTID" in flags else stream.shown(i) for i in taken]
-
-
-@command("XAUTOCLAIM")
-def _xautoclaim(space: Keyspace, args: Arguments) -> Any:
-    stream, group = _group(space, args[0], args[1])
-    consumer, least_idle, start = args[2], number(args[3]), first_of(args[4])
-    count_text = option(args[5:], b"COUNT")
-    count = number(count_text) if count_text else 100
-    is_just_id = any(item.upper() == b"JUSTID" for item in args[5:])
-    attempts, now = count * SCANS_PER_CLAIM, space.now_ms()
-    group.consumers[consumer] = now
-    taken, deleted, cursor = list[EntryId](), list[EntryId](), b"0-0"
-    for entry_id in [item for item in group.held() if item >= start]:
-        if not count or not attempts:
-            cursor = text_of(entry_id)
-            break
-        attempts -= 1
-        held = group.pending[entry_id]
-        if entry_id not in stream.entries:
-            del group.pending[entry_id]
-            deleted.append(entry_id)
-            count -= 1
-            continue
-        if least_idle and now - held.delivered_ms < least_idle:
-            continue
-        held.consumer, held.delivered_ms = consumer, now
-        held.num_deliveries += not is_just_id
-        taken.append(entry_id)
-        count -= 1
-    shown = [text_of(i) if is_just_id else stream.shown(i) for i in taken]
-    return [cursor, shown, [text_of(i) for i in deleted]]
 
 
 @command("XGROUP CREATE")
