@@ -9,7 +9,7 @@ from tidemill.services.trainer.groups.samples import num_sampled
 
 
 def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
-    """Of each source that the step trained on: groups, and means over completions (of staleness: trained tokens).
+    """Of each source that the step trained on: groups, means over completions, staleness of trained tokens.
 
     A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
     """
