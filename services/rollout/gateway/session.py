@@ -254,7 +254,8 @@ class GatewaySession:
         history.is_closed = generation is whole and whole.finish == "stop"
         is_truncated = generation.finish == "length" and max_tokens != question.max_tokens
         history.end = "max_tokens" if is_truncated else "done"
-        answer, parsed = read(generation, question, self._chat, self._decode, len(ids))
+        is_cut = not history.is_closed
+        answer, parsed = read(generation, question, self._chat, self._decode, len(ids), is_cut)
         num_wrong = sum(1 for call in parsed.calls if call.error)
         history.recorder.describe_last_turn(num_calls=len(parsed.calls), num_wrong_calls=num_wrong)
         history.hold(question, answer)
