@@ -196,7 +196,8 @@ class GatewaySession:
         found.record(generation, time.monotonic() - started)
         history.answered_at = time.monotonic()
         history.is_closed = generation is whole and whole.finish == "stop"
-        is_truncated = generation.finish == "length" and max_tokens != question.max_tokens
+        is_own_limit = max_tokens == question.max_tokens and max_tokens < self._sampling.max_tokens
+        is_truncated = generation.finish == "length" and not is_own_limit
         self.end = "max_tokens" if is_truncated else "done"
         answer, parsed = read(generation, question, self._chat, self._decode, len(ids))
         num_wrong = sum(1 for call in parsed.calls if call.error)
