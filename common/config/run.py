@@ -27,7 +27,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass, in the trainer and in the engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
-    """Prompt plus completion, in tokens; at most the model's context."""
+    """Prompt plus completion, in tokens; at most the model's context. Where a model has positions for short
+    and for long sequences (LongRoPE), this chooses them, in trainer and engines."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's config.json that this run replaces, such as `{rope_scaling: {rope_type: yarn,
     factor: 4.0}, max_position_embeddings: 32768}`: in the trainer, in engines, and in exports."""

@@ -43,6 +43,9 @@ class ByteChat:
         text, *calls = self.decode(turn_ids).split(CALL)
         return Parsed({"role": "assistant", "content": text}, tuple(_call(call) for call in calls))
 
+    def shorten(self, text: str, max_tokens: int) -> str:
+        return text[:max_tokens]
+
 
 class ScriptedModel:
     """Says one line after the other; `seen` is what it was asked to continue each time."""

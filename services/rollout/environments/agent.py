@@ -137,7 +137,7 @@ class AgentPlayer:
             now = time.monotonic()
             silent_s = 0.0 if session.num_running else now - session.active_at
             if now >= deadline and session.histories.recorded:
-                session.end = "timeout"
+                session.reach("timeout")
                 return Result()
             if silent_s >= self._budget.call_timeout_s or now >= deadline:
                 if session.end != "done":

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from xxhash import xxh3_128_digest
+
 from tidemill.common.wire.codec import sendable
 
 Message = dict[str, Any]
@@ -44,10 +46,12 @@ class Question:
     """Text or ids in place of messages."""
 
     @property
-    def key(self) -> Any:
-        """Equal where the same is asked again."""
-        prompt = tuple(self.prompt) if isinstance(self.prompt, list) else self.prompt
-        return prompt, self.tools_key, self.identities
+    def key(self) -> bytes:
+        """Equal where the same is asked again, within the same limits; no longer than that: each question
+        has the whole history in it."""
+        within = (self.allows_calls, self.max_tokens, self.stop)
+        asked = repr((self.prompt, self.tools_key, self.identities, within))
+        return xxh3_128_digest(asked.encode())
 
     @property
     def tools_key(self) -> str:
