@@ -252,9 +252,12 @@ class GatewaySession:
         found.record(generation, time.monotonic() - started)
         history.answered_at = time.monotonic()
         history.is_closed = generation is whole and whole.finish == "stop"
-        is_truncated = generation.finish == "length" and max_tokens != question.max_tokens
+        runs = min(self._sampling.max_tokens, self._limits.max_model_len - len(ids))
+        is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs
+        is_truncated = generation.finish == "length" and not is_clients_limit
         history.end = "max_tokens" if is_truncated else "done"
-        answer, parsed = read(generation, question, self._chat, self._decode, len(ids))
+        is_cut = not history.is_closed
+        answer, parsed = read(generation, question, self._chat, self._decode, len(ids), is_cut)
         num_wrong = sum(1 for call in parsed.calls if call.error)
         history.recorder.describe_last_turn(num_calls=len(parsed.calls), num_wrong_calls=num_wrong)
         history.hold(question, answer)
