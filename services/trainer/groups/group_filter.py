@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
+from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     PrecomputedTokens,
     Sample,
     make_sample,
+    token_versions,
     with_teaching,
 )
 
@@ -71,6 +73,16 @@ class TrainableGroup:
     def ticket(self) -> int:
         """Number of the ticket."""
         return self.source.ticket
+
+    @property
+    def sampled(self) -> list[Trajectory]:
+        """All completions but the greedy baseline, also those that are not trained."""
+        return [trajectory for trajectory in self.source.trajectories.values() if not trajectory.is_greedy]
+
+    def trained_versions(self) -> list[Int32]:
+        """For each sample, the version that produced each of its trained tokens. Shapes [A]."""
+        records = self.source.trajectories
+        return [token_versions(records[sample.key[1]])[sample.mask] for sample in self.samples]
 
     def with_precomputed(self) -> "TrainableGroup":
         """The group whose samples have what was precomputed of its records."""

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def forked_engines() -> Iterator[None]:
-    """vLLM forks its processes, as it does on GPUs. On a CPU it spawns them: each imports all of vLLM again.
+    """vLLM forks its processes. Workers have it spawn them, and then each imports all of vLLM again.
 
     `pipeline/test_vllm_training.py` and the tests of its servers start it as users do.
     """
