@@ -54,6 +54,14 @@ class Question:
         return xxh3_128_digest(asked.encode())
 
     @property
+    def num_characters(self) -> int:
+        """Of texts and calls: about what rendering them takes."""
+        texts = (
+            str(message.get(name) or "") for message in self.messages for name in ("content", "tool_calls")
+        )
+        return len(self.prompt or "") + sum(map(len, texts))
+
+    @property
     def tools_key(self) -> str:
         """Equal where the tools are."""
         return json.dumps(self.tools, sort_keys=True, default=str)
