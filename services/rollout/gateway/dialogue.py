@@ -215,9 +215,9 @@ def stops_of(value: Any) -> tuple[str, ...]:
 
 
 def _same_json(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
+    try:
+        if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
-        except ValueError:
-            return str(arguments)
-    return json.dumps(arguments if arguments is not None else {}, sort_keys=True)
+        return json.dumps(arguments if arguments is not None else {}, sort_keys=True)
+    except (ValueError, RecursionError):
+        return str(arguments)

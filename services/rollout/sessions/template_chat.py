@@ -192,7 +192,7 @@ class TemplateChat:
         for arguments_are_text in (False, True):
             try:
                 text: str = self._tokenizer.apply_chat_template(
-                    [_with_arguments(message, arguments_are_text) for message in messages],
+                    [with_arguments(message, arguments_are_text) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=speaks,
@@ -202,7 +202,7 @@ class TemplateChat:
             except TypeError as error:
                 if arguments_are_text:
                     raise ValueError(f"the chat template refuses these messages: {error}") from None
-            except (TemplateError, ValueError, KeyError, AttributeError) as error:
+            except (TemplateError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"the chat template refuses these messages: {error}") from None
         raise AssertionError("unreachable")
 
@@ -248,7 +248,7 @@ def _readable(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return [dict(message) for message in messages]
 
 
-def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
+def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
     """OpenAI's form has arguments as text, templates mostly want the object."""
     if not message.get("tool_calls"):
         return message
@@ -261,7 +261,7 @@ def _with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
         elif not as_text and isinstance(arguments, str):
             try:
                 function["arguments"] = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 function["arguments"] = {}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
