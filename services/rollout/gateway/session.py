@@ -66,7 +66,7 @@ class GatewaySession:
         self, chat: ChatFormat, decode: Decode, ask: Ask, sampling: SamplingParams, limits: Limits
     ) -> None:
         self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        self.histories = Histories(chat)
+        self.histories = Histories(chat, decode)
         self.counts: Counter[str] = Counter()
         self.num_turns = 0
         self.active_at = time.monotonic()
@@ -161,7 +161,10 @@ class GatewaySession:
         for number, history in enumerate(recorded):
             start = history.num_prompt_messages if history is opening else 0
             shared = [num_shared(history.identities, earlier.identities) for earlier in recorded[:number]]
-            said += history.messages[max([start, *shared]) :]
+            messages = history.messages[max([start, *shared]) :]
+            if history is opening and history.prefill:  # a part of the prompt
+                messages[0] = messages[0] | {"content": messages[0]["content"].removeprefix(history.prefill)}
+            said += messages
         return said
 
     def _start(self, question: Question) -> _Given:
@@ -256,7 +259,8 @@ class GatewaySession:
         is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs
         is_truncated = generation.finish == "length" and not is_clients_limit
         history.end = "max_tokens" if is_truncated else "done"
-        answer, parsed = read(generation, question, self._chat, self._decode, len(ids))
+        is_cut = not history.is_closed
+        answer, parsed = read(generation, question, self._chat, self._decode, len(ids), is_cut)
         num_wrong = sum(1 for call in parsed.calls if call.error)
         history.recorder.describe_last_turn(num_calls=len(parsed.calls), num_wrong_calls=num_wrong)
         history.hold(question, answer)

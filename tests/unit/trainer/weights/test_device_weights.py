@@ -8,25 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import make_policy
+from tests.support.waits import Waits
 from tidemill.common.weights import digest
 from tidemill.services.trainer.weights import host_copies, shadow
 from tidemill.services.trainer.weights.host_copies import HostCopies
-
-WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item")
-"""Operations that need a value, or a number of values, from the device."""
-
-
-class Waits(TorchDispatchMode):
-    """Counts them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func).startswith(WAITS)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("share", [0.02, 0.9])
