@@ -32,6 +32,13 @@ class EnvironmentConfig(Section):
     structured_output: Literal["sample", "refuse"] = "sample"
     """An agent that asks for a form of the answer (`response_format`, a forced call): sample freely, as it is
     trained, and let the agent validate; or refuse the request."""
+    on_program_error: Literal["fault", "truncated", "value"] = "fault"
+    """What an exception of the agent's program means, once the model has answered it: a fault, and the
+    session is played again; a truncated session, scored by what was said; or one with `program_error_value`.
+    Of classes by which frameworks say that the model was wrong (agents.md), `fault` truncates too. Exceptions
+    of the machine, such as OSError, are faults always."""
+    program_error_value: float | None = None
+    """The own reward of a session whose program failed, where `on_program_error` is `value`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or factory that `use` names; of an OpenEnv server, see agents.md."""
     call_format: CallFormat = "auto"
@@ -72,6 +79,12 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 "use: agent needs `agent`: a function such as my_agent.py:run, "
                 "or a command such as `$ python my_agent.py`"
+            )
+        if (self.on_program_error == "value") != (self.program_error_value is not None):
+            raise ValueError(
+                "program_error_value and on_program_error: value belong together; give both, or neither "
+                f"(on_program_error is {self.on_program_error}, program_error_value is "
+                f"{self.program_error_value})"
             )
         if self.tools and self.use != TOOLS:
             raise ValueError(f"`tools` goes with use: tools, and use is {self.use}")

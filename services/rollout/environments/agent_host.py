@@ -22,6 +22,7 @@ from tidemill.common.process.children import become_child, read_frame, sender
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.users_code import load_users
 from tidemill.services.rollout.environments.users_code import metrics_of, number_of
+from tidemill.services.rollout.gateway.program_errors import cause_of
 
 FIELD = "rollout.environment.agent"
 OFFERED = ("row", "base_url", "anthropic_base_url", "api_key", "model")
@@ -110,9 +111,9 @@ def _result(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[st
             returned = run_main(returned)
         return result_of(returned, "it returned")
     except EnvironmentFaultError as error:
-        return {"error": str(error)}
-    except BaseException:
-        return {"error": traceback.format_exc()[-MAX_TRACE_CHARS:]}
+        return {"error": str(error), "cause": "machine"}
+    except BaseException as error:
+        return {"error": traceback.format_exc()[-MAX_TRACE_CHARS:], "cause": cause_of(error)}
 
 
 def result_of(returned: Any, verb: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.children import frame_of, kill_group, receive, spawn
 from tidemill.common.process.programs import Child, ending_in_words
 from tidemill.services.rollout.environments.agent_host import result_of
+from tidemill.services.rollout.gateway.program_errors import ProgramError, cause_in
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +75,8 @@ class Result:
 
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    is_truncated: bool = False
+    """An error ended it, and the session is scored by what is there."""
 
 
 class Program(Protocol):
@@ -127,9 +130,8 @@ class CommandProgram:
                 task.cancel()
         said = errors.decode(errors="replace").strip()[-TAIL_CHARS:]
         if code:
-            raise EnvironmentFaultError(
-                f"the agent's command ended with {ending_in_words(code)}: {said}", "died"
-            )
+            cause = cause_in(errors.decode(errors="replace"), code)
+            raise ProgramError(f"the agent's command ended with {ending_in_words(code)}: {said}", cause)
         return _last_line(output)
 
     async def close(self) -> None:
@@ -185,7 +187,7 @@ class HostedFunction:
                 "died",
             ) from None
         if error := result.get("error"):
-            raise EnvironmentFaultError(f"the agent {self._reference} failed: {error}")
+            raise ProgramError(f"the agent {self._reference} failed: {error}", result["cause"])
         return Result(**result)
 
     async def close(self) -> None:
