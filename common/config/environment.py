@@ -48,6 +48,9 @@ class EnvironmentConfig(Section):
     max_tokens: int = Field(0, ge=0, le=1 << 20)
     """Completion tokens of one session, those of the environment included; then it is truncated. 0: as many
     as `model.max_model_len` leaves."""
+    max_segments: int = Field(32, ge=1, le=10_000)
+    """Histories of one agent session: the first, and one for each that does not go on where another ended;
+    then it is truncated. The trainer reads all of them, each of up to `model.max_model_len` tokens."""
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
     """A longer answer of the environment is cut in its middle, and says so. 0: no limit of its own."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)

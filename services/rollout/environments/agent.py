@@ -56,6 +56,7 @@ class AgentPlayer:
         self._open_chat, self._decode = open_chat, decode
         self._budget = Budget.of(config)
         self._max_tokens = config.rollout.environment.max_tokens
+        self._max_segments = config.rollout.environment.max_segments
         self._program: Program = program_of(config.rollout.environment.agent, alias_of(config.model.path))
         section = self._section = config.rollout.environment
         self._gateway = Gateway(
@@ -135,7 +136,7 @@ class AgentPlayer:
     def _session(self, ticket: Ticket, ask: Ask) -> GatewaySession:
         assert self._chat is not None, "the player was never started"
         budget = self._budget
-        limits = Limits(budget.max_turns, self._max_tokens, budget.max_model_len)
+        limits = Limits(budget.max_turns, self._max_tokens, budget.max_model_len, self._max_segments)
         return GatewaySession(self._chat, self._decode, ask, ticket.sampling, limits)
 
     async def _watched(self, program: "asyncio.Task[Result]", session: GatewaySession) -> Result:
