@@ -42,6 +42,31 @@ def raising() -> None:
     raise LookupError("the page is gone")
 
 
+def _ask_once() -> str:
+    import openai
+
+    return str(openai.OpenAI().completions.create(model="m", prompt="x").choices[0].text)
+
+
+def raising_as_frameworks_do() -> None:
+    """Reads what the model said with pydantic, whose class of error says that it was wrong."""
+    import pydantic
+
+    pydantic.TypeAdapter(dict[str, int]).validate_json(_ask_once())
+
+
+def raising_once_answered() -> None:
+    raise KeyError(_ask_once())
+
+
+def exiting_once_answered() -> None:
+    raise SystemExit(_ask_once())
+
+
+def raising_of_the_machine() -> None:
+    raise LookupError(_ask_once()) from ConnectionError("no database")
+
+
 def dying() -> None:
     os._exit(3)
 
