@@ -57,7 +57,7 @@ class AgentPlayer:
         self._budget = Budget.of(config)
         self._max_tokens = config.rollout.environment.max_tokens
         self._max_segments = config.rollout.environment.max_segments
-        self._program: Program = program_of(config.rollout.environment.agent)
+        self._program: Program = program_of(config.rollout.environment.agent, alias_of(config.model.path))
         section = self._section = config.rollout.environment
         self._gateway = Gateway(
             alias_of(config.model.path), section.gateway_host, section.structured_output == "refuse"

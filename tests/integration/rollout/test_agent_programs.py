@@ -79,6 +79,17 @@ async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept()
         assert said == ["2", "Sure?", "yes"] and played[0].finish == "stop"
 
 
+async def test_clients_made_as_the_file_is_imported_ask_their_own_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own, for a provider")
+    async with player("tests.support.module_level_agent:with_clients_of_the_module") as agent:
+        models = [ScriptedModel(*"abcd"), ScriptedModel(*"abcx")]
+        played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
+        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert [len(model.seen) for model in models] == [4, 4]
+
+
 async def test_an_async_function_with_anthropics_client_may_give_a_number() -> None:
     async with player(function("with_anthropic")) as agent:
         played = await agent.play(TICKET, "s", ScriptedModel("four").ask)
