@@ -36,7 +36,7 @@ SCRIPTS: dict[str, tuple[list[str], list[str], list[int]]] = {
         [1, 2, 3, 4, 5, 6, 8],
     ),
     "move_aside": (["stream", "dead"], ["1.0", "300-0", "200-0", "letter"], [1]),
-    "reclaim": (["stream"], ["group", "thief", "1000", "8", "-", "0"], [2, 3, 4, 5]),
+    "reclaim": (["stream"], ["group", "thief", "1000", "8", "-", "0", ""], [2, 3, 4, 5]),
     "store_result": (
         ["stream", "results", "tickets"],
         ["group", "holder", "1-0", "0", "0", "3", "x"],
@@ -113,6 +113,6 @@ async def test_what_is_taken_over_is_bounded_and_taken_once(broker: Broker, keys
     await broker.pipeline([("XADD", stream, f"{n}-0", "p", "x") for n in range(1, 1501)])
     await broker.execute("XREADGROUP", "GROUP", "group", "holder", "COUNT", 1500, "STREAMS", stream, ">")
     with contextlib.suppress(redis_errors.ResponseError):
-        _, _, taken = await broker.script("reclaim", [stream], ["group", "thief", idle, "2000", "", 0])
+        _, _, taken = await broker.script("reclaim", [stream], ["group", "thief", idle, "2000", "", 0, ""])
         ids = [entry_id for entry_id, _, _ in taken]
         assert len(ids) == len(set(ids)) <= 1000
